@@ -1,0 +1,113 @@
+"""The envelope: what a collector knows of an event, carried as Kafka headers beside the untouched payload.
+
+The Kafka value is the payload, byte for byte. A record without these headers (another producer wrote to the topic)
+is taken too: bronze then fills the envelope from the broker's coordinates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+EVENT_ID = "id"
+SOURCE = "source"
+TENANT = "tenant"
+RECEIVED_AT = "received_at"
+COLLECTOR = "collector"
+FINGERPRINT = "fingerprint"
+SUSPECT = "suspect"
+REJECT = "reject"
+
+HEADER_NAMES: tuple[str, ...] = (
+    EVENT_ID,
+    SOURCE,
+    TENANT,
+    RECEIVED_AT,
+    COLLECTOR,
+    FINGERPRINT,
+    SUSPECT,
+    REJECT,
+)
+
+DEFAULT_TENANT = "default"
+
+
+class EnvelopeError(ValueError):
+    """Headers that do not form an envelope."""
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """Metadata of one event.
+
+    Attributes:
+        event_id: the dedupe key within (source, tenant); from the payload, or given when the event was first logged.
+        source: name of the source in its pipeline.
+        tenant: whose event it is.
+        received_at: when a collector first had it, microseconds since the epoch, UTC.
+        collector: id of the collecting node.
+        fingerprint: :func:`fingerprint` of the payload.
+        suspect: sent again from a log after a crash, so that Kafka may hold it already.
+        reject: why the border refused it; such an event goes to quarantine and into no product.
+    """
+
+    event_id: str
+    source: str
+    tenant: str
+    received_at: int
+    collector: str
+    fingerprint: str
+    suspect: bool = False
+    reject: str | None = None
+
+    def to_headers(self) -> list[tuple[str, bytes]]:
+        """Kafka headers, values in UTF-8; ``suspect`` and ``reject`` only where they say something."""
+        headers = [
+            (EVENT_ID, self.event_id.encode()),
+            (SOURCE, self.source.encode()),
+            (TENANT, self.tenant.encode()),
+            (RECEIVED_AT, str(self.received_at).encode()),
+            (COLLECTOR, self.collector.encode()),
+            (FINGERPRINT, self.fingerprint.encode()),
+        ]
+        if self.suspect:
+            headers.append((SUSPECT, b"1"))
+        if self.reject is not None:
+            headers.append((REJECT, self.reject.encode()))
+        return headers
+
+    @classmethod
+    def from_headers(cls, headers: Iterable[tuple[str, bytes]]) -> Envelope:
+        """The envelope that :meth:`to_headers` wrote; other headers are passed over.
+
+        Raises:
+            EnvelopeError: a required header is absent or is not of its form.
+        """
+        found = {name: value for name, value in headers if name in HEADER_NAMES}
+        try:
+            return cls(
+                event_id=found[EVENT_ID].decode(),
+                source=found[SOURCE].decode(),
+                tenant=found[TENANT].decode(),
+                received_at=int(found[RECEIVED_AT]),
+                collector=found[COLLECTOR].decode(),
+                fingerprint=found[FINGERPRINT].decode(),
+                suspect=SUSPECT in found,
+                reject=found[REJECT].decode() if REJECT in found else None,
+            )
+        except KeyError as error:
+            raise EnvelopeError(f"header {error.args[0]!r} is missing") from None
+        except ValueError as error:
+            raise EnvelopeError(f"a header cannot be read: {error}") from None
+
+
+def fingerprint(payload: bytes) -> str:
+    """BLAKE2b-128 of the payload in hexadecimal, 32 characters: equal payloads have equal fingerprints."""
+    return hashlib.blake2b(payload, digest_size=16).hexdigest()
+
+
+def new_event_id() -> str:
+    """An id for an event whose payload has none: 128 random bits, prefixed so that it can be told apart."""
+    return f"~{secrets.token_hex(16)}"

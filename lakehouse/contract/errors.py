@@ -1,0 +1,73 @@
+"""The base of every error that Millrace raises on purpose.
+
+::
+
+    MillraceError
+    ├── ConfigError          a setting or pipeline file is wrong: file, key, remedy
+    ├── EnvironmentProblem   something the machine lacks or refuses: what, remedy
+    ├── lakehouse.errors.LakehouseError
+    ├── ingest.errors.IngestError
+    └── serve.errors.ServeError
+
+The data of an error is in its attributes; ``__str__`` renders it for a person.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class MillraceError(Exception):
+    """Base of all errors raised on purpose; the CLI prints it without a traceback."""
+
+
+class ConfigError(MillraceError):
+    """Configuration that cannot be used.
+
+    Attributes:
+        file: the file that is wrong, or None for the environment or the command line.
+        key: dotted key, e.g. ``products.top_topics.n``.
+        problem: what is wrong.
+        remedy: what to write instead.
+        line: line number in ``file``, 1-based, where known.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        key: str = "",
+        remedy: str = "",
+        file: Path | str | None = None,
+        line: int | None = None,
+    ) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.key = key
+        self.remedy = remedy
+        self.file = Path(file) if file is not None else None
+        self.line = line
+
+    def __str__(self) -> str:
+        place = str(self.file) if self.file else "configuration"
+        if self.line:
+            place += f":{self.line}"
+        text = f"{place}: {self.key + ': ' if self.key else ''}{self.problem}"
+        return f"{text}. {self.remedy}" if self.remedy else text
+
+
+class EnvironmentProblem(MillraceError):
+    """The machine lacks something, or another process holds it.
+
+    Attributes:
+        problem: what is missing or held.
+        remedy: the command or setting that mends it.
+    """
+
+    def __init__(self, problem: str, remedy: str = "") -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.problem}. {self.remedy}" if self.remedy else self.problem

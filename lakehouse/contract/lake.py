@@ -1,0 +1,129 @@
+"""Where things lie below the lake's root. Names of tables are unique across layers.
+
+::
+
+    LAKE/bronze/SOURCE          raw events, append-only: the record
+    LAKE/silver/PRODUCT         LAKE/gold/PRODUCT
+    LAKE/silver/quarantine      rejected events with their reason (derived from bronze like any product)
+    LAKE/_millrace/             checkpoints, indexes, locks, collector logs, embedded broker, state of running parts
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from lakehouse.contract.errors import MillraceError
+
+LAYERS: tuple[str, ...] = ("bronze", "silver", "gold")
+QUARANTINE = "quarantine"
+NAME_PATTERN = re.compile(r"[a-z][a-z0-9_]{0,62}")
+
+# Properties in a Delta table's metadata: a table says itself how it is to be read.
+PROPERTY_KEY = "millrace.key"  # comma-separated key columns of one result row
+PROPERTY_FOLD = "millrace.fold"  # JSON {column: "sum"|"min"|"max"}: rows of one key are partials, to be folded on read
+PROPERTY_PIPELINE = "millrace.pipeline"
+
+# Keys in a product commit's commitInfo.
+COMMIT_THROUGH = "millrace.through"  # JSON {"topic/partition": next offset}: every event before it is in this version
+COMMIT_EVENTS = "millrace.events"  # events this commit added to the product
+COMMIT_BATCH = "millrace.batch"
+
+
+class UnknownTable(MillraceError):
+    """No such table in this lake.
+
+    Attributes:
+        name: what was asked for.
+        known: the tables there are.
+    """
+
+    def __init__(self, name: str, known: list[str]) -> None:
+        super().__init__(name)
+        self.name = name
+        self.known = known
+
+    def __str__(self) -> str:
+        return f"no table {self.name!r}; there are: {', '.join(self.known) or 'none yet'}"
+
+
+@dataclass(frozen=True, slots=True)
+class TableRef:
+    """One Delta table.
+
+    Attributes:
+        layer: one of :data:`LAYERS`.
+        name: unique in the lake.
+        path: its folder.
+    """
+
+    layer: str
+    name: str
+    path: Path
+
+    def exists(self) -> bool:
+        """Whether the table has been created (its log has a first version)."""
+        return (self.path / "_delta_log").is_dir()
+
+
+@dataclass(frozen=True, slots=True)
+class Lake:
+    """A lake on a local or mounted file system.
+
+    Attributes:
+        root: its folder; created when something is first written.
+    """
+
+    root: Path
+
+    def table(self, layer: str, name: str) -> TableRef:
+        """The table's place, whether it exists or not."""
+        return TableRef(layer, name, self.root / layer / name)
+
+    def bronze(self, source: str) -> TableRef:
+        """The record of one source."""
+        return self.table("bronze", source)
+
+    def quarantine(self) -> TableRef:
+        """Rejected events of every source."""
+        return self.table("silver", QUARANTINE)
+
+    def tables(self) -> list[TableRef]:
+        """All tables that exist, in order of layer and name."""
+        return [
+            TableRef(layer, folder.name, folder)
+            for layer in LAYERS
+            if (self.root / layer).is_dir()
+            for folder in sorted((self.root / layer).iterdir())
+            if (folder / "_delta_log").is_dir()
+        ]
+
+    def find(self, name: str) -> TableRef:
+        """The existing table of this name.
+
+        Raises:
+            UnknownTable: there is none.
+        """
+        tables = self.tables()
+        for table in tables:
+            if table.name == name:
+                return table
+        raise UnknownTable(name, [t.name for t in tables])
+
+    @property
+    def state(self) -> Path:
+        """Folder for everything that is not a table."""
+        return self.root / "_millrace"
+
+    def checkpoint(self, query: str) -> Path:
+        """Spark checkpoint folder of one streaming query."""
+        return self.state / "checkpoints" / query
+
+    def collector_log(self, node: str) -> Path:
+        """Message log of one collecting node."""
+        return self.state / "log" / node
+
+    def broker(self) -> Path:
+        """Data and logs of the embedded broker."""
+        return self.state / "kafka"

@@ -1,0 +1,120 @@
+"""TOML into frozen dataclasses: unknown keys and wrong types fail with file, line and the nearest known key."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar, Union, get_args, get_origin
+
+from lakehouse.contract.errors import ConfigError
+
+T = TypeVar("T")
+
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|milliseconds?|s|seconds?|m|minutes?|h|hours?|d|days?)")
+_MS = {"ms": 1, "mi": 60_000, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The parsed file.
+
+    Raises:
+        ConfigError: it is absent or is not TOML.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError("there is no such file", file=path) from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"not valid TOML: {error}", file=path) from None
+
+
+def duration_ms(text: str) -> int:
+    """Milliseconds in a duration such as ``30 seconds``, ``5s`` or ``40 days``.
+
+    Raises:
+        ValueError: the text is not a duration.
+    """
+    match = _DURATION.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is not a duration such as '30 seconds' or '5m'")
+    unit = match[2]
+    scale = 1 if unit.startswith(("ms", "milli")) else _MS[unit[0]]
+    return int(float(match[1]) * scale)
+
+
+def build(cls: type[T], values: Mapping[str, Any], *, file: Path, at: str = "") -> T:
+    """An instance of the dataclass ``cls`` from a TOML table.
+
+    Nested dataclasses, ``tuple[X, ...]`` and ``dict[str, X]`` are followed; ``Path`` is taken as written.
+
+    Raises:
+        ConfigError: unknown key, missing key, or a value of another type, with the place and the remedy.
+    """
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
+    arguments: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{at}.{name}" if at else name
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, n=1)
+            remedy = f"Did you mean {near[0]!r}?" if near else f"Known keys: {', '.join(sorted(fields))}"
+            raise ConfigError("unknown key", key=key, remedy=remedy, file=file, line=line_of(file, name))
+        arguments[name] = _convert(hints[name], value, file=file, key=key)
+    for name, field in fields.items():
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and name not in arguments:
+            raise ConfigError(f"key {name!r} is missing", key=at, remedy=f"Add {name} = …", file=file)
+    try:
+        return cls(**arguments)
+    except ConfigError as error:  # a check in __post_init__ knows the key, not the file
+        key = ".".join(part for part in (at, error.key) if part)
+        last = error.key.rsplit(".", 1)[-1]
+        raise ConfigError(
+            error.problem, key=key, remedy=error.remedy, file=error.file or file, line=error.line or line_of(file, last)
+        ) from None
+
+
+def line_of(file: Path, key: str) -> int | None:
+    """The first line of the file that sets ``key``, 1-based, or None."""
+    if not key or not file.is_file():
+        return None
+    pattern = re.compile(rf"\s*(\[+.*\b{re.escape(key)}\]+|{re.escape(key)}\s*=)")
+    for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        if pattern.match(line):
+            return number
+    return None
+
+
+def _convert(hint: Any, value: Any, *, file: Path, key: str) -> Any:
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        options = [option for option in get_args(hint) if option is not type(None)]
+        return _convert(options[0], value, file=file, key=key)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        if isinstance(value, Mapping):
+            return build(hint, value, file=file, at=key)
+    elif origin is tuple and isinstance(value, list):
+        return tuple(_convert(get_args(hint)[0], v, file=file, key=f"{key}[{i}]") for i, v in enumerate(value))
+    elif origin is dict and isinstance(value, Mapping):
+        inner = get_args(hint)[1]
+        return {k: _convert(inner, v, file=file, key=f"{key}.{k}") for k, v in value.items()}
+    elif hint is Path and isinstance(value, str):
+        return Path(value)
+    elif hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    elif hint is Any or (isinstance(hint, type) and type(value) is hint):
+        return value
+    wanted = getattr(hint, "__name__", str(hint))
+    raise ConfigError(
+        f"{value!r} is not of type {wanted}",
+        key=key,
+        remedy=f"Give a {wanted}",
+        file=file,
+        line=line_of(file, key.rsplit(".", 1)[-1]),
+    )
