@@ -28,7 +28,9 @@ PROPERTY_PIPELINE = "millrace.pipeline"
 # Keys in a product commit's commitInfo.
 COMMIT_THROUGH = "millrace.through"  # JSON {"topic/partition": next offset}: every event before it is in this version
 COMMIT_EVENTS = "millrace.events"  # events this commit added to the product
-COMMIT_BATCH = "millrace.batch"
+COMMIT_OLDEST = "millrace.oldest"  # received_at of the oldest and the newest of those events, ms since the epoch
+COMMIT_NEWEST = "millrace.newest"
+COMMIT_BATCH = "millrace.batch"  # "QUERY/BATCH" of the live query that made the commit
 
 
 class UnknownTable(MillraceError):
