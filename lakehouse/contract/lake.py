@@ -31,6 +31,7 @@ COMMIT_EVENTS = "millrace.events"  # events this commit added to the product
 COMMIT_OLDEST = "millrace.oldest"  # received_at of the oldest and the newest of those events, ms since the epoch
 COMMIT_NEWEST = "millrace.newest"
 COMMIT_BATCH = "millrace.batch"  # "QUERY/BATCH" of the live query that made the commit
+COMMIT_BRONZE = "millrace.bronze"  # how far in bronze the commit reaches, as the Delta source's offset (JSON)
 
 
 class UnknownTable(MillraceError):

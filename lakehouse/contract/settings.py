@@ -171,7 +171,7 @@ def load_settings(environ: Mapping[str, str] | None = None, **overrides: Any) ->
 
 
 _SHORT = {"kafka": "kafka__bootstrap"}
-_NOT_SETTINGS = {"conf", "jars_dir", "maven_url", "shared_data"}
+_NOT_SETTINGS = {"conf", "jars_dir", "maven_url", "shared_data", "crash_at"}
 
 
 def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Any]]:

@@ -1,0 +1,11 @@
+"""Kafka to bronze: ``spark-submit jobs/run_bronze.py --lake DIR``."""
+
+from __future__ import annotations
+
+import sys
+
+from jobs.streams import main
+from lakehouse.stream import Stages
+
+if __name__ == "__main__":
+    sys.exit(main("Kafka to bronze", Stages(layers=())))

@@ -1,0 +1,68 @@
+"""What the ``run_*`` jobs share: settings from the command line, signals, the session, the queries."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from jobs.broker import resolve_bootstrap
+from lakehouse.contract.errors import MillraceError
+from lakehouse.contract.pipeline import load_pipeline
+from lakehouse.contract.settings import Settings, load_settings
+from lakehouse.stream import Stages, run
+
+
+def main(description: str, stages: Stages, argv: Sequence[str] | None = None) -> int:
+    """Run the stages as a process of their own (spark-submit or python); returns the exit status."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--lake", type=Path, help="root folder of the tables")
+    parser.add_argument("--pipeline", help="folder below conf/pipelines, or a path")
+    parser.add_argument("--kafka", help="host:port of the broker; default: the lake's embedded one")
+    parser.add_argument("--accept-loss", action="store_true", help="go on where Kafka lost what bronze had not taken")
+    options = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    for noisy in ("py4j", "kafka"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    try:
+        settings = load_settings(lake=options.lake, pipeline=options.pipeline, kafka__bootstrap=options.kafka)
+        run_stages(settings, stages, accept_loss=options.accept_loss)
+    except MillraceError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+def run_stages(
+    settings: Settings, stages: Stages, *, accept_loss: bool = False, started: Callable[[], None] | None = None
+) -> None:
+    """Run the stages of the settings' pipeline until SIGINT or SIGTERM."""
+    pipeline = load_pipeline(settings.pipeline_folder())
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    bootstrap = resolve_bootstrap(settings) if stages.bronze else ""
+    if stages.bronze:
+        from jobs.broker import ensure_topics
+
+        ensure_topics(pipeline, bootstrap)
+    from lakehouse.session import build_session
+
+    spark = build_session(settings, f"millrace-{pipeline.name}")
+    try:
+        run(
+            spark,
+            settings,
+            pipeline,
+            stages,
+            bootstrap=bootstrap,
+            stop=stop,
+            started=started,
+            accept_loss=accept_loss,
+        )
+    finally:
+        spark.stop()

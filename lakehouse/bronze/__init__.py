@@ -1,0 +1,1 @@
+"""The record: raw events with their envelope, append-only."""

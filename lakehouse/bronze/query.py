@@ -1,0 +1,168 @@
+"""Kafka to bronze: one streaming query a source, each micro-batch a plain append.
+
+Steps of one micro-batch, and what a crash after each of them means:
+
+1. Spark writes the batch's offsets to its checkpoint. Crash: the same batch runs again.
+2. The rows are appended, the end offsets in the same commit. Crash: the batch runs again and is dropped, because
+   bronze itself says that it has these offsets.
+3. Spark notes in its checkpoint that the batch is done.
+
+A lost checkpoint is no loss: the query then starts from the offsets that bronze names.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.streaming import StreamingQuery
+
+from lakehouse.bronze.table import Progress, create, progress
+from lakehouse.contract import envelope as names
+from lakehouse.contract.faults import crash_point
+from lakehouse.contract.lake import Lake, TableRef
+from lakehouse.contract.pipeline import Source
+from lakehouse.contract.settings import Settings
+
+SMALL_BATCH = 5_000  # events; below it one file is quicker to write, and to read, than one a partition
+
+
+def start_bronze(
+    spark: SparkSession, settings: Settings, source: Source, *, bootstrap: str, accept_loss: bool = False
+) -> StreamingQuery:
+    """Start the query; the topic must exist.
+
+    Args:
+        bootstrap: ``host:port`` of the broker.
+        accept_loss: go on where Kafka no longer holds what bronze has not taken.
+    """
+    lake = Lake(settings.lake)
+    table = lake.bronze(source.name)
+    create(table)
+    done = progress(table)
+    checkpoint = lake.checkpoint(f"bronze-{source.name}")
+    reader = (
+        spark.readStream.format("kafka")
+        .option("kafka.bootstrap.servers", bootstrap)
+        .option("subscribe", source.topic)
+        .option("startingOffsets", starting_offsets(source.topic, source.partitions, done.offsets))
+        .option("includeHeaders", "true")
+        .option("failOnDataLoss", str(not accept_loss).lower())
+        .option("maxOffsetsPerTrigger", settings.spark.max_offsets_per_trigger)
+        .option("kafkaConsumer.pollTimeoutMs", "60000")
+        .option("fetchOffset.numRetries", "30")
+        .option("fetchOffset.retryIntervalMs", "500")
+        .option("kafka.default.api.timeout.ms", "60000")
+    )
+    spark.sparkContext.setLocalProperty("spark.scheduler.pool", f"bronze-{source.name}")
+    return (
+        reader.load()
+        .writeStream.queryName(f"bronze-{source.name}")
+        .option("checkpointLocation", str(checkpoint))
+        .trigger(processingTime=f"{settings.spark.bronze_interval_ms} milliseconds")
+        .foreachBatch(BronzeWriter(table, source, checkpoint, done, settings.tenant))
+        .start()
+    )
+
+
+def starting_offsets(topic: str, partitions: int, offsets: Mapping[str, int]) -> str:
+    """Spark's ``startingOffsets``: what bronze says, the earliest for a partition it does not know."""
+    if not offsets:
+        return "earliest"
+    known = {int(place.rpartition("/")[2]): end for place, end in offsets.items() if place.startswith(f"{topic}/")}
+    count = max([partitions, *(number + 1 for number in known)])
+    return json.dumps({topic: {str(number): known.get(number, -2) for number in range(count)}})
+
+
+class BronzeWriter:
+    """Appends one micro-batch after another to a bronze table. One instance is the table's only stream writer."""
+
+    def __init__(
+        self,
+        table: TableRef,
+        source: Source,
+        checkpoint: Path,
+        done: Progress,
+        tenant: str,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._table = table
+        self._source = source
+        self._checkpoint = checkpoint
+        self._done = done
+        self._tenant = tenant
+        self._now = now
+        self._first = True
+
+    def __call__(self, records: DataFrame, batch_id: int) -> None:
+        ends = self._end_offsets(batch_id)
+        events = sum(end - self._done.offsets.get(place, 0) for place, end in ends.items())
+        if events <= 0:
+            return
+        bronze_at = max(int(self._now() * 1e6), self._done.bronze_at + 1)
+        rows = to_bronze(records, source=self._source.name, tenant=self._tenant, bronze_at=bronze_at)
+        if self._first:  # a batch from before the crash may be in already, in whole or in part
+            rows = without_known(rows, self._done.offsets)
+            self._first = False
+        if events < SMALL_BATCH:
+            rows = rows.coalesce(1)
+        reached = Progress({**self._done.offsets, **ends}, bronze_at)
+        crash_point("bronze.before_append")
+        rows.write.format("delta").mode("append").option("userMetadata", reached.to_metadata()).save(str(self._table.path))
+        crash_point("bronze.after_append")
+        self._done = reached
+
+    def _end_offsets(self, batch_id: int) -> dict[str, int]:
+        """``TOPIC/PARTITION`` to the offset behind the batch's last one, from the query's own write-ahead log."""
+        lines = (self._checkpoint / "offsets" / str(batch_id)).read_text(encoding="utf-8").splitlines()
+        topics = json.loads(lines[-1])
+        return {f"{topic}/{number}": end for topic, ends in topics.items() for number, end in ends.items()}
+
+
+def without_known(rows: DataFrame, offsets: Mapping[str, int]) -> DataFrame:
+    """Rows that the offsets do not cover yet."""
+    if not offsets:
+        return rows
+    place = F.concat_ws("/", F.col("topic"), F.col("partition").cast("string"))
+    ends = F.create_map(*[part for item in offsets.items() for part in (F.lit(item[0]), F.lit(item[1]))])
+    return rows.where(F.col("offset") >= F.coalesce(ends[place], F.lit(0)))
+
+
+def to_bronze(records: DataFrame, *, source: str, tenant: str, bronze_at: int) -> DataFrame:
+    """Kafka records as bronze rows.
+
+    A record without our headers gets its envelope from the broker: its coordinates as id (marked with ``@``), the
+    broker's time as time of receipt.
+
+    Args:
+        records: ``key, value, headers, topic, partition, offset, timestamp`` as Spark's Kafka source gives them.
+        bronze_at: of this commit, microseconds since the epoch.
+    """
+    envelope = {name: F.col("h")[name].cast("string") for name in names.HEADER_NAMES}
+    others = F.map_filter("h", lambda name, _: ~name.isin(*names.HEADER_NAMES))
+    return records.withColumn("h", F.coalesce(F.map_from_entries("headers"), F.create_map())).select(
+        F.coalesce(envelope[names.EVENT_ID], F.concat_ws("/", F.concat(F.lit("@"), "topic"), "partition", "offset")).alias(
+            "event_id"
+        ),
+        F.coalesce(envelope[names.SOURCE], F.lit(source)).alias("source"),
+        F.coalesce(envelope[names.TENANT], F.lit(tenant)).alias("tenant"),
+        F.coalesce(F.timestamp_micros(envelope[names.RECEIVED_AT].cast("bigint")), F.col("timestamp")).alias("received_at"),
+        F.coalesce(envelope[names.COLLECTOR], F.lit("@broker")).alias("collector"),
+        F.coalesce(envelope[names.FINGERPRINT], F.concat(F.lit("md5:"), F.md5("value"))).alias("fingerprint"),
+        envelope[names.SUSPECT].isNotNull().alias("suspect"),
+        envelope[names.REJECT].alias("reject"),
+        others.cast("map<string,binary>").alias("headers"),
+        F.col("key"),
+        F.col("value").alias("payload"),
+        F.col("topic"),
+        F.col("partition"),
+        F.col("offset"),
+        F.col("timestamp").alias("broker_time"),
+        F.lit("stream").alias("origin"),
+        F.timestamp_micros(F.lit(bronze_at)).alias("bronze_at"),
+        F.timestamp_micros(F.lit(bronze_at)).cast("date").alias("date"),
+    )

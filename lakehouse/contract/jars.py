@@ -1,0 +1,260 @@
+"""Jars by coordinates and checksum, fetched once into a cache: for Spark and for the embedded broker.
+
+``conf/jars.lock`` names them. Downloading is left to Apache Ivy, whose jar is part of pyspark: it knows Maven Central
+by itself, so no host stands in this repository, and it is what Spark would use. ``MILLRACE_MAVEN_URL`` names a mirror.
+All 57 jars (65 MB) take 7 s on a fast line, so parallel downloads of our own would save little.
+
+Ivy downloads into a staging folder below the cache; a jar is moved into place, in one rename, once its SHA-256 is that
+of the lock. A file lock lets one process fetch at a time. ``spark.jars.packages`` would not do: it resolves anew on
+each start, checks no lock, and fails where a mirror lacks one of the transitive dependencies.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import hashlib
+import importlib.util
+import logging
+import os
+import re
+import shutil
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from xml.sax.saxutils import quoteattr
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from lakehouse.contract.errors import ConfigError, EnvironmentProblem
+from lakehouse.contract.java import find_java, jvm_proxy_flags
+from lakehouse.contract.settings import conf_dir
+
+JAR_SETS: tuple[str, ...] = ("spark", "kafka")
+OFFLINE_REMEDY = (
+    "Connect to the internet once, set MILLRACE_MAVEN_URL to a Maven mirror that you reach, or copy a filled jar "
+    "folder from another machine and set MILLRACE_JARS_DIR to it"
+)
+_LINE = re.compile(r"(\w+) ([\w.-]+):([\w.-]+):([\w.-]+) ([0-9a-f]{64})")
+_FETCHED = re.compile(r"\[SUCCESSFUL ] [^#]+#([^;]+);")
+_FAILED = re.compile(r"\s*(module not found: .+|Server access error.+|\[FAILED +] .+)")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Jar:
+    """One jar of the lock file.
+
+    Attributes:
+        set_name: one of :data:`JAR_SETS`.
+        group: e.g. ``io.delta``.
+        artifact: e.g. ``delta-storage``.
+        version: e.g. ``4.4.0``.
+        sha256: checksum in hexadecimal.
+    """
+
+    set_name: str
+    group: str
+    artifact: str
+    version: str
+    sha256: str
+
+    @property
+    def place(self) -> Path:
+        """Where it lies, relative to the cache."""
+        return Path(self.group) / f"{self.artifact}-{self.version}.jar"
+
+    def is_in(self, folder: Path) -> bool:
+        """Whether it lies there with the right checksum."""
+        try:
+            with (folder / self.place).open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest() == self.sha256
+        except FileNotFoundError:
+            return False
+
+
+def jar_paths(set_name: str) -> list[Path]:
+    """The jars of a set, in the order of the lock file; those missing or damaged are fetched first.
+
+    Raises:
+        EnvironmentProblem: they cannot be fetched, or what came is not what the lock names.
+        ConfigError: no such set, or the lock file is wrong.
+    """
+    jars = locked_jars(set_name)
+    cache = jars_dir()
+    if missing_jars(set_name):
+        cache.mkdir(parents=True, exist_ok=True)
+        with _only_one(cache / ".lock"):
+            missing = missing_jars(set_name)  # another process may have fetched them meanwhile
+            if missing:
+                _fetch(missing, cache)
+    return [cache / jar.place for jar in jars]
+
+
+def missing_jars(set_name: str) -> list[Jar]:
+    """Jars of a set that the cache lacks or holds damaged."""
+    cache = jars_dir()
+    jars = locked_jars(set_name)
+    with ThreadPoolExecutor(4) as pool:
+        return [jar for jar, there in zip(jars, pool.map(lambda jar: jar.is_in(cache), jars), strict=True) if not there]
+
+
+def jars_dir() -> Path:
+    """The cache: ``MILLRACE_JARS_DIR``, else ``millrace/jars`` below the user's cache folder."""
+    if named := os.environ.get("MILLRACE_JARS_DIR"):
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "millrace" / "jars"
+
+
+def locked_jars(set_name: str) -> list[Jar]:
+    """Jars of a set as the lock file names them.
+
+    Raises:
+        ConfigError: no such set, or the lock file is wrong.
+    """
+    if set_name not in JAR_SETS:
+        raise ConfigError(f"there is no jar set {set_name!r}", remedy=f"Sets: {', '.join(JAR_SETS)}")
+    return [jar for jar in _read_lock(conf_dir() / "jars.lock") if jar.set_name == set_name]
+
+
+@functools.cache
+def _read_lock(path: Path) -> tuple[Jar, ...]:
+    jars: list[Jar] = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise ConfigError("there is no such file", file=path) from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        match = _LINE.fullmatch(line)
+        if match is None or match[1] not in JAR_SETS:
+            raise ConfigError("not SET GROUP:ARTIFACT:VERSION SHA256", file=path, line=number)
+        jars.append(Jar(*match.groups()))
+    return tuple(jars)
+
+
+@contextmanager
+def _only_one(path: Path) -> Iterator[None]:
+    with path.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.warning("another process is fetching jars into %s; waiting for it", path.parent)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _fetch(jars: Sequence[Jar], cache: Path) -> None:
+    staging = cache / ".staging"  # kept when Ivy fails: the next try goes on from there
+    staging.mkdir(exist_ok=True)
+    _run_ivy(jars, staging)
+    wrong = [jar for jar in jars if not jar.is_in(staging / "jars")]
+    for jar in jars:
+        if jar not in wrong:
+            (cache / jar.place).parent.mkdir(exist_ok=True)
+            (staging / "jars" / jar.place).replace(cache / jar.place)
+    shutil.rmtree(staging)
+    if wrong:
+        names = ", ".join(f"{jar.group}:{jar.artifact}:{jar.version}" for jar in wrong)
+        raise EnvironmentProblem(
+            f"the repository's {names} is not the jar that {conf_dir() / 'jars.lock'} names (SHA-256 differs)",
+            "Use another MILLRACE_MAVEN_URL, or none; if the lock was edited, correct its checksum",
+        )
+
+
+def _run_ivy(jars: Sequence[Jar], staging: Path) -> None:
+    (staging / "settings.xml").write_text(_ivy_settings(staging), encoding="utf-8")
+    (staging / "ivy.xml").write_text(_ivy_module(jars), encoding="utf-8")
+    command = [str(find_java().path), "-XX:TieredStopAtLevel=1", *jvm_proxy_flags(urllib.request.getproxies())]
+    command += ["-cp", str(_ivy_jar()), "org.apache.ivy.Main"]
+    command += ["-settings", str(staging / "settings.xml"), "-ivy", str(staging / "ivy.xml")]
+    command += ["-retrieve", f"{staging}/jars/[organisation]/[artifact]-[revision].[ext]"]
+    failures: list[str] = []
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process,
+        _progress(f"fetching {len(jars)} jars ({jars[0].set_name})", len(jars)) as bar,
+    ):
+        task = bar.task_ids[0]
+        for line in process.stdout or ():
+            if fetched := _FETCHED.search(line):
+                bar.update(task, advance=1, jar=fetched[1])
+            elif failed := _FAILED.match(line):
+                failures.append(failed[1].strip())
+    if process.returncode != 0:
+        said = failures[-1] if failures else f"Ivy ended with code {process.returncode}"
+        raise EnvironmentProblem(f"{len(jars)} jars ({jars[0].set_name}) could not be fetched: {said}", OFFLINE_REMEDY)
+
+
+def _progress(what: str, total: int) -> Progress:
+    console = Console(stderr=True)
+    logger.info("%s into %s", what, jars_dir())
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[jar]}"))
+    progress = Progress(*columns, console=console, disable=not console.is_terminal)
+    progress.add_task(what, total=total, jar="")
+    return progress
+
+
+def _ivy_jar() -> Path:
+    spec = importlib.util.find_spec("pyspark")  # looked up, not imported
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for jar in sorted((Path(folder) / "jars").glob("ivy-*.jar")):
+            return jar
+    raise EnvironmentProblem(
+        "jars are fetched by Apache Ivy, which comes with pyspark, and pyspark is not installed",
+        "Install millrace[lakehouse], or copy a filled jar folder from another machine and set MILLRACE_JARS_DIR to it",
+    )
+
+
+def _ivy_settings(staging: Path) -> str:
+    mirror = os.environ.get("MILLRACE_MAVEN_URL")
+    root = f"root={quoteattr(mirror.rstrip('/') + '/')}" if mirror else ""
+    return f"""<ivysettings>
+  <property name="ivy.checksums" value=""/>
+  <settings defaultResolver="maven"/>
+  <caches defaultCacheDir={quoteattr(str(staging / "ivy"))}/>
+  <timeout-constraints>
+    <timeout-constraint name="slow" connectionTimeout="15000" readTimeout="60000"/>
+  </timeout-constraints>
+  <resolvers><ibiblio name="maven" m2compatible="true" usepoms="false" timeoutConstraint="slow" {root}/></resolvers>
+</ivysettings>
+"""
+
+
+def _ivy_module(jars: Sequence[Jar]) -> str:
+    wanted = "\n".join(
+        f'    <dependency org="{jar.group}" name="{jar.artifact}" rev="{jar.version}" transitive="false" '
+        f'conf="default->default"><artifact name="{jar.artifact}" type="jar" ext="jar"/></dependency>'
+        for jar in jars
+    )
+    return f"""<ivy-module version="2.0">
+  <info organisation="millrace" module="jars"/>
+  <configurations><conf name="default"/></configurations>
+  <dependencies>
+{wanted}
+  </dependencies>
+</ivy-module>
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Fetch the named sets, or all: ``python -m lakehouse.contract.jars [spark|kafka ...]``."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    try:
+        for set_name in arguments or JAR_SETS:
+            logger.info("%s: %d jars in %s", set_name, len(jar_paths(set_name)), jars_dir())
+    except (ConfigError, EnvironmentProblem) as error:
+        logger.error("%s", error)  # a problem for a person to mend, not a traceback
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""Product tables: current rows, merged and committed without a JVM."""

@@ -1,0 +1,291 @@
+"""Bronze to products: one streaming query a source keeps all its products.
+
+Steps of one micro-batch, and what a crash after each of them means (each has a crash point):
+
+1. Spark writes to its checkpoint which bronze files the batch holds. Crash: the same batch runs again.
+2. The batch is parsed and cached; the index of seen events says which rows are first copies, and is made durable.
+   Crash: judging again gives the same answer.
+3. Each product merges its partial rows and commits them with the batch's number in the same commit. Crash in the
+   middle: the batch runs again; products that hold it skip it.
+4. Spark notes in its checkpoint that the batch is done.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark import InheritableThread
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.streaming import StreamingQuery
+
+from lakehouse.batch import build, rejected_rows, run_partial
+from lakehouse.bronze.table import touch
+from lakehouse.bronze.seen import SeenIndex
+from lakehouse.contract.faults import crash_point
+from lakehouse.contract.lake import Lake
+from lakehouse.contract.pipeline import Pipeline, Product, Source
+from lakehouse.contract.settings import Settings
+from lakehouse.gold.store import BatchMark, ProductStore
+from lakehouse.maintain import Maintenance
+from lakehouse.silver.conform import conform
+from lakehouse.silver.quarantine import Quarantine
+
+log = logging.getLogger(__name__)
+
+_JUDGED = ("dedupe_key", "topic", "partition", "offset", "bronze_at", "received_at")
+_FEW = 500  # duplicates named one by one in a filter; more are joined
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What a streaming query's checkpoint folder says.
+
+    Attributes:
+        query: its id; empty for a query that never ran.
+        batch: the last batch that is done, -1 for none.
+        bronze: the Delta source's offset behind that batch (JSON); empty for none.
+    """
+
+    query: str
+    batch: int
+    bronze: str
+
+    @classmethod
+    def read(cls, folder: Path) -> Checkpoint:
+        """The state of the checkpoint in ``folder``."""
+        try:
+            query = json.loads((folder / "metadata").read_text(encoding="utf-8"))["id"]
+        except (OSError, ValueError, KeyError):
+            return cls("", -1, "")
+        done = [int(p.name) for p in (folder / "commits").glob("[0-9]*") if p.name.isdigit()]
+        if not done:
+            return cls(query, -1, "")
+        return cls(query, max(done), offset_of(folder, max(done)))
+
+
+def offset_of(checkpoint: Path, batch: int) -> str:
+    """The Delta source's offset behind a batch (JSON), from the query's write-ahead log."""
+    return (checkpoint / "offsets" / str(batch)).read_text(encoding="utf-8").splitlines()[-1]
+
+
+def version_of(offset: str) -> int | None:
+    """The bronze version that an offset ends with, or None where it lies inside a version."""
+    found = json.loads(offset)
+    return int(found["reservoirVersion"]) - 1 if int(found["index"]) < 0 else None
+
+
+def _place(offset: str) -> tuple[int, int]:
+    """An offset as something that sorts in bronze's order."""
+    if not offset:
+        return (-1, 0)
+    found = json.loads(offset)
+    return int(found["reservoirVersion"]), int(found["index"])
+
+
+def start_live(
+    spark: SparkSession, settings: Settings, pipeline: Pipeline, source: Source, products: Sequence[Product], name: str
+) -> StreamingQuery:
+    """Start the query that keeps ``products`` of ``source``; bronze must exist.
+
+    Products that the query's checkpoint does not cover (new ones, or kept by another query until now) are first built
+    from bronze.
+
+    Args:
+        name: of the query and its checkpoint; one query of a name runs at a time.
+    """
+    lake = Lake(settings.lake)
+    folder = lake.checkpoint(name)
+    table = lake.bronze(source.name)
+    seen = SeenIndex(lake.state / "seen" / name)
+    stores = [ProductStore(p, lake.table(p.layer, p.name), pipeline.name) for p in products]
+    quarantine = Quarantine(lake.quarantine())
+    quarantine.create()
+    writer = LiveWriter(source, stores, quarantine, seen, folder, Maintenance(lake))
+    start = _catch_up(spark, table.path, source, writer, Checkpoint.read(folder), folder)
+    spark.sparkContext.setLocalProperty("spark.scheduler.pool", name)
+    return (
+        spark.readStream.format("delta")
+        .option("startingVersion", start)
+        .option("maxBytesPerTrigger", settings.spark.max_bytes_per_trigger)
+        .load(str(table.path))
+        .writeStream.queryName(name)
+        .option("checkpointLocation", str(folder))
+        .trigger(processingTime="0 seconds")
+        .foreachBatch(writer)
+        .start()
+    )
+
+
+def _catch_up(
+    spark: SparkSession, bronze: Path, source: Source, writer: LiveWriter, done: Checkpoint, folder: Path
+) -> int:
+    """Build what the checkpoint does not cover; returns the bronze version to stream from where there is none."""
+    if not done.bronze:
+        _forget(folder)
+        start = touch(bronze)
+        if start > 1 or any(store.mark() for store in writer.stores):
+            log.info("building %d products of %s from bronze", len(writer.stores), source.name)
+            writer.rebuild(spark, bronze, start - 1, writer.stores)
+        return start
+    absent = [store for store in writer.stores if (mark := store.mark()) is None or mark.query != done.query]
+    if absent or _place(writer.seen.position()) < _place(done.bronze):
+        version_done = version_of(done.bronze)
+        if version_done is None:  # the checkpoint stands inside a bronze version: leave it and build all, once
+            return _catch_up(spark, bronze, source, writer, Checkpoint("", -1, ""), folder)
+        writer.rebuild(spark, bronze, version_done, absent, done)
+    return 0
+
+
+def _forget(folder: Path) -> None:
+    """Remove a checkpoint that never finished a batch, or that is given up."""
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+class LiveWriter:
+    """Merges one micro-batch after another into the products of a source."""
+
+    def __init__(
+        self,
+        source: Source,
+        stores: list[ProductStore],
+        quarantine: Quarantine,
+        seen: SeenIndex,
+        checkpoint: Path,
+        maintenance: Maintenance,
+    ) -> None:
+        self.source = source
+        self.stores = stores
+        self.quarantine = quarantine
+        self.seen = seen
+        self._checkpoint = checkpoint
+        self._maintenance = maintenance
+        self._query = ""
+        self._through: dict[str, int] = {}
+        for store in stores:
+            mark = store.mark()
+            if mark is not None:
+                self._through = {**mark.through, **self._through}
+
+    def __call__(self, bronze: DataFrame, batch: int) -> None:
+        self._query = self._query or Checkpoint.read(self._checkpoint).query
+        offset = offset_of(self._checkpoint, batch)
+        events = conform(bronze, self.source).persist()
+        try:
+            rows = events.select(*_JUDGED, F.col("reason").isNotNull().alias("rejected")).toArrow()
+            verdict = self.seen.judge(rows, offset)
+            crash_point("live.after_judge")
+            first = rows.filter(pa.array(verdict.first))
+            fresh = _without(events, rows.filter(pa.array(~verdict.first))) if verdict.duplicates else events
+            self._commit(fresh, self._mark(rows, first, batch, offset), bool(pc.any(first["rejected"]).as_py()))
+        finally:
+            events.unpersist()
+        self._maintenance.after_batch()
+
+    def _commit(self, fresh: DataFrame, mark: BatchMark, rejected: bool) -> None:
+        crash_point("live.before_commit")
+        valid = fresh.where(F.col("reason").isNull())
+        valid.createOrReplaceTempView(self.source.name)
+        if rejected:
+            self.quarantine.apply(rejected_rows(fresh), mark.query, mark.batch)
+
+        def keep(store: ProductStore) -> None:
+            if not store.holds(mark.query, mark.batch):
+                store.apply(valid.sparkSession.sql(store.operator.partial_sql()).toArrow(), mark)
+                crash_point("live.after_first_commit")
+
+        _side_by_side([partial(keep, store) for store in self.stores])
+        crash_point("live.after_commits")
+
+    def _mark(self, rows: pa.Table, first: pa.Table, batch: int, offset: str) -> BatchMark:
+        """What the batch's commits say; moves on how far in Kafka the products reach."""
+        ends = rows.group_by(["topic", "partition"]).aggregate([("offset", "max")]).to_pylist()
+        for end in ends:
+            place = f"{end['topic']}/{end['partition']}"
+            self._through[place] = max(self._through.get(place, 0), end["offset_max"] + 1)
+        times = pc.cast(first.filter(pc.invert(first["rejected"]))["received_at"], pa.int64()).to_numpy()
+        return BatchMark(
+            self._query,
+            batch,
+            offset,
+            dict(self._through),
+            len(times),
+            int(times.min()) // 1000 if len(times) else None,
+            int(times.max()) // 1000 if len(times) else None,
+        )
+
+    def rebuild(
+        self,
+        spark: SparkSession,
+        bronze: Path,
+        version: int,
+        stores: list[ProductStore],
+        done: Checkpoint | None = None,
+    ) -> None:
+        """Build products, and the index where it is empty, from bronze up to ``version``."""
+        whole = build(spark, bronze, self.source, version)
+        events = whole.events.persist()
+        try:
+            rows = events.select(*_JUDGED).toArrow()
+            offset = done.bronze if done else json.dumps({"reservoirVersion": version + 1, "index": -1})
+            self.seen.judge(rows, offset)
+            ends = spark.read.format("delta").option("versionAsOf", version).load(str(bronze))
+            ends = ends.groupBy("topic", "partition").agg(F.max("offset").alias("end"))
+            through = {f"{r['topic']}/{r['partition']}": r["end"] + 1 for r in ends.collect()}
+            mark = BatchMark(done.query if done else "build", done.batch if done else version, offset, through)
+            valid = events.where(F.col("reason").isNull())
+            for store in stores:
+                store.replace(run_partial(valid, self.source.name, store.operator), mark)
+            if done is None:  # else the query keeps it already, and knows which batches it holds
+                self.quarantine.replace(rejected_rows(events), self.source.name)
+            self._through.update(through)
+        finally:
+            events.unpersist()
+
+
+def _without(events: DataFrame, copies: pa.Table) -> DataFrame:
+    """Events less those at the coordinates of ``copies``."""
+    places = copies.select(["topic", "partition", "offset"])
+    if places.num_rows > _FEW:
+        other = events.sparkSession.createDataFrame(places)
+        return events.join(F.broadcast(other), ["topic", "partition", "offset"], "left_anti")
+    condition = F.lit(False)
+    for (topic, partition), offsets in _grouped(places).items():
+        here = (F.col("topic") == topic) & (F.col("partition") == partition)
+        condition = condition | (here & F.col("offset").isin(offsets))
+    return events.where(~condition)
+
+
+def _grouped(places: pa.Table) -> dict[tuple[str, int], list[int]]:
+    grouped: dict[tuple[str, int], list[int]] = {}
+    for row in places.to_pylist():
+        grouped.setdefault((row["topic"], row["partition"]), []).append(row["offset"])
+    return grouped
+
+
+def _side_by_side(tasks: Sequence[Callable[[], None]]) -> None:
+    """Run the tasks at once in threads that keep Spark's local properties; the first error is raised after all ended."""
+    errors: list[BaseException] = []
+
+    def guarded(task: Callable[[], None]) -> None:
+        try:
+            task()
+        except BaseException as error:  # noqa: BLE001 - raised again below, in the query's own thread
+            errors.append(error)
+
+    threads = [InheritableThread(target=guarded, args=(task,)) for task in tasks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

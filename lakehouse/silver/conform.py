@@ -1,0 +1,126 @@
+"""Bronze rows → typed events: schema, required fields and expectations of the source, and a reason where one fails.
+
+A transform: DataFrame in, DataFrame out, no action. Nothing is dropped here; what fails carries a ``reason``.
+"""
+
+from __future__ import annotations
+
+from functools import reduce
+
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql.types import StructType
+
+from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.pipeline import Source, Template
+
+# What every event has beside the fields of its payload; SQL of products may use them.
+ENVELOPE_COLUMNS = ("event_id", "source", "tenant", "received_at", "event_time", "origin")
+# Used by the machinery, not promised to SQL.
+_HIDDEN = ("reason", "payload", "fingerprint", "suspect", "topic", "partition", "offset", "bronze_at", "dedupe_key")
+_CORRUPT = "_corrupt_record"
+
+
+def payload_schema(source: Source) -> StructType:
+    """The source's DDL as a Spark type.
+
+    Raises:
+        ConfigError: it is no DDL, or it names a field that the envelope has too.
+    """
+    try:
+        schema = StructType.fromDDL(source.schema)
+    except Exception as error:  # noqa: BLE001 - the parser's exceptions have no common base that is public
+        raise ConfigError(
+            f"not a Spark DDL schema: {str(error).splitlines()[0]}", key=f"sources.{source.name}.schema"
+        ) from None
+    taken = {*ENVELOPE_COLUMNS, *_HIDDEN, _CORRUPT} & set(schema.fieldNames())
+    if taken:
+        raise ConfigError(
+            f"field {sorted(taken)[0]!r} has the name of an envelope column",
+            key=f"sources.{source.name}.schema",
+            remedy="Nest it, or leave it out",
+        )
+    return schema
+
+
+def conform(bronze: DataFrame, source: Source) -> DataFrame:
+    """Typed events of one source.
+
+    Returns:
+        The payload's fields, :data:`ENVELOPE_COLUMNS`, ``reason`` (null for a valid event), ``dedupe_key`` (16 bytes,
+        equal for events that are one and the same), and the bronze columns that quarantine keeps.
+    """
+    schema = payload_schema(source)
+    text = F.col("payload").cast("string")
+    options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": _CORRUPT}
+    parsed = bronze.withColumn("j", F.from_json(text, f"{source.schema}, {_CORRUPT} STRING", options))
+    fields = [F.col("j")[name].alias(name) for name in schema.fieldNames()]
+    kept = ["event_id", "source", "tenant", "received_at", "origin", "payload", "fingerprint", "suspect", "reject"]
+    place = ["topic", "partition", "offset", "bronze_at"]
+    flat = parsed.select(*fields, F.col("j")[_CORRUPT].alias(_CORRUPT), *kept, *place)
+    if source.event_id_template is not None:
+        given = _from_template(source.event_id_template)
+        flat = flat.withColumn(
+            "event_id", F.when(F.col("event_id").startswith("@"), F.coalesce(given, "event_id")).otherwise(F.col("event_id"))
+        )
+    judged = flat.withColumn("reason", _reason(source, schema))
+    valid = F.col("reason").isNull()
+    return judged.select(
+        *schema.fieldNames(),
+        *[c for c in ENVELOPE_COLUMNS if c != "event_time"],
+        F.when(valid, F.expr(source.event_time)).alias("event_time"),
+        "reason",
+        "payload",
+        "fingerprint",
+        "suspect",
+        *place,
+        # A rejected copy must not stand in the way of a valid one with the same id.
+        F.unhex(
+            F.md5(F.concat_ws("\x1f", "source", "tenant", "event_id", F.when(~valid, F.col("fingerprint"))).cast("binary"))
+        ).alias("dedupe_key"),
+    )
+
+
+def _reason(source: Source, schema: StructType) -> Column:
+    """Why an event is refused, or null; the first that applies, from the general to the particular."""
+    checks: list[Column] = [
+        F.col("reject"),
+        F.when(~F.expr("is_valid_utf8(payload)"), F.lit("not valid UTF-8")),
+        F.when(F.col(_CORRUPT).isNotNull(), F.concat(F.lit("does not fit the schema: "), _misfits(schema))),
+    ]
+    checks += [
+        F.when(_path(path).isNull(), F.lit(f"missing {path}"))
+        for path in (*source.required, *(source.event_id_template.fields if source.event_id_template else ()))
+    ]
+    checks += [
+        F.when(~F.coalesce(F.expr(predicate).cast("boolean"), F.lit(False)), F.lit(f"expectation {name} failed"))
+        for name, predicate in source.expectations.items()
+    ]
+    # coalesce stops at the first reason: a later check never sees what an earlier one refused.
+    return F.coalesce(*checks)
+
+
+def _misfits(schema: StructType) -> Column:
+    """The top-level fields that are there but did not parse as their type."""
+    text = F.col("payload").cast("string")
+    found = [
+        F.when(F.col(name).isNull() & F.get_json_object(text, f"$['{name}']").isNotNull(), F.lit(name))
+        for name in schema.fieldNames()
+    ]
+    return F.when(F.get_json_object(text, "$").isNull(), F.lit("not JSON")).otherwise(F.concat_ws(", ", *found))
+
+
+def _path(path: str) -> Column:
+    head, *rest = path.split(".")
+    return reduce(lambda column, step: column[step], rest, F.col(head))
+
+
+def _from_template(template: Template) -> Column:
+    """A :class:`~lakehouse.contract.pipeline.Template` as a column; null where a field is null."""
+    pieces: list[Column] = []
+    rest = template.text
+    for path in template.fields:
+        before, _, rest = rest.partition("{" + path + "}")
+        pieces += [F.lit(before)] if before else []
+        pieces.append(_path(path).cast("string"))
+    return F.concat(*pieces, *([F.lit(rest)] if rest else []))

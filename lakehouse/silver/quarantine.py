@@ -1,0 +1,75 @@
+"""Table ``quarantine``: every rejected event, once, with its reason and its payload as it came."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
+
+from lakehouse.contract.lake import TableRef
+
+COLUMNS = pa.schema(
+    [
+        ("event_id", pa.string()),
+        ("source", pa.string()),
+        ("tenant", pa.string()),
+        ("received_at", pa.timestamp("us", "UTC")),
+        ("reason", pa.string()),
+        ("payload", pa.string()),
+        ("fingerprint", pa.string()),
+        ("topic", pa.string()),
+        ("partition", pa.int32()),
+        ("offset", pa.int64()),
+        ("bronze_at", pa.timestamp("us", "UTC")),
+    ]
+)
+
+
+class Quarantine:
+    """One source's writer of the table. Sources share the table; appends of several writers do not conflict."""
+
+    def __init__(self, table: TableRef) -> None:
+        self._table = table
+        self._delta: DeltaTable | None = None
+        self._batches: dict[str, int] = {}
+
+    def create(self) -> None:
+        """Create the table where it is absent."""
+        if not self._table.exists():
+            self._table.path.mkdir(parents=True, exist_ok=True)
+            DeltaTable.create(
+                str(self._table.path),
+                schema=COLUMNS,
+                mode="ignore",
+                name=self._table.name,
+                description="Rejected events with their reason",
+                configuration={"delta.checkpointInterval": "1000000", "millrace.key": "source,event_id,fingerprint"},
+                raise_if_key_not_exists=False,
+            )
+
+    def apply(self, rows: pa.Table, query: str, batch: int) -> None:
+        """Append a batch's rejected events; a batch that is in already is passed over."""
+        self.create()
+        if query not in self._batches:
+            version = self._open().transaction_version(query)
+            self._batches[query] = -1 if version is None else version
+        if self._batches[query] >= batch or not rows.num_rows:
+            return
+        properties = CommitProperties(app_transactions=[Transaction(query, batch)])
+        write_deltalake(self._open(), rows.select(COLUMNS.names).cast(COLUMNS), mode="append", commit_properties=properties)
+        self._batches[query] = batch
+
+    def replace(self, rows: pa.Table, source: str) -> None:
+        """Put a batch build in place of all rows of this source."""
+        self.create()
+        write_deltalake(
+            self._open(),
+            rows.select(COLUMNS.names).cast(COLUMNS),
+            mode="overwrite",
+            predicate=f"source = '{source}'",
+        )
+        self._batches.clear()
+
+    def _open(self) -> DeltaTable:
+        if self._delta is None:
+            self._delta = DeltaTable(str(self._table.path))
+        return self._delta
