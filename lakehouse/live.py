@@ -111,11 +111,14 @@ def start_live(
     writer = LiveWriter(source, stores, quarantine, seen, folder, Maintenance(lake))
     start = _catch_up(spark, table.path, source, writer, Checkpoint.read(folder), folder)
     spark.sparkContext.setLocalProperty("spark.scheduler.pool", name)
-    return (
+    rows = (
         spark.readStream.format("delta")
         .option("startingVersion", start)
         .option("maxBytesPerTrigger", settings.spark.max_bytes_per_trigger)
         .load(str(table.path))
+    )
+    return (
+        conform(rows, source)  # planned once for the whole query
         .writeStream.queryName(name)
         .option("checkpointLocation", str(folder))
         .trigger(processingTime="0 seconds")
@@ -176,10 +179,10 @@ class LiveWriter:
             if mark is not None:
                 self._through = {**mark.through, **self._through}
 
-    def __call__(self, bronze: DataFrame, batch: int) -> None:
+    def __call__(self, events: DataFrame, batch: int) -> None:
         self._query = self._query or Checkpoint.read(self._checkpoint).query
         offset = offset_of(self._checkpoint, batch)
-        events = conform(bronze, self.source).persist()
+        events.persist()
         try:
             rows = events.select(*_JUDGED, F.col("reason").isNotNull().alias("rejected")).toArrow()
             verdict = self.seen.judge(rows, offset)

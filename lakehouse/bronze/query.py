@@ -60,11 +60,12 @@ def start_bronze(
     )
     spark.sparkContext.setLocalProperty("spark.scheduler.pool", f"bronze-{source.name}")
     return (
-        reader.load()
+        # Planned once for the whole query; a batch adds what is the batch's own.
+        to_bronze(reader.load(), source=source.name, tenant=settings.tenant)
         .writeStream.queryName(f"bronze-{source.name}")
         .option("checkpointLocation", str(checkpoint))
         .trigger(processingTime=f"{settings.spark.bronze_interval_ms} milliseconds")
-        .foreachBatch(BronzeWriter(table, source, checkpoint, done, settings.tenant))
+        .foreachBatch(BronzeWriter(table, checkpoint, done))
         .start()
     )
 
@@ -84,31 +85,28 @@ class BronzeWriter:
     def __init__(
         self,
         table: TableRef,
-        source: Source,
         checkpoint: Path,
         done: Progress,
-        tenant: str,
         now: Callable[[], float] = time.time,
     ) -> None:
         self._table = table
-        self._source = source
         self._checkpoint = checkpoint
         self._done = done
-        self._tenant = tenant
         self._now = now
         self._first = True
 
-    def __call__(self, records: DataFrame, batch_id: int) -> None:
+    def __call__(self, events: DataFrame, batch_id: int) -> None:
         ends = self._end_offsets(batch_id)
-        events = sum(end - self._done.offsets.get(place, 0) for place, end in ends.items())
-        if events <= 0:
+        count = sum(end - self._done.offsets.get(place, 0) for place, end in ends.items())
+        if count <= 0:
             return
         bronze_at = max(int(self._now() * 1e6), self._done.bronze_at + 1)
-        rows = to_bronze(records, source=self._source.name, tenant=self._tenant, bronze_at=bronze_at)
+        at = F.timestamp_micros(F.lit(bronze_at))
+        rows = events.select("*", at.alias("bronze_at"), at.cast("date").alias("date"))
         if self._first:  # a batch from before the crash may be in already, in whole or in part
             rows = without_known(rows, self._done.offsets)
             self._first = False
-        if events < SMALL_BATCH:
+        if count < SMALL_BATCH:
             rows = rows.coalesce(1)
         reached = Progress({**self._done.offsets, **ends}, bronze_at)
         crash_point("bronze.before_append")
@@ -132,15 +130,15 @@ def without_known(rows: DataFrame, offsets: Mapping[str, int]) -> DataFrame:
     return rows.where(F.col("offset") >= F.coalesce(ends[place], F.lit(0)))
 
 
-def to_bronze(records: DataFrame, *, source: str, tenant: str, bronze_at: int) -> DataFrame:
-    """Kafka records as bronze rows.
+def to_bronze(records: DataFrame, *, source: str, tenant: str) -> DataFrame:
+    """Kafka records as bronze rows, all but the time of the commit.
 
     A record without our headers gets its envelope from the broker: its coordinates as id (marked with ``@``), the
     broker's time as time of receipt.
 
     Args:
         records: ``key, value, headers, topic, partition, offset, timestamp`` as Spark's Kafka source gives them.
-        bronze_at: of this commit, microseconds since the epoch.
+        source, tenant: for records that do not say them.
     """
     envelope = {name: F.col("h")[name].cast("string") for name in names.HEADER_NAMES}
     others = F.map_filter("h", lambda name, _: ~name.isin(*names.HEADER_NAMES))
@@ -163,6 +161,4 @@ def to_bronze(records: DataFrame, *, source: str, tenant: str, bronze_at: int) -
         F.col("offset"),
         F.col("timestamp").alias("broker_time"),
         F.lit("stream").alias("origin"),
-        F.timestamp_micros(F.lit(bronze_at)).alias("bronze_at"),
-        F.timestamp_micros(F.lit(bronze_at)).cast("date").alias("date"),
     )
