@@ -45,7 +45,12 @@ def ensure_topics(pipeline: Pipeline, bootstrap: str, *, timeout_s: float = 60.0
     """
     deadline = time.monotonic() + timeout_s
     topics = [
-        NewTopic(s.topic, num_partitions=s.partitions, replication_factor=-1, topic_configs={"retention.ms": str(s.retention_ms)})
+        NewTopic(
+            s.topic,
+            num_partitions=s.partitions,
+            replication_factor=-1,
+            topic_configs={"retention.ms": str(s.retention_ms)},
+        )
         for s in pipeline.sources.values()
     ]
     while True:

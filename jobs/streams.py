@@ -16,6 +16,8 @@ from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.contract.settings import Settings, load_settings
 from lakehouse.stream import Stages, run
 
+log = logging.getLogger(__name__)
+
 
 def main(description: str, stages: Stages, argv: Sequence[str] | None = None) -> int:
     """Run the stages as a process of their own (spark-submit or python); returns the exit status."""
@@ -50,10 +52,13 @@ def run_stages(
         from jobs.broker import ensure_topics
 
         ensure_topics(pipeline, bootstrap)
+    from lakehouse.rehearse import rehearse
     from lakehouse.session import build_session
 
     spark = build_session(settings, f"millrace-{pipeline.name}")
     try:
+        if stages.layers:
+            log.info("rehearsed in %.1f s", rehearse(spark, settings, pipeline))
         run(
             spark,
             settings,

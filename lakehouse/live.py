@@ -24,11 +24,11 @@ import pyarrow.compute as pc
 from pyspark import InheritableThread
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
-from pyspark.sql.streaming import StreamingQuery
+from pyspark.sql.streaming.query import StreamingQuery
 
 from lakehouse.batch import build, rejected_rows, run_partial
-from lakehouse.bronze.table import touch
 from lakehouse.bronze.seen import SeenIndex
+from lakehouse.bronze.table import touch
 from lakehouse.contract.faults import crash_point
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, Product, Source
@@ -276,7 +276,7 @@ def _grouped(places: pa.Table) -> dict[tuple[str, int], list[int]]:
 
 
 def _side_by_side(tasks: Sequence[Callable[[], None]]) -> None:
-    """Run the tasks at once in threads that keep Spark's local properties; the first error is raised after all ended."""
+    """Run the tasks at once in threads with Spark's local properties; the first error is raised after all ended."""
     errors: list[BaseException] = []
 
     def guarded(task: Callable[[], None]) -> None:

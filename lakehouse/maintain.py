@@ -71,4 +71,6 @@ def _newest_version(table: TableRef) -> int:
 
 
 def _newest_checkpoint(table: TableRef) -> int:
-    return max((int(p.name.split(".")[0]) for p in (table.path / "_delta_log").glob("*.checkpoint*.parquet")), default=0)
+    return max(
+        (int(p.name.split(".")[0]) for p in (table.path / "_delta_log").glob("*.checkpoint*.parquet")), default=0
+    )

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
-from pyspark.sql.streaming import StreamingQuery
+from pyspark.sql.streaming.query import StreamingQuery
 
 from lakehouse.bronze.table import Progress, create, progress
 from lakehouse.contract import envelope as names
@@ -110,7 +110,9 @@ class BronzeWriter:
             rows = rows.coalesce(1)
         reached = Progress({**self._done.offsets, **ends}, bronze_at)
         crash_point("bronze.before_append")
-        rows.write.format("delta").mode("append").option("userMetadata", reached.to_metadata()).save(str(self._table.path))
+        rows.write.format("delta").mode("append").option("userMetadata", reached.to_metadata()).save(
+            str(self._table.path)
+        )
         crash_point("bronze.after_append")
         self._done = reached
 
@@ -142,13 +144,13 @@ def to_bronze(records: DataFrame, *, source: str, tenant: str) -> DataFrame:
     """
     envelope = {name: F.col("h")[name].cast("string") for name in names.HEADER_NAMES}
     others = F.map_filter("h", lambda name, _: ~name.isin(*names.HEADER_NAMES))
+    coordinates = F.concat_ws("/", F.concat(F.lit("@"), "topic"), "partition", "offset")
+    received_at = F.timestamp_micros(envelope[names.RECEIVED_AT].cast("bigint"))
     return records.withColumn("h", F.coalesce(F.map_from_entries("headers"), F.create_map())).select(
-        F.coalesce(envelope[names.EVENT_ID], F.concat_ws("/", F.concat(F.lit("@"), "topic"), "partition", "offset")).alias(
-            "event_id"
-        ),
+        F.coalesce(envelope[names.EVENT_ID], coordinates).alias("event_id"),
         F.coalesce(envelope[names.SOURCE], F.lit(source)).alias("source"),
         F.coalesce(envelope[names.TENANT], F.lit(tenant)).alias("tenant"),
-        F.coalesce(F.timestamp_micros(envelope[names.RECEIVED_AT].cast("bigint")), F.col("timestamp")).alias("received_at"),
+        F.coalesce(received_at, F.col("timestamp")).alias("received_at"),
         F.coalesce(envelope[names.COLLECTOR], F.lit("@broker")).alias("collector"),
         F.coalesce(envelope[names.FINGERPRINT], F.concat(F.lit("md5:"), F.md5("value"))).alias("fingerprint"),
         envelope[names.SUSPECT].isNotNull().alias("suspect"),

@@ -132,7 +132,9 @@ class Settings:
                 return folder
         known = sorted(p.parent.name for p in (conf_dir() / "pipelines").glob("*/pipeline.toml"))
         raise ConfigError(
-            f"there is no pipeline {self.pipeline!r}", key="pipeline", remedy=f"Known: {', '.join(known)}; or give a path"
+            f"there is no pipeline {self.pipeline!r}",
+            key="pipeline",
+            remedy=f"Known: {', '.join(known)}; or give a path",
         )
 
 
@@ -163,7 +165,7 @@ def load_settings(environ: Mapping[str, str] | None = None, **overrides: Any) ->
     path = conf_dir() / "default.toml"
     settings = build(Settings, read_toml(path), file=path)
     environ = os.environ if environ is None else environ
-    values = {name: value for name, value in _from_environment(environ)}
+    values = dict(_from_environment(environ))
     values |= {name: value for name, value in overrides.items() if value is not None}
     for name, value in values.items():
         settings = _replace(settings, name.split("__"), value)
@@ -171,7 +173,7 @@ def load_settings(environ: Mapping[str, str] | None = None, **overrides: Any) ->
 
 
 _SHORT = {"kafka": "kafka__bootstrap"}
-_NOT_SETTINGS = {"conf", "jars_dir", "maven_url", "shared_data", "crash_at"}
+_NOT_SETTINGS = {"conf", "jars_dir", "maven_url", "shared_data", "crash_at", "parent"}
 
 
 def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Any]]:

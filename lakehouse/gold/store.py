@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -158,7 +159,7 @@ class ProductStore:
             self.table.path.mkdir(parents=True, exist_ok=True)
             DeltaTable.create(
                 str(self.table.path),
-                schema=self.operator.schema,
+                schema=self._empty().schema,
                 mode="ignore",
                 name=self.product.name,
                 configuration=configuration,
@@ -204,19 +205,27 @@ class ProductStore:
     def _predicate(self, units: list[object]) -> str | None:
         if not self.operator.unit:
             return None
-        literals = [f"arrow_cast('{unit:%Y-%m-%dT%H:%M:%S.%f}Z', 'Timestamp(Microsecond, Some(\"UTC\"))')" for unit in units]
+        literals = [
+            f"arrow_cast('{unit:%Y-%m-%dT%H:%M:%S.%f}Z', 'Timestamp(Microsecond, Some(\"UTC\"))')" for unit in units
+        ]
         return f"{WINDOW_START} IN ({', '.join(literals)})"
 
     def _empty(self) -> pa.Table:
         assert self.operator.schema is not None
         return self.operator.schema.empty_table()
 
-    def _write(self, rows: pa.Table, mark: BatchMark, *, predicate: str | None, mode: str) -> None:
+    def _write(
+        self, rows: pa.Table, mark: BatchMark, *, predicate: str | None, mode: Literal["append", "overwrite"]
+    ) -> None:
         properties = CommitProperties(
             custom_metadata=mark.to_metadata(),
             app_transactions=[Transaction(mark.query, mark.batch)],
             max_commit_retries=0,  # one writer: a conflict means that there is another, and must be heard
         )
         write_deltalake(
-            self._open(), rows.cast(self.operator.schema), mode=mode, predicate=predicate, commit_properties=properties
+            self._open(),
+            rows.cast(self.operator.schema),
+            mode=mode,  # type: ignore[arg-type]
+            predicate=predicate,
+            commit_properties=properties,
         )

@@ -16,7 +16,7 @@ from lakehouse.contract.pipeline import Product
 from lakehouse.errors import BadProduct
 from lakehouse.operators.base import WINDOW_START
 
-_MERGES: dict[type[exp.Expression], str] = {
+_MERGES: dict[type, str] = {
     exp.Count: "sum",
     exp.CountIf: "sum",
     exp.Sum: "sum",
@@ -39,8 +39,8 @@ class Aggregate:
                 self.fold[column.alias_or_name] = merge
             else:
                 keys.append(column.alias_or_name)
-        self.key = tuple(keys)
-        self.unit = (WINDOW_START,) if WINDOW_START in keys else ()
+        self.key: tuple[str, ...] = tuple(keys)
+        self.unit: tuple[str, ...] = (WINDOW_START,) if WINDOW_START in keys else ()
         self.counts = next((c.alias_or_name for c in select.expressions if _counts_all(c)), None)
         self.schema: pa.Schema | None = None
 
@@ -51,8 +51,8 @@ class Aggregate:
         self.schema = pa.schema([pa.field(field.name, _plain(field.type)) for field in partial])
 
     def merge(self, old: pa.Table | None, partial: pa.Table) -> pa.Table:
-        if self.schema is None:
-            self.describe(partial.schema)
+        self.describe(partial.schema)
+        assert self.schema is not None
         tables = [table.select(self.schema.names).cast(self.schema) for table in (old, partial) if table is not None]
         rows = pa.concat_tables(tables)
         merged = rows.group_by(list(self.key)).aggregate(list(self.fold.items()))
@@ -62,7 +62,7 @@ class Aggregate:
 
 
 def _parse(product: Product) -> exp.Select:
-    # sqlglot takes a leading `window` in GROUP BY for the WINDOW clause; any other name does for looking at the columns.
+    # sqlglot takes a leading `window` in GROUP BY for the WINDOW clause; any other name serves to look at the columns.
     text = re.sub(r"\bwindow(?=\s*\()", "window_of", product.sql, flags=re.IGNORECASE)
     try:
         tree = sqlglot.parse_one(text, dialect="spark")

@@ -16,10 +16,10 @@ _SIGMAS = 3  # lower and upper are this many standard deviations away
 
 
 class Distinct:
-    """One row a window: the estimate (named as the product), its bounds, and the events counted (named as the source)."""
+    """One row a window: the estimate (named as the product), its bounds, the events counted (named as the source)."""
 
-    key = (WINDOW_START,)
-    unit = (WINDOW_START,)
+    key: tuple[str, ...] = (WINDOW_START,)
+    unit: tuple[str, ...] = (WINDOW_START,)
     fold: dict[str, str] = {}  # noqa: RUF012 - of the protocol, never written to
 
     def __init__(self, product: Product) -> None:

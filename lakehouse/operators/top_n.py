@@ -17,10 +17,10 @@ from lakehouse.operators.base import TIMESTAMP, WINDOW_END, WINDOW_START, window
 class TopN:
     """The ``n`` most frequent items of each window; the sketch stands in the row of rank 1."""
 
-    key = (WINDOW_START, "rank")
-    unit = (WINDOW_START,)
+    key: tuple[str, ...] = (WINDOW_START, "rank")
+    unit: tuple[str, ...] = (WINDOW_START,)
     fold: dict[str, str] = {}  # noqa: RUF012 - of the protocol, never written to
-    counts = None
+    counts: str | None = None
     schema: pa.Schema | None = pa.schema(
         [
             (WINDOW_START, TIMESTAMP),

@@ -29,6 +29,7 @@ def payload_schema(source: Source) -> StructType:
     """
     try:
         schema = StructType.fromDDL(source.schema)
+        assert isinstance(schema, StructType)
     except Exception as error:  # noqa: BLE001 - the parser's exceptions have no common base that is public
         raise ConfigError(
             f"not a Spark DDL schema: {str(error).splitlines()[0]}", key=f"sources.{source.name}.schema"
@@ -59,12 +60,13 @@ def conform(bronze: DataFrame, source: Source) -> DataFrame:
     place = ["topic", "partition", "offset", "bronze_at"]
     flat = parsed.select(*fields, F.col("j")[_CORRUPT].alias(_CORRUPT), *kept, *place)
     if source.event_id_template is not None:
-        given = _from_template(source.event_id_template)
-        flat = flat.withColumn(
-            "event_id", F.when(F.col("event_id").startswith("@"), F.coalesce(given, "event_id")).otherwise(F.col("event_id"))
-        )
+        # Marked: the record came without an envelope, and bronze had only the broker's coordinates to name it by.
+        given = F.when(F.col("event_id").startswith("@"), _from_template(source.event_id_template))
+        flat = flat.withColumn("event_id", F.coalesce(given, "event_id"))
     judged = flat.withColumn("reason", _reason(source, schema))
     valid = F.col("reason").isNull()
+    # A rejected copy must not stand in the way of a valid one with the same id.
+    identity = F.concat_ws("\x1f", "source", "tenant", "event_id", F.when(~valid, F.col("fingerprint")))
     return judged.select(
         *schema.fieldNames(),
         *[c for c in ENVELOPE_COLUMNS if c != "event_time"],
@@ -74,10 +76,7 @@ def conform(bronze: DataFrame, source: Source) -> DataFrame:
         "fingerprint",
         "suspect",
         *place,
-        # A rejected copy must not stand in the way of a valid one with the same id.
-        F.unhex(
-            F.md5(F.concat_ws("\x1f", "source", "tenant", "event_id", F.when(~valid, F.col("fingerprint"))).cast("binary"))
-        ).alias("dedupe_key"),
+        F.unhex(F.md5(identity.cast("binary"))).alias("dedupe_key"),
     )
 
 

@@ -55,7 +55,9 @@ class Quarantine:
         if self._batches[query] >= batch or not rows.num_rows:
             return
         properties = CommitProperties(app_transactions=[Transaction(query, batch)])
-        write_deltalake(self._open(), rows.select(COLUMNS.names).cast(COLUMNS), mode="append", commit_properties=properties)
+        write_deltalake(
+            self._open(), rows.select(COLUMNS.names).cast(COLUMNS), mode="append", commit_properties=properties
+        )
         self._batches[query] = batch
 
     def replace(self, rows: pa.Table, source: str) -> None:

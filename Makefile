@@ -1,0 +1,69 @@
+# make demo   runs Millrace on a generated Meetup stream and opens its dashboard   (ARGS="--help" lists the options)
+# make test   runs the tests      make check   what CI checks      make bench   the benchmarks
+# Each target sets up what it needs (a virtual environment from requirements.lock, jars from conf/jars.lock).
+
+VENV   := .venv
+PY     := $(VENV)/bin/python
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
+READY  := $(VENV)/.installed
+ARGS   ?=
+
+.PHONY: demo test check bench bench-log soak chaos setup java lock clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -3
+
+demo: setup
+	@$(VENV)/bin/millrace demo $(ARGS)
+
+test: setup
+	@$(PY) -m pytest $(ARGS)
+
+check: $(READY)
+	@$(VENV)/bin/ruff check .
+	@$(VENV)/bin/ruff format --check .
+	@$(VENV)/bin/mypy
+	@$(VENV)/bin/lint-imports --no-cache
+
+bench: setup
+	@$(PY) -m tests.bench.bench_latency $(ARGS)
+
+bench-log: setup
+	@$(PY) -m tests.bench.bench_log_store $(ARGS)
+
+soak: setup
+	@$(PY) -m pytest -m soak $(ARGS)
+
+chaos: setup
+	@$(PY) -m pytest -m chaos $(ARGS)
+
+setup: java $(READY)
+	@$(PY) -m lakehouse.contract.jars
+
+java:
+	@java=$${JAVA_HOME:+$$JAVA_HOME/bin/}java; \
+	command -v $$java >/dev/null || { \
+	  echo "Millrace needs Java 17 or later for Spark and the embedded broker, and there is none on PATH." >&2; \
+	  echo "Install one (Debian: apt-get install openjdk-17-jre-headless) or set JAVA_HOME." >&2; exit 1; }; \
+	version=$$($$java -version 2>&1 | sed -n 's/.* version "\([0-9]*\).*/\1/p' | head -n 1); \
+	[ "$${version:-0}" -ge 17 ] || { \
+	  echo "Millrace needs Java 17 or later; $$java is version $$version. Install one or set JAVA_HOME." >&2; exit 1; }
+
+$(READY): requirements.lock pyproject.toml
+	@[ -n "$(PYTHON)" ] || { echo "Millrace needs Python 3.11 or 3.12, and there is none on PATH." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' || { \
+	  echo "Millrace needs Python 3.11 or 3.12; $(PYTHON) is $$($(PYTHON) -V). Set PYTHON=/path/to/python3.11." >&2; exit 1; }
+	@echo "Setting up $(VENV) (once) …" >&2
+	@[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+# Needs uv; everything else does not.
+lock:
+	uv pip compile --python-version 3.11 --all-extras --generate-hashes --no-emit-index-url --no-annotate \
+	  pyproject.toml -o requirements.lock
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist lake

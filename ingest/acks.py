@@ -1,0 +1,161 @@
+"""Acknowledgement tokens, and what has become of the event behind one.
+
+A token carries the event's coordinates (source, tenant, event id, time), so that any node can answer for it, also after
+a restart: from memory while the event is recent, else from the bronze table.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from zlib import crc32
+
+import orjson
+
+from ingest.errors import BadToken
+from ingest.lakestate import Coordinates, LakeState
+from ingest.publish import Outcome
+from lakehouse.contract.envelope import Envelope
+
+REMEMBERED = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """What an acknowledgement token says.
+
+    Attributes:
+        source: name of the source.
+        tenant: whose event it is.
+        event_id: of the event.
+        received_at: microseconds since the epoch.
+    """
+
+    source: str
+    tenant: str
+    event_id: str
+    received_at: int
+
+    @classmethod
+    def of(cls, envelope: Envelope) -> Token:
+        """The token of an event."""
+        return cls(envelope.source, envelope.tenant, envelope.event_id, envelope.received_at)
+
+    def encode(self) -> str:
+        """Opaque text, safe in URLs."""
+        body = orjson.dumps((self.source, self.tenant, self.event_id, self.received_at))
+        return base64.urlsafe_b64encode(crc32(body).to_bytes(4, "big") + body).rstrip(b"=").decode()
+
+    @classmethod
+    def decode(cls, text: str) -> Token:
+        """The token in the text.
+
+        Raises:
+            BadToken: it is none.
+        """
+        try:
+            data = base64.b64decode(text.encode() + b"=" * (-len(text) % 4), altchars=b"-_", validate=True)
+            check, body = data[:4], data[4:]
+            if crc32(body).to_bytes(4, "big") != check:
+                raise BadToken(text)
+            source, tenant, event_id, received_at = orjson.loads(body)
+        except (binascii.Error, ValueError, TypeError):
+            raise BadToken(text) from None
+        return cls(source, tenant, event_id, received_at)
+
+
+@dataclass(slots=True)
+class _Remembered:
+    reject: str | None
+    coordinates: Coordinates | None = None
+    failed: str = ""
+
+
+class RecentEvents:
+    """The newest events and where they are, bounded; older ones are found in the lake.
+
+    Args:
+        topics: topic of each source.
+        size: events remembered.
+    """
+
+    def __init__(self, topics: dict[str, str], size: int = REMEMBERED) -> None:
+        self._topics = topics
+        self._size = size
+        self._events: OrderedDict[tuple[str, str, str], _Remembered] = OrderedDict()
+
+    def logged(self, envelope: Envelope) -> None:
+        """An event was appended to the log."""
+        key = (envelope.source, envelope.tenant, envelope.event_id)
+        if key not in self._events:  # a repeated event keeps the place of the first
+            self._events[key] = _Remembered(envelope.reject)
+            if len(self._events) > self._size:
+                self._events.popitem(last=False)
+
+    def known(self, outcome: Outcome) -> None:
+        """Kafka has an event, or refuses it for good."""
+        envelope = outcome.event.envelope
+        found = self._events.get((envelope.source, envelope.tenant, envelope.event_id))
+        if found is None:
+            return
+        if outcome.error:
+            found.failed = outcome.error
+        elif found.coordinates is None:
+            found.coordinates = Coordinates(self._topics[envelope.source], outcome.partition, outcome.offset)
+
+    def get(self, token: Token) -> _Remembered | None:
+        """What is remembered of the token's event."""
+        return self._events.get((token.source, token.tenant, token.event_id))
+
+
+@dataclass(frozen=True, slots=True)
+class AckState:
+    """What has become of an event.
+
+    Attributes:
+        state: ``logged``, ``queued``, ``in_bronze``, ``in_product``, ``rejected`` or ``unknown``.
+        coordinates: where it is in Kafka, once it is.
+        products: products whose current version holds it, with that version.
+        reason: why it was rejected.
+    """
+
+    state: str
+    coordinates: Coordinates | None = None
+    products: dict[str, int] | None = None
+    reason: str | None = None
+
+
+def ack_state(token: Token, recent: RecentEvents, lake: LakeState, products: Sequence[str]) -> AckState:
+    """What has become of the token's event; reads the lake, so call it from a thread.
+
+    Args:
+        token: of the event.
+        recent: this node's memory.
+        lake: the tables.
+        products: names of the products of its source.
+    """
+    remembered = recent.get(token)
+    if remembered is not None and remembered.failed:
+        return AckState("rejected", reason=remembered.failed)
+    coordinates = remembered.coordinates if remembered else None
+    reject = remembered.reject if remembered else None
+    if remembered is None:
+        found = lake.find_event(token.source, token.tenant, token.event_id, token.received_at)
+        if found is None:
+            return AckState("unknown")
+        coordinates, reject = found.coordinates, found.reject
+    if reject is None and (remembered is None or coordinates is not None):
+        reject = lake.quarantine_reason(token.source, token.tenant, token.event_id)
+    if reject is not None:
+        return AckState("rejected", coordinates, reason=reject)
+    if coordinates is None:
+        return AckState("in_bronze" if remembered is None else "logged")
+    held = {name: version for name in products if (version := lake.product_version(name, coordinates)) is not None}
+    if held:
+        return AckState("in_product", coordinates, held)
+    if remembered is None or lake.in_bronze(token.source, coordinates):
+        return AckState("in_bronze", coordinates)
+    return AckState("queued", coordinates)

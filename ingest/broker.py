@@ -1,0 +1,341 @@
+"""An Apache Kafka broker of one node, run as a child process from its jars: for demos, tests and small installations.
+
+Everything it owns lies in one folder::
+
+    FOLDER/broker.json          ports and cluster id: chosen on the first start, kept, so that the address stays
+    FOLDER/server.properties    written on each start from conf/kafka/server.properties
+    FOLDER/data                 Kafka's log
+    FOLDER/broker.lock          locked by the running JVM itself (it inherits the file), so it is never stale
+    FOLDER/broker.pid           whom to signal, from this or another process
+    FOLDER/broker.log           what the broker says; that of the last run is broker.log.1
+"""
+
+from __future__ import annotations
+
+import base64
+import fcntl
+import json
+import logging
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from string import Template
+from typing import IO
+
+from kafka import KafkaAdminClient
+from kafka.errors import KafkaError
+
+from lakehouse.contract.errors import EnvironmentProblem
+from lakehouse.contract.jars import jar_paths
+from lakehouse.contract.java import find_java
+from lakehouse.contract.settings import conf_dir
+
+logger = logging.getLogger(__name__)
+
+# Below the range that Linux takes outgoing ports from, so that a restart finds the port free.
+_PORTS = range(20_000, 32_000)
+_POLL_S = 0.02
+# Runs as a process of its own that then becomes the JVM: a hook between fork and exec is unsafe beside threads.
+_DIE_WITH_PARENT = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Identity:
+    """What stays the same over restarts."""
+
+    port: int
+    controller_port: int
+    cluster_id: str
+
+
+class EmbeddedBroker:
+    """A broker in a folder. Several objects, also of several processes, may stand for the same one.
+
+    Args:
+        folder: where it keeps all it has.
+        port: to listen on, on the loopback address; 0: the one used before in this folder, at first any free one.
+        heap_mb: Java heap in MiB; the whole process takes about 150 MiB more.
+        die_with_parent: whether the broker is to stop when the *thread* that started it ends, however it ends
+            (Linux; elsewhere it has no effect). Start it from the main thread then.
+    """
+
+    def __init__(self, folder: Path, *, port: int = 0, heap_mb: int = 320, die_with_parent: bool = False) -> None:
+        self.folder = folder.resolve()
+        self._port = port
+        self._heap_mb = heap_mb
+        self._die_with_parent = die_with_parent
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, timeout_s: float = 60.0) -> str:
+        """Start it and wait until it serves topics and consumer groups.
+
+        Returns:
+            Its bootstrap address, ``host:port``.
+
+        Raises:
+            EnvironmentProblem: it runs already, its port is taken, Java or the jars are missing, or it did not come
+                up in time (then it has been stopped again).
+        """
+        deadline = time.monotonic() + timeout_s
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with self._claim() as lock:
+            identity = self._settle_identity()
+            self._write_properties(identity)
+            with self._open_log() as log:
+                if not (self.folder / "data" / "meta.properties").is_file():
+                    self._format(identity, log)
+                self._process = self._launch(lock, log)
+            (self.folder / "broker.pid").write_text(str(self._process.pid), encoding="ascii")
+        try:
+            self._await_ready(self._process, self.bootstrap, deadline)
+        except BaseException:
+            self.kill()
+            raise
+        return self.bootstrap
+
+    def stop(self, timeout_s: float = 15.0) -> None:
+        """Stop it in order; after ``timeout_s`` seconds the hard way. Nothing happens if it does not run."""
+        pid = self.pid
+        if pid is None:
+            return
+        _signal(pid, signal.SIGTERM)
+        if not self._await_end(timeout_s):
+            logger.warning("the broker (process %d) did not stop within %g s; killing it", pid, timeout_s)
+            self.kill()
+
+    def kill(self) -> None:
+        """Kill it as a crash would (SIGKILL). Nothing happens if it does not run."""
+        pid = self.pid
+        if pid is not None:
+            _signal(pid, signal.SIGKILL)
+            self._await_end(10.0)
+
+    def running(self) -> bool:
+        """Whether the process lives; it may still be starting."""
+        path = self.folder / "broker.lock"
+        if not path.is_file():
+            return False
+        with path.open("rb") as lock:
+            alive = not _try_lock(lock, fcntl.LOCK_SH)
+        if not alive and self._process is not None:
+            self._process.wait(timeout=10)  # it is ending; reap it
+            self._process = None
+        return alive
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs. Checked against the process's command line: the number may be another's by now."""
+        if not self.running():
+            return None
+        try:
+            pid = int((self.folder / "broker.pid").read_text(encoding="ascii"))
+        except (FileNotFoundError, ValueError):
+            return None
+        return pid if str(self._properties) in _command_line(pid) else None
+
+    @property
+    def bootstrap(self) -> str:
+        """Its address, ``host:port``, whether it runs or not.
+
+        Raises:
+            EnvironmentProblem: it was never started in this folder.
+        """
+        identity = self._read_identity()
+        if identity is None:
+            raise EnvironmentProblem(f"there is no broker in {self.folder}", "Start it once")
+        return f"127.0.0.1:{identity.port}"
+
+    @property
+    def _properties(self) -> Path:
+        return self.folder / "server.properties"
+
+    @contextmanager
+    def _claim(self) -> Iterator[IO[bytes]]:
+        """The folder's lock file, locked; a process that inherits it holds the lock for as long as it lives."""
+        with (self.folder / "broker.lock").open("ab") as lock:
+            for _ in range(10):  # running() of another process holds it for a moment
+                if _try_lock(lock, fcntl.LOCK_EX):
+                    break
+                time.sleep(_POLL_S)
+            else:
+                pid = self.pid
+                where = f"process {pid}, at {self.bootstrap}" if pid else "another process that is starting it"
+                remedy = f"Use it: MILLRACE_KAFKA={self.bootstrap}; or stop it: kill {pid}" if pid else "Wait for it"
+                raise EnvironmentProblem(f"the broker in {self.folder} is held by {where}", remedy)
+            yield lock
+
+    def _read_identity(self) -> _Identity | None:
+        try:
+            return _Identity(**json.loads((self.folder / "broker.json").read_bytes()))
+        except FileNotFoundError:
+            return None
+
+    def _settle_identity(self) -> _Identity:
+        old = self._read_identity()
+        port = self._port or (old.port if old else _free_port())
+        controller_port = old.controller_port if old else _free_port(other_than=port)
+        cluster_id = old.cluster_id if old else _new_cluster_id()
+        for number in (port, controller_port):
+            if not _is_free(number):
+                raise EnvironmentProblem(
+                    f"port {number} of the broker in {self.folder} is taken by another process",
+                    f"Stop that process, or change the port in {self.folder / 'broker.json'}",
+                )
+        identity = _Identity(port, controller_port, cluster_id)
+        if identity != old:
+            draft = self.folder / "broker.json.new"
+            draft.write_text(json.dumps(asdict(identity)), encoding="ascii")
+            draft.replace(self.folder / "broker.json")
+        return identity
+
+    def _write_properties(self, identity: _Identity) -> None:
+        template = Template((conf_dir() / "kafka" / "server.properties").read_text(encoding="utf-8"))
+        text = template.substitute(asdict(identity), data=self.folder / "data")
+        self._properties.write_text(text, encoding="utf-8")
+
+    def _open_log(self) -> IO[bytes]:
+        path = self.folder / "broker.log"
+        if path.exists():
+            path.replace(self.folder / "broker.log.1")
+        return path.open("ab")
+
+    def _java(self, *flags: str) -> list[str]:
+        jars = os.pathsep.join(str(path) for path in jar_paths("kafka"))
+        log4j = f"-Dlog4j2.configurationFile={conf_dir() / 'log4j2.properties'}"
+        return [str(find_java().path), "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", *flags, log4j, "-cp", jars]
+
+    def _format(self, identity: _Identity, log: IO[bytes]) -> None:
+        command = [*self._java("-Xmx128m"), "kafka.tools.StorageTool", "format", "--ignore-formatted"]
+        command += ["-t", identity.cluster_id, "-c", str(self._properties)]
+        if subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False).returncode != 0:
+            raise EnvironmentProblem(f"Kafka could not format {self.folder / 'data'}: {self._last_words()}")
+
+    def _launch(self, lock: IO[bytes], log: IO[bytes]) -> subprocess.Popen[bytes]:
+        sizes = [f"-Xms{min(64, self._heap_mb)}m", f"-Xmx{self._heap_mb}m", "-XX:MaxDirectMemorySize=48m"]
+        sizes += ["-XX:ReservedCodeCacheSize=48m", "-Xss512k"]
+        command = [*self._java(*sizes), "kafka.Kafka", str(self._properties)]
+        if self._die_with_parent:
+            command = [sys.executable, "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=[lock.fileno()],
+            start_new_session=True,  # Ctrl-C is for the process in front, which then stops us in its order
+            env=os.environ | {"MALLOC_ARENA_MAX": "2"},
+        )
+
+    def _await_ready(self, process: subprocess.Popen[bytes], bootstrap: str, deadline: float) -> None:
+        while time.monotonic() < deadline:
+            if process.poll() is not None:
+                raise EnvironmentProblem(
+                    f"the broker ended with code {process.returncode} while starting: {self._last_words()}",
+                    f"See {self.folder / 'broker.log'}",
+                )
+            if _answers(bootstrap, deadline):
+                return
+            time.sleep(_POLL_S)
+        raise EnvironmentProblem(
+            f"the broker at {bootstrap} was not ready in time", f"See {self.folder / 'broker.log'}, or allow more time"
+        )
+
+    def _await_end(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if not self.running():
+                return True
+            time.sleep(_POLL_S)
+        return False
+
+    def _last_words(self) -> str:
+        lines = (self.folder / "broker.log").read_text(encoding="utf-8", errors="replace").splitlines()
+        said = [line for line in lines if line.strip() and not line.startswith("\tat ")]
+        return said[-1].strip() if said else "it said nothing"
+
+
+def _answers(bootstrap: str, deadline: float) -> bool:
+    """Whether the broker gives metadata, and its group coordinator answers for a group that nobody uses."""
+    host, _, port = bootstrap.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=1).close()
+    except OSError:
+        return False
+    left_ms = max(1_000, int((deadline - time.monotonic()) * 1_000))
+    admin: KafkaAdminClient | None = None
+    try:
+        admin = KafkaAdminClient(bootstrap_servers=bootstrap, bootstrap_timeout_ms=left_ms, request_timeout_ms=left_ms)
+        admin.list_topics()
+        admin.list_group_offsets("millrace-probe")
+    except KafkaError as error:
+        if not error.retriable:
+            raise
+        return False
+    finally:
+        if admin is not None:
+            admin.close()
+    return True
+
+
+def _try_lock(file: IO[bytes], kind: int) -> bool:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _signal(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        logger.debug("process %d had ended already", pid)
+
+
+def _command_line(pid: int) -> str:
+    proc = Path("/proc")
+    if (proc / "self").exists():
+        try:
+            return (proc / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            return ""
+    return subprocess.run(
+        ["ps", "-ww", "-o", "command=", "-p", str(pid)], capture_output=True, text=True, check=False
+    ).stdout
+
+
+def _new_cluster_id() -> str:
+    text = base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=").decode()
+    return "M" + text[1:]  # a dash in front would look like an option
+
+
+def _free_port(other_than: int = 0) -> int:
+    for port in random.sample(_PORTS, 200):
+        if port != other_than and _is_free(port):
+            return port
+    raise EnvironmentProblem(f"no free port between {_PORTS.start} and {_PORTS.stop}")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Java binds it
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

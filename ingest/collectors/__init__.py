@@ -1,0 +1,1 @@
+"""Collectors, one kind of upstream a module."""

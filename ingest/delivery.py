@@ -1,0 +1,249 @@
+"""From the log to Kafka: bounded in flight, in order, sent again where Kafka's answer is unknown.
+
+While Kafka keeps up, an event goes from :meth:`Delivery.offer` straight to the publisher. When too much is in flight,
+or the broker is away, events wait: the newest in memory (*tail*), the older ones only on the disk, from where they are
+read back in order. Recovery is the same thing: a log that begins with unread events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from ingest.events import Cursor, LoggedEvent
+from ingest.log import AHEAD, MessageLog
+from ingest.publish import Outcome, Publisher
+
+logger = logging.getLogger(__name__)
+
+IN_FLIGHT_EVENTS = 50_000
+IN_FLIGHT_BYTES = 32 * 1024 * 1024
+TAIL_BYTES = 8 * 1024 * 1024
+READ_BYTES = 2 * 1024 * 1024
+_BACKOFF_MAX_S = 5.0
+
+
+class Delivery:
+    """Moves the events of one log to Kafka.
+
+    Args:
+        log: where they are.
+        publisher: started by the caller.
+        known: called for each event whose fate is known: with its outcome.
+        in_flight_bytes: payload bytes handed to the publisher and not acknowledged, at most.
+        tail_bytes: payload bytes that wait in memory, at most (as far as they are on the disk).
+    """
+
+    def __init__(
+        self,
+        log: MessageLog,
+        publisher: Publisher,
+        known: Callable[[Outcome], None],
+        *,
+        in_flight_bytes: int = IN_FLIGHT_BYTES,
+        tail_bytes: int = TAIL_BYTES,
+    ) -> None:
+        self._log = log
+        self._publisher = publisher
+        self._known = known
+        self._limit = in_flight_bytes
+        self._tail_limit = tail_bytes
+        self._loop = asyncio.get_running_loop()
+        self._sent: dict[int, LoggedEvent] = {}  # by sequence number, which is also their order
+        self._sent_bytes = 0
+        self._outbox: list[LoggedEvent] = []
+        self._tail: deque[LoggedEvent] = deque()
+        self._tail_bytes = 0
+        self._again: list[LoggedEvent] = []  # to be sent again once nothing else is in flight
+        self._failing = 0
+        self._attempts = 0
+        self._wake = asyncio.Event()
+        self._change = asyncio.Event()
+        self._recovered = asyncio.Event()
+        self._suspect_before = log.next_seq if log.recovery.to_replay else 0
+        self._next = log.recovery.acked if log.recovery.to_replay else log.next_seq  # first event that is not sent
+        self._cursor: Cursor | None = log.cursor() if log.recovery.to_replay else None
+        self._live = self._cursor is None
+        log.notify(durable=self._on_durable)
+        if self._live:
+            self._recovered.set()
+
+    @property
+    def in_flight(self) -> int:
+        """Events handed to the publisher and not acknowledged."""
+        return len(self._sent)
+
+    async def recovered(self) -> None:
+        """Return when Kafka has what an earlier run left in the log."""
+        await self._recovered.wait()
+
+    def offer(self, event: LoggedEvent) -> None:
+        """Take an event that was just appended; call it in the order of the log."""
+        if (
+            self._live
+            and self._sent_bytes < self._limit
+            and len(self._sent) < IN_FLIGHT_EVENTS
+            and event.seq - self._log.durable_seq <= AHEAD
+        ):
+            self._send(event)
+            return
+        self._live = False
+        self._tail.append(event)
+        self._tail_bytes += len(event.payload)
+        self._trim()
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Work until cancelled: sends what waits, when there is room, and what has to be sent again."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            if self._again:
+                await self._send_again()
+            elif not self._live:
+                await self._catch_up()
+            self._change.set()
+
+    async def drained(self) -> None:
+        """Return when Kafka has everything."""
+        while self._sent or not self._live or self._failing:
+            self._change.clear()
+            await self._change.wait()
+
+    # --- sending
+
+    def _send(self, event: LoggedEvent) -> None:
+        self._next = event.seq + 1
+        self._sent[event.seq] = event
+        self._sent_bytes += len(event.payload)
+        if not self._outbox:
+            self._loop.call_soon(self._flush)
+        self._outbox.append(event)
+
+    def _flush(self) -> None:
+        outbox, self._outbox = self._outbox, []
+        if outbox:
+            self._publisher.send(outbox)
+
+    async def _catch_up(self) -> None:
+        """Send what waits while there is room; back to live when nothing waits."""
+        while not self._again and self._sent_bytes < self._limit and len(self._sent) < IN_FLIGHT_EVENTS:
+            if self._tail and self._tail[0].seq == self._next:
+                if self._tail[0].seq - self._log.durable_seq > AHEAD:
+                    return  # the next write wakes us
+                event = self._tail.popleft()
+                self._tail_bytes -= len(event.payload)
+                self._cursor = None
+                self._send(event)
+            elif self._cursor is not None and not await self._read_back(self._cursor):
+                return
+            elif self._cursor is None:
+                self._live = not self._tail
+                return
+
+    async def _read_back(self, cursor: Cursor) -> bool:
+        """Send a batch from the disk; False if nothing more is there now."""
+        until = self._tail[0].seq if self._tail else self._log.next_seq
+        events, after = await asyncio.to_thread(
+            self._log.read, cursor, from_seq=self._next, until_seq=until, max_bytes=READ_BYTES
+        )
+        self._cursor = after
+        for event in events:
+            if event.seq < self._suspect_before:
+                event.envelope = dataclasses.replace(event.envelope, suspect=True)
+            self._send(event)
+        if events:
+            return True
+        if self._log.durable_seq >= until - 1:  # all of it has been read; what is missing was corrupt
+            self._next = max(self._next, until)
+            if (
+                self._tail[0].seq if self._tail else self._log.next_seq
+            ) == until:  # none was put out of memory meanwhile
+                self._cursor = None
+            self._check_recovered()
+            return True
+        return False
+
+    def _trim(self) -> None:
+        """Forget the oldest waiting events that are on the disk, as far as the tail is too long."""
+        while self._tail_bytes > self._tail_limit and self._tail and self._tail[0].seq <= self._log.durable_seq:
+            event = self._tail.popleft()
+            self._tail_bytes -= len(event.payload)
+            if self._cursor is None:
+                self._cursor = Cursor(event.segment.number, event.offset)
+
+    def _on_durable(self) -> None:
+        if not self._live:
+            self._trim()
+            self._wake.set()
+
+    # --- outcomes
+
+    def deliver(self, outcomes: Sequence[Outcome]) -> None:
+        """Take the publisher's outcomes."""
+        done: list[LoggedEvent] = []
+        for outcome in outcomes:
+            event = outcome.event
+            if not outcome.error:
+                if self._sent.pop(event.seq, None) is None:
+                    continue
+                self._sent_bytes -= len(event.payload)
+                self._known(outcome)
+                done.append(event)
+            elif outcome.final:
+                self._failing += 1
+                task = self._loop.create_task(self._fail(outcome))
+                task.add_done_callback(_raise)
+            else:
+                if not self._again:
+                    logger.warning(
+                        "Kafka's answer for event %d is unknown, it is sent again: %s", event.seq, outcome.error
+                    )
+                self._again.append(event)
+                self._live = False
+        if done:
+            self._attempts = 0
+            self._acked(done)
+        if not self._live:
+            self._wake.set()
+
+    async def _fail(self, outcome: Outcome) -> None:
+        event = outcome.event
+        logger.error("Kafka refuses event %s of %s: %s", event.envelope.event_id, event.envelope.source, outcome.error)
+        await self._log.fail(event, outcome.error)
+        self._failing -= 1
+        if self._sent.pop(event.seq, None) is not None:
+            self._sent_bytes -= len(event.payload)
+            self._known(outcome)
+            self._acked([event])
+        if not self._live:
+            self._wake.set()
+
+    def _acked(self, events: list[LoggedEvent]) -> None:
+        self._log.acked(events, next(iter(self._sent), self._next))
+        self._check_recovered()
+
+    def _check_recovered(self) -> None:
+        self._change.set()
+        if not self._recovered.is_set() and next(iter(self._sent), self._next) >= self._suspect_before:
+            self._recovered.set()
+
+    async def _send_again(self) -> None:
+        """Once nothing else is in flight, send what failed, in order: so order within a key is kept."""
+        if len(self._sent) > len(self._again):
+            return  # the next outcome wakes us
+        again, self._again = sorted(self._again, key=lambda event: event.seq), []
+        self._attempts += 1
+        await asyncio.sleep(min(_BACKOFF_MAX_S, 0.05 * 2**self._attempts))
+        for event in again:
+            event.envelope = dataclasses.replace(event.envelope, suspect=True)
+        self._publisher.send(again)
+        self._wake.set()
+
+
+def _raise(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("an undeliverable event could not be kept; it stays in the log", exc_info=error)

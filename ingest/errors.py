@@ -1,0 +1,97 @@
+"""Errors of the collecting side, grouped by what the caller can do.
+
+::
+
+    MillraceError
+    └── IngestError
+        ├── LogFull             push back and try again: the message log has reached its bound
+        ├── LogUnavailable      push back and try again: the disk refuses writes
+        ├── BrokerUnavailable   try again: Kafka cannot be reached, or its topics are not there yet
+        ├── EventRefused        tell the sender: a request or an event does not pass the border
+        └── BadToken            tell the sender: not an acknowledgement token of ours
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lakehouse.contract.errors import MillraceError
+
+
+class IngestError(MillraceError):
+    """Base of the errors of ``ingest``."""
+
+
+class LogFull(IngestError):
+    """The message log has reached its bound; nothing was taken.
+
+    Attributes:
+        used: bytes on disk.
+        limit: the bound in bytes.
+    """
+
+    def __init__(self, used: int, limit: int) -> None:
+        super().__init__(used, limit)
+        self.used = used
+        self.limit = limit
+
+    def __str__(self) -> str:
+        return f"the message log is full ({self.used} of {self.limit} bytes); Kafka has to take some of it first"
+
+
+class LogUnavailable(IngestError):
+    """The message log cannot be written at the moment; nothing was taken.
+
+    Attributes:
+        reason: what the operating system said.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"the message log cannot be written: {self.reason}"
+
+
+class BrokerUnavailable(IngestError):
+    """Kafka cannot be reached, or cannot serve the topics yet.
+
+    Attributes:
+        bootstrap: the address that was tried.
+        reason: what the client said.
+    """
+
+    def __init__(self, bootstrap: str, reason: str) -> None:
+        super().__init__(bootstrap, reason)
+        self.bootstrap = bootstrap
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"Kafka at {self.bootstrap} is not available: {self.reason}"
+
+
+class EventRefused(IngestError):
+    """A request or an event in it does not pass the border.
+
+    Attributes:
+        reason: what is wrong with it, for its sender.
+        status: the HTTP status that says so.
+        members: what else the answer says.
+    """
+
+    def __init__(self, reason: str, status: int, **members: Any) -> None:
+        super().__init__(reason, status)
+        self.reason = reason
+        self.status = status
+        self.members = members
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+class BadToken(IngestError):
+    """Not an acknowledgement token that a collector gave out."""
+
+    def __str__(self) -> str:
+        return "this is not an acknowledgement token"

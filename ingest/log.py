@@ -1,0 +1,361 @@
+"""The hybrid message log (HML): one local store, asynchronous group commit, deletion on Kafka's acknowledgement.
+
+How an event goes through it:
+
+1. :meth:`MessageLog.append` gives it a sequence number and puts its bytes into the open *group*.
+2. At latest ``group_commit_ms`` later the group is sealed; a worker thread makes all sealed groups durable with one
+   write and one ``fdatasync``. Nobody waits for that before sending the event to Kafka.
+3. The group's events may be acknowledged to their sender when the group is durable, or when Kafka has acknowledged all
+   of them, whichever comes first: :meth:`ingest.events.Group.wait`.
+4. :meth:`MessageLog.acked` takes Kafka's acknowledgements. A segment in which nothing is outstanding is removed.
+   *Marks* in the log say how far Kafka has acknowledged, so that a restart sends little again; they also carry each
+   lane's position and counters, so that these outlive the segments.
+
+Everything but the worker's writes runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import orjson
+
+from ingest.commit import GroupCommit
+from ingest.errors import LogFull, LogUnavailable
+from ingest.events import Cursor, Lane, LoggedEvent, Segment
+from ingest.failed import FailedStore
+from ingest.records import (
+    EVENT,
+    EVENT_OVERHEAD,
+    SEGMENT_MAGIC,
+    Damage,
+    event_head,
+    frame_chunks,
+    mark_body,
+    read_event,
+)
+from ingest.recovery import Recovery, recover
+from ingest.segments import lock_folder, read_frames, segment_path
+from lakehouse.contract.envelope import Envelope
+
+logger = logging.getLogger(__name__)
+
+SEGMENT_BYTES = 16 * 1024 * 1024
+MARK_INTERVAL_S = 0.25
+AHEAD = 1024  # most events sent to Kafka before they are on the disk: so many may be there twice after a crash
+_FIELDS_BYTES = 256  # allowance for id, tenant and key in a forecast of size
+
+
+class MessageLog:
+    """The log of one node; open it with :meth:`open`.
+
+    Attributes:
+        recovery: what an earlier run left.
+        failed: the failed store.
+        next_seq: sequence number of the next event.
+    """
+
+    def __init__(self, folder: Path, node: str, *, limit: int, group_commit_ms: int, segment_bytes: int) -> None:
+        self._lock = lock_folder(folder)
+        self._folder = folder
+        self._node = node
+        self._limit = limit
+        self._segment_bytes = segment_bytes
+        self.failed = FailedStore(folder, node)
+        self.recovery: Recovery = recover(folder)
+        for corrupt in self.recovery.corrupt:
+            self.failed.add_corrupt(corrupt)
+        self._suspect_ahead = 0 if self.recovery.clean else AHEAD
+        self._lanes = {lane.name: lane for lane in self.recovery.lanes}
+        for lane in self._lanes.values():
+            lane.suspect_left = max(lane.suspect_left, self._suspect_ahead)
+        self.next_seq = self.recovery.next_seq
+        self._acked = self.recovery.acked if self.recovery.to_replay else self.next_seq
+        self._marked = -1
+        self._mark_timer: asyncio.TimerHandle | None = None
+        self._commit = GroupCommit(folder, group_commit_ms / 1000, self.next_seq - 1)
+        self._segments = {segment.number: segment for segment in self.recovery.segments}
+        self._used = sum(segment.size for segment in self._segments.values())
+        self._full = False
+        self._room: list[asyncio.Future[None]] = []
+        self._closed = False
+        self._header_bytes = 0  # of the active segment; it holds more only when something was appended
+        self._active = self._roll()
+        self._drop([segment for segment in self.recovery.segments if segment.unacked == 0])
+        self._commit.write_now()  # so that a crash from now on is known to be one
+        self._commit.on_durable = self._wake_room
+
+    @classmethod
+    def open(
+        cls, folder: Path, node: str, *, limit: int, group_commit_ms: int = 5, segment_bytes: int = SEGMENT_BYTES
+    ) -> MessageLog:
+        """Lock the folder, read what an earlier run left, and be ready to append.
+
+        Args:
+            folder: of the log; made where it is absent.
+            node: id of the collecting node.
+            limit: bound in bytes on the disk.
+            group_commit_ms: the longest that an event waits for its group to be sealed.
+            segment_bytes: size at which a segment is closed; an eighth of the limit at most.
+
+        Raises:
+            EnvironmentProblem: another process has the log open.
+        """
+        segment_bytes = min(segment_bytes, max(4096, limit // 8))
+        return cls(folder, node, limit=limit, group_commit_ms=group_commit_ms, segment_bytes=segment_bytes)
+
+    # --- lanes
+
+    def lane(self, name: str, source: str) -> Lane:
+        """The lane of this name, with the state it had; made where it is new."""
+        lane = self._lanes.get(name)
+        if lane is None:
+            lane = self._lanes[name] = Lane(len(self._lanes), name, source, suspect_left=self._suspect_ahead)
+            self._append_mark()  # goes before the lane's first event
+        return lane
+
+    def lanes(self) -> list[Lane]:
+        """All lanes, also those of collectors that are no longer configured."""
+        return list(self._lanes.values())
+
+    # --- appending
+
+    def append(
+        self, lane: Lane, envelope: Envelope, key: bytes, payload: bytes, position: int | None = None
+    ) -> LoggedEvent:
+        """Take an event; it becomes durable with its group.
+
+        Args:
+            lane: the way it came.
+            envelope: its metadata; id and tenant at most 65,535 bytes of UTF-8.
+            key: Kafka key, at most 65,535 bytes.
+            payload: the event.
+            position: where the upstream is to be read next, kept together with the event.
+
+        Raises:
+            LogFull: the bound is reached; wait for :meth:`room`.
+            LogUnavailable: the disk refuses writes, or the log is closed.
+        """
+        if self._commit.problem or self._closed:
+            raise LogUnavailable(self._commit.problem or "it is closed")
+        seq = self.next_seq
+        chunks = frame_chunks(seq, event_head(lane.index, position, envelope, key), payload)
+        size = len(chunks[0]) + len(payload)
+        if self.used + size > self._limit:
+            self._full = True
+            raise LogFull(self.used, self._limit)
+        segment, offset = self._place(chunks, size)
+        group = self._commit.group(seq)
+        self.next_seq = seq + 1
+        segment.unacked += 1
+        group.unacked += 1
+        group.counts[lane] = group.counts.get(lane, 0) + 1
+        lane.received += 1
+        lane.in_log += 1
+        lane.last_at = envelope.received_at
+        if envelope.reject is not None:
+            lane.rejected += 1
+        if position is not None:
+            lane.position = position
+        return LoggedEvent(seq, lane, envelope, key, payload, segment, offset, group)
+
+    def has_room(self, payload_bytes: int, events: int = 1) -> bool:
+        """Whether events of so many bytes together would be taken now."""
+        if self.used + payload_bytes + events * (EVENT_OVERHEAD + _FIELDS_BYTES) > self._limit:
+            self._full = True
+        return not (self.full or self._commit.problem or self._closed)
+
+    async def room(self) -> None:
+        """Return when the log takes events again."""
+        while self.full or self._commit.problem:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._room.append(future)
+            await future
+
+    @property
+    def full(self) -> bool:
+        """Whether the bound was reached and less than a tenth has been freed since."""
+        if self._full and self.used <= self._limit * 0.9:
+            self._full = False
+        return self._full
+
+    @property
+    def used(self) -> int:
+        """Bytes on the disk, or about to be."""
+        return self._used + self.failed.bytes
+
+    @property
+    def limit(self) -> int:
+        """Bound of :attr:`used`."""
+        return self._limit
+
+    @property
+    def problem(self) -> str:
+        """Why the disk refuses writes, or empty."""
+        return self._commit.problem
+
+    @property
+    def durable_seq(self) -> int:
+        """Every event up to this sequence number is on the disk."""
+        return self._commit.durable_seq
+
+    @property
+    def segment_count(self) -> int:
+        """Segments on the disk."""
+        return len(self._segments)
+
+    def notify(
+        self, *, durable: Callable[[], None] | None = None, observe: Callable[[float], None] | None = None
+    ) -> None:
+        """Be told of writes.
+
+        Args:
+            durable: called on the event loop after each.
+            observe: called for each group with the seconds from its first event until it was durable.
+        """
+        if durable is not None:
+            self._commit.on_durable = lambda: (self._wake_room(), durable())[0]
+        if observe is not None:
+            self._commit.observe = observe
+
+    # --- acknowledgement by Kafka
+
+    def acked(self, events: Iterable[LoggedEvent], first_outstanding: int) -> None:
+        """Kafka has these events, or the failed store has.
+
+        Args:
+            events: each of them once.
+            first_outstanding: the lowest sequence number that is neither acknowledged nor failed.
+        """
+        drop: list[Segment] = []
+        for event in events:
+            segment = event.segment
+            segment.unacked -= 1
+            event.lane.in_log -= 1
+            if segment.unacked == 0 and segment is not self._active:
+                drop.append(segment)
+            group = event.group
+            if group is not None:
+                group.unacked -= 1
+                if group.unacked == 0 and not self._commit.is_open(group):
+                    group.close()
+        self._acked = first_outstanding
+        if drop:
+            self._drop(drop)
+        if self._mark_timer is None and not self._closed and self._acked > self._marked:
+            self._mark_timer = asyncio.get_running_loop().call_later(MARK_INTERVAL_S, self._mark_now)
+
+    async def fail(self, event: LoggedEvent, reason: str) -> None:
+        """Keep an event that Kafka will never take; :meth:`acked` has to follow."""
+        body = event_head(event.lane.index, None, event.envelope, event.key) + event.payload
+        await asyncio.get_running_loop().run_in_executor(
+            self._commit.worker, self.failed.add, event.seq, event.envelope.source, reason, body
+        )
+        event.lane.failed += 1
+
+    # --- reading back
+
+    def cursor(self) -> Cursor:
+        """The oldest place in the log."""
+        return Cursor(min(self._segments), 0)
+
+    def read(
+        self, cursor: Cursor, *, from_seq: int, until_seq: int, max_bytes: int
+    ) -> tuple[list[LoggedEvent], Cursor]:
+        """Durable events with ``from_seq <= seq < until_seq`` from the cursor on. Blocks: call it from a thread.
+
+        Returns:
+            about ``max_bytes`` of events in order, fewer at the end of a segment, and the place to go on from. No
+            events: there is nothing more now.
+        """
+        events: list[LoggedEvent] = []
+        lanes = self.lanes()
+        for number in sorted(n for n in list(self._segments) if n >= cursor.segment):
+            segment = self._segments.get(number)
+            at = cursor.offset if number == cursor.segment else 0
+            while segment is not None and not events and at < segment.durable:
+                for frame in read_frames(segment, at, max_bytes):
+                    if isinstance(frame, Damage):
+                        logger.error("%s: bytes %d to %d cannot be read back", segment.path, frame.offset, frame.end)
+                    elif frame.kind == EVENT and frame.seq >= until_seq:
+                        return events, Cursor(number, frame.offset)
+                    elif frame.kind == EVENT and frame.seq >= from_seq:
+                        events.append(self._logged(frame.seq, frame.body, lanes, segment, frame.offset))
+                    at = frame.end
+            cursor = Cursor(number, at)
+            if events:
+                break
+        return events, cursor
+
+    def _logged(self, seq: int, body: bytes, lanes: Sequence[Lane], segment: Segment, offset: int) -> LoggedEvent:
+        lane = lanes[int.from_bytes(body[1:3], "little")]
+        stored = read_event(body, source=lane.source, collector=self._node)
+        return LoggedEvent(seq, lane, stored.envelope, stored.key, stored.payload, segment, offset, None)
+
+    # --- closing
+
+    async def close(self) -> None:
+        """Make everything durable, mark the log as properly closed, and let go of the folder."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._mark_timer is not None:
+            self._mark_timer.cancel()
+        self._append_mark(clean=True)
+        await self._commit.close()
+        os.close(self._lock)
+
+    # --- segments and marks
+
+    def _place(self, chunks: list[bytes], size: int) -> tuple[Segment, int]:
+        segment = self._active
+        if segment.size > self._header_bytes and segment.size + size > self._segment_bytes:
+            self._active = self._roll()
+            if segment.unacked == 0:
+                self._drop([segment])
+            segment = self._active
+        self._used += size
+        return segment, self._commit.add(segment, chunks, size)
+
+    def _roll(self) -> Segment:
+        """Begin a segment, with a mark first, so that older ones can be removed."""
+        number = max(self._segments, default=0) + 1
+        segment = self._segments[number] = Segment(number, segment_path(self._folder, number))
+        chunks = [SEGMENT_MAGIC, *self._mark_chunks(clean=False)]
+        self._header_bytes = sum(map(len, chunks))
+        self._used += self._header_bytes
+        self._commit.add(segment, chunks, self._header_bytes)
+        return segment
+
+    def _drop(self, segments: list[Segment]) -> None:
+        for segment in segments:
+            if self._segments.pop(segment.number, None) is not None:
+                self._used -= segment.size
+        self._commit.remove(segments)
+        self._wake_room()
+
+    def _mark_chunks(self, *, clean: bool) -> list[bytes]:
+        self._marked = self._acked
+        state = {"acked": self._acked, "clean": clean, "lanes": [lane.state() for lane in self._lanes.values()]}
+        return frame_chunks(self.next_seq, mark_body(orjson.dumps(state)))
+
+    def _append_mark(self, *, clean: bool = False) -> None:
+        chunks = self._mark_chunks(clean=clean)
+        self._place(chunks, sum(map(len, chunks)))
+
+    def _mark_now(self) -> None:
+        self._mark_timer = None
+        if self._acked > self._marked:
+            self._append_mark()
+            self._commit.flush_soon()
+
+    def _wake_room(self) -> None:
+        if self._room and not self.full and not self._commit.problem:
+            waiting, self._room = self._room, []
+            for future in waiting:
+                if not future.done():
+                    future.set_result(None)

@@ -1,0 +1,212 @@
+"""The bytes of the message log: frames, and the events and marks inside them. No I/O here.
+
+A segment file is ``SEGMENT_MAGIC`` and then frames, all numbers little-endian::
+
+    frame   magic u32 · length of body u32 · crc32 of (seq, body) u32 · seq u64 · body
+    body    kind u8 · …
+    EVENT   lane u16 · position i64 · received_at i64 · lengths of event id, tenant, key and reject (u16 each) ·
+            those four · payload
+    MARK    JSON: the cumulative state of every lane, and the first sequence number that Kafka has not acknowledged
+    FAILED  length of reason u32 · reason · an EVENT body
+    RAW     length of reason u32 · reason · bytes that could not be read
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from zlib import crc32
+
+from lakehouse.contract.envelope import Envelope, fingerprint
+
+SEGMENT_MAGIC = b"MRLOG\x00\x00\x01"
+FRAME_MAGIC = b"\xa7MR\x9e"
+MAX_FIELD = 0xFFFF
+
+EVENT, MARK, FAILED, RAW = 1, 2, 3, 4
+
+_FRAME = struct.Struct("<4sIIQ")
+_SEQ = struct.Struct("<Q")
+_EVENT = struct.Struct("<BHqqHHHH")
+_REASON = struct.Struct("<BI")
+_NO_POSITION = -1
+FRAME_OVERHEAD = _FRAME.size
+EVENT_OVERHEAD = _FRAME.size + _EVENT.size
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One intact frame.
+
+    Attributes:
+        offset: of its first byte in the file.
+        end: of the byte after it.
+        seq: sequence number of an event; for a mark, of the next event.
+        kind: EVENT, MARK, FAILED or RAW.
+        body: with the kind in its first byte.
+    """
+
+    offset: int
+    end: int
+    seq: int
+    kind: int
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """Bytes that are no frame.
+
+    Attributes:
+        offset: of the first of them.
+        end: of the byte after the last.
+        tail: nothing readable follows: a write that was cut off, when it is in the newest segment.
+    """
+
+    offset: int
+    end: int
+    tail: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEvent:
+    """An event as it is written.
+
+    Attributes:
+        lane: index of the lane it came by.
+        position: where its upstream is to be read next, or None.
+        envelope: its metadata.
+        key: Kafka key.
+        payload: untouched bytes.
+    """
+
+    lane: int
+    position: int | None
+    envelope: Envelope
+    key: bytes
+    payload: bytes
+
+
+def frame_chunks(seq: int, head: bytes, payload: bytes = b"") -> list[bytes]:
+    """The frame whose body is ``head + payload``, as chunks to be written one after the other."""
+    crc = crc32(payload, crc32(head, crc32(_SEQ.pack(seq))))
+    return [_FRAME.pack(FRAME_MAGIC, len(head) + len(payload), crc, seq) + head, payload]
+
+
+def event_head(lane: int, position: int | None, envelope: Envelope, key: bytes) -> bytes:
+    """The body of an event up to its payload. The caller has bounded every field to 65,535 bytes."""
+    event_id = envelope.event_id.encode()
+    tenant = envelope.tenant.encode()
+    reject = envelope.reject.encode()[:MAX_FIELD] if envelope.reject is not None else b""
+    return (
+        _EVENT.pack(
+            EVENT,
+            lane,
+            _NO_POSITION if position is None else position,
+            envelope.received_at,
+            len(event_id),
+            len(tenant),
+            len(key),
+            len(reject),
+        )
+        + event_id
+        + tenant
+        + key
+        + reject
+    )
+
+
+def read_event(body: bytes, *, source: str, collector: str) -> StoredEvent:
+    """The event in an EVENT body.
+
+    Args:
+        body: of the frame.
+        source: name of the source that its lane belongs to.
+        collector: id of the node whose log this is.
+
+    Raises:
+        ValueError: the body is too short for its lengths, or its text is not UTF-8.
+    """
+    if len(body) < _EVENT.size:
+        raise ValueError("an event's body is cut off")
+    _, lane, position, received_at, n_id, n_tenant, n_key, n_reject = _EVENT.unpack_from(body)
+    tenant_at = _EVENT.size + n_id
+    key_at = tenant_at + n_tenant
+    reject_at = key_at + n_key
+    payload_at = reject_at + n_reject
+    if payload_at > len(body):
+        raise ValueError("an event's body is cut off")
+    payload = body[payload_at:]
+    envelope = Envelope(
+        event_id=body[_EVENT.size : tenant_at].decode(),
+        source=source,
+        tenant=body[tenant_at:key_at].decode(),
+        received_at=received_at,
+        collector=collector,
+        fingerprint=fingerprint(payload),
+        reject=body[reject_at:payload_at].decode("utf-8", "replace") if n_reject else None,
+    )
+    return StoredEvent(lane, None if position == _NO_POSITION else position, envelope, body[key_at:reject_at], payload)
+
+
+def event_fields(body: bytes) -> tuple[int, int | None, int, bool]:
+    """Lane, position, received_at and whether it was rejected, without touching the payload."""
+    _, lane, position, received_at, _, _, _, n_reject = _EVENT.unpack_from(body)
+    return lane, None if position == _NO_POSITION else position, received_at, n_reject > 0
+
+
+def mark_body(state: bytes) -> bytes:
+    """A MARK body around JSON."""
+    return bytes((MARK,)) + state
+
+
+def reason_body(kind: int, reason: str, rest: bytes) -> bytes:
+    """A FAILED or RAW body."""
+    text = reason.encode()
+    return _REASON.pack(kind, len(text)) + text + rest
+
+
+def read_reason(body: bytes) -> tuple[str, bytes]:
+    """Reason and rest of a FAILED or RAW body."""
+    _, length = _REASON.unpack_from(body)
+    start = _REASON.size + length
+    return body[_REASON.size : start].decode("utf-8", "replace"), body[start:]
+
+
+def scan(data: bytes, start: int = len(SEGMENT_MAGIC)) -> Iterator[Frame | Damage]:
+    """The frames of a segment from ``start``; what is no frame is reported, and reading goes on after it."""
+    at, size = start, len(data)
+    while at < size:
+        frame = _frame_at(data, at)
+        if frame is None:
+            found = _resync(data, at + 1)
+            yield Damage(at, found or size, tail=found is None)
+            if found is None:
+                return
+            at = found
+            continue
+        yield frame
+        at = frame.end
+
+
+def _frame_at(data: bytes, at: int) -> Frame | None:
+    if len(data) - at < _FRAME.size:
+        return None
+    magic, length, crc, seq = _FRAME.unpack_from(data, at)
+    end = at + _FRAME.size + length
+    if magic != FRAME_MAGIC or length == 0 or end > len(data):
+        return None
+    body = data[at + _FRAME.size : end]
+    if crc32(body, crc32(_SEQ.pack(seq))) != crc:
+        return None
+    return Frame(at, end, seq, body[0], body)
+
+
+def _resync(data: bytes, at: int) -> int | None:
+    """Offset of the next intact frame from ``at``, or None."""
+    while (at := data.find(FRAME_MAGIC, at)) >= 0:
+        if _frame_at(data, at) is not None:
+            return at
+        at += 1
+    return None

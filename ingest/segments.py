@@ -1,0 +1,145 @@
+"""Segment files of the message log: locking, reading, and the writes of the worker thread."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ingest.events import Segment
+from ingest.records import SEGMENT_MAGIC, Damage, Frame, scan
+from lakehouse.contract.errors import EnvironmentProblem
+
+SUFFIX = ".seg"
+
+
+def lock_folder(folder: Path) -> int:
+    """An open, locked file descriptor of ``folder/lock``; the lock ends with the process.
+
+    Raises:
+        EnvironmentProblem: another process has it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        owner = os.pread(handle, 32, 0).decode(errors="replace").strip()
+        os.close(handle)
+        raise EnvironmentProblem(
+            f"the message log {folder} is in use{f' by process {owner}' if owner else ''}",
+            "Stop that collector, or give this one another node name",
+        ) from None
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+    return handle
+
+
+def segment_path(folder: Path, number: int) -> Path:
+    """Where the segment of this number lies."""
+    return folder / f"{number:012d}{SUFFIX}"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Bytes for one place in one segment.
+
+    Attributes:
+        segment: the file.
+        offset: of the first byte.
+        chunks: the bytes, in order; appended to until the part is written.
+    """
+
+    segment: Segment
+    offset: int
+    chunks: list[bytes]
+
+
+class SegmentWriter:
+    """Writes parts and removes segments; only ever called from one worker thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[int, int] = {}  # segment number to file descriptor
+
+    def write(self, parts: Sequence[Part], remove: Sequence[Segment]) -> list[int]:
+        """Make the parts durable, then remove the segments. May be repeated with the same parts after an error.
+
+        Each part goes to its own offset, so that repeating a write makes the same bytes dirty again: after a failed
+        fsync the kernel may have dropped them.
+
+        Returns:
+            the number of bytes in each part.
+        """
+        sizes = []
+        created = False
+        for number, part in enumerate(parts):
+            handle = self._open.get(part.segment.number)
+            if handle is None:
+                handle = os.open(part.segment.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                self._open[part.segment.number] = handle
+                created = True
+            sizes.append(_write_all(handle, b"".join(part.chunks), part.offset))
+            os.fdatasync(handle)
+            if number < len(parts) - 1 and parts[number + 1].segment is not part.segment:
+                os.close(self._open.pop(part.segment.number))
+        if created:
+            self._sync_folder()
+        for segment in remove:  # after the newest segment, which carries the state, is on the disk
+            with suppress(KeyError):
+                os.close(self._open.pop(segment.number))
+            segment.path.unlink(missing_ok=True)
+        return sizes
+
+    def close(self) -> None:
+        """Close what is open."""
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+    def _sync_folder(self) -> None:
+        handle = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _write_all(handle: int, data: bytes, offset: int) -> int:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(handle, view, offset)
+        view, offset = view[written:], offset + written
+    return len(data)
+
+
+def read_frames(segment: Segment, offset: int, max_bytes: int) -> Iterator[Frame | Damage]:
+    """Frames of the durable part of a segment from ``offset``, about ``max_bytes`` of them and at least one.
+
+    Offsets are those of the file.
+    """
+    offset = max(offset, len(SEGMENT_MAGIC))
+    end = segment.durable
+    handle = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        data = os.pread(handle, min(max_bytes, end - offset), offset)
+        for item in scan(data, 0):
+            if isinstance(item, Damage) and item.tail and offset + len(data) < end:
+                if item.offset:
+                    return  # the frame goes on behind the bytes that were read
+                data = os.pread(handle, end - offset, offset)
+                yield from _shift(scan(data, 0), offset)
+                return
+            yield from _shift((item,), offset)
+    finally:
+        os.close(handle)
+
+
+def _shift(items: Iterator[Frame | Damage] | tuple[Frame | Damage], by: int) -> Iterator[Frame | Damage]:
+    for item in items:
+        if isinstance(item, Damage):
+            yield Damage(item.offset + by, item.end + by, item.tail)
+        else:
+            yield Frame(item.offset + by, item.end + by, item.seq, item.kind, item.body)

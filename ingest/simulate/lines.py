@@ -1,0 +1,169 @@
+"""Where a player's events come from: a file of JSON lines, or the generator. Both can be read from any place."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import re
+import shutil
+import tempfile
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Protocol
+
+import orjson
+
+from ingest.simulate.generator import BLOCK, RsvpGenerator
+
+_CACHED_BLOCKS = 16
+_ROUND_STEP = 10**10
+_RSVP_ID = re.compile(rb'(?<!\\)"rsvp_id"\s*:\s*(\d+)')
+
+Renew = Callable[[bytes, int], bytes]
+
+
+class Lines(Protocol):
+    """A sequence of events as bytes, in blocks.
+
+    Attributes:
+        total: how many there are; None: no end.
+    """
+
+    total: int | None
+
+    def block(self, number: int) -> list[bytes]:
+        """Events from ``number * BLOCK`` on, :data:`~ingest.simulate.generator.BLOCK` of them or what is left."""
+
+
+class FileLines:
+    """Non-empty lines of a file, also of a gzip file; bytes are not touched, and nothing need be valid.
+
+    The file is read through once to note where each block begins; a gzip file is unpacked into a temporary file for
+    that. Memory: 8 bytes a block.
+
+    Args:
+        path: the file; it may end in the middle of a line.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file: IO[bytes] = path.open("rb") if path.suffix != ".gz" else _unpacked(path)
+        self._starts = array("Q")
+        self.total: int = 0
+        at = 0
+        for line in self._file:
+            if _content(line):
+                if self.total % BLOCK == 0:
+                    self._starts.append(at)
+                self.total += 1
+            at += len(line)
+
+    def block(self, number: int) -> list[bytes]:
+        """Lines of this block without their line ends."""
+        found: list[bytes] = []
+        if number >= len(self._starts):
+            return found
+        self._file.seek(self._starts[number])
+        for line in self._file:
+            content = _content(line)
+            if content:
+                found.append(content)
+                if len(found) == BLOCK:
+                    break
+        return found
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class GeneratedLines:
+    """The generator's stream.
+
+    Args:
+        generator: made with the rate at which it will be played.
+    """
+
+    total: None = None
+
+    def __init__(self, generator: RsvpGenerator) -> None:
+        self._generator = generator
+
+    def block(self, number: int) -> list[bytes]:
+        """Events of this block; made anew each time, always the same."""
+        return self._generator.block(number)
+
+
+class Reel:
+    """Events by index, with the rounds of a loop, from a few blocks in memory.
+
+    Args:
+        lines: one round.
+        loop: play on after the end, in further rounds.
+        renew: makes an event of a later round from one of the first: ``renew(event, round)``, round 1 and up.
+            It must give the same result each time. None: rounds are equal.
+    """
+
+    def __init__(self, lines: Lines, *, loop: bool = False, renew: Renew | None = None) -> None:
+        self._lines = lines
+        self._renew = renew
+        self._cache: OrderedDict[tuple[int, int], list[bytes]] = OrderedDict()
+        self.round_total = lines.total
+        self.total = None if loop and lines.total else lines.total
+
+    def read(self, start: int, limit: int) -> list[bytes]:
+        """Events from ``start`` on: none beyond the end, else at least one and at most ``limit``."""
+        if self.total is not None and start >= self.total:
+            return []
+        turn, index = divmod(start, self.round_total) if self.round_total else (0, start)
+        block, offset = divmod(index, BLOCK)
+        return self._block(turn, block)[offset : offset + limit]
+
+    def round_of(self, index: int) -> int:
+        """Number of the round that an event is in, from 0."""
+        return index // self.round_total if self.round_total else 0
+
+    def _block(self, turn: int, number: int) -> list[bytes]:
+        key = (turn, number)
+        block = self._cache.get(key)
+        if block is None:
+            block = self._lines.block(number)
+            if turn and self._renew is not None:
+                block = [self._renew(event, turn) for event in block]
+            self._cache[key] = block
+            if len(self._cache) > _CACHED_BLOCKS:
+                self._cache.popitem(last=False)
+        else:
+            self._cache.move_to_end(key)
+        return block
+
+
+def renew_rsvp(event: bytes, turn: int) -> bytes:
+    """An RSVP with an ``rsvp_id`` of its own for this round; what is not a valid RSVP stays as it is."""
+    try:
+        value = orjson.loads(event)
+    except orjson.JSONDecodeError:
+        return event
+    rsvp_id = value.get("rsvp_id") if isinstance(value, dict) else None
+    for match in _RSVP_ID.finditer(event):
+        if rsvp_id == int(match[1]):
+            return event[: match.start(1)] + b"%d" % (rsvp_id + turn * _ROUND_STEP) + event[match.end(1) :]
+    return event
+
+
+def _content(line: bytes) -> bytes:
+    return line.rstrip(b"\r\n")
+
+
+def _unpacked(path: Path) -> IO[bytes]:
+    unpacked = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the reader
+    # A recording that was cut off ends with EOFError: what came before is good.
+    with gzip.open(path, "rb") as packed, contextlib.suppress(EOFError):
+        shutil.copyfileobj(packed, unpacked, io.DEFAULT_BUFFER_SIZE * 16)
+    unpacked.seek(0)
+    return unpacked

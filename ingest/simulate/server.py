@@ -1,0 +1,281 @@
+"""A player on the network: WebSocket, SSE, chunked JSON lines and its own state, on one port.
+
+::
+
+    ws://HOST:PORT/stream[?from=N]      a text frame an event, a binary one where it is not UTF-8
+    GET /sse[?from=N]                   id is the event's index; Last-Event-ID resumes after it
+    GET /lines[?from=N]                 chunked JSON lines
+    GET /status                         {"sent", "live", "total", "done", "rate", "rounds"}
+    GET /times?from=N[&limit=M]         {"from", "at_ms": when each event was first sent, ms since the epoch, or null}
+    GET /ids?from=N[&limit=M]           {"from", "ids": id of each event by the pipeline's template, or null}
+
+Without ``from`` a client starts at the live point. ``from`` behind it: what was missed at once, then live.
+Streams stay open at the end, as those of a live upstream do.
+
+The handshake and control frames are those of ``websockets``'s protocol without I/O; events due in one tick go out in
+one write. A task and a queue a client, or one ASGI message an event, cost four times as much.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import orjson
+from websockets.http11 import Request
+from websockets.protocol import State
+from websockets.server import ServerProtocol
+
+from ingest.simulate.player import Player
+
+_TICK_S = 0.004
+_BATCH = 256  # events a write, at most
+_BUFFER_BYTES = 262_144  # unsent bytes of a client from which on it is waited for
+_REQUEST_TIMEOUT_S = 10.0
+_LIMIT = 10_000
+_IDS_AT_ONCE = 200  # each is parsed: 2 ms, then let others go on
+
+logger = logging.getLogger(__name__)
+
+Encode = Callable[[int, list[bytes]], bytes]
+
+
+class BadRequest(ValueError):
+    """A query that cannot be understood."""
+
+
+async def run_player(
+    player: Player,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8402,
+    ready: Callable[[int], None] | None = None,
+    stop: asyncio.Event | None = None,
+) -> None:
+    """Serve the player until ``stop`` is set, or for ever.
+
+    Args:
+        player: what to play.
+        host: address to bind.
+        port: port to bind; 0: any free one.
+        ready: called with the bound port once clients can connect.
+        stop: ends it; clients are told (WebSocket close code 1001).
+
+    Raises:
+        OSError: the port cannot be bound.
+    """
+    clients: set[asyncio.Task[None]] = set()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        clients.add(task)
+        try:
+            await _Client(player, reader, writer).run()
+        except ConnectionError as error:
+            logger.info("a client went away: %s", error)
+        finally:
+            clients.discard(task)
+            writer.close()
+
+    listener = await asyncio.start_server(serve, host, port)
+    try:
+        if ready is not None:
+            ready(listener.sockets[0].getsockname()[1])
+        await (stop or asyncio.Event()).wait()
+    finally:
+        listener.close()
+        for task in clients:
+            task.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
+
+
+class _Client:
+    """One connection: one request, answered or streamed."""
+
+    def __init__(self, player: Player, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._player = player
+        self._reader = reader
+        self._writer = writer
+        self._protocol = ServerProtocol(max_size=65_536)
+        writer.transport.set_write_buffer_limits(high=_BUFFER_BYTES)
+
+    async def run(self) -> None:
+        request = await self._request()
+        if request is None:
+            return
+        url = urlsplit(request.path)
+        query = {name: values[-1] for name, values in parse_qs(url.query).items()}
+        try:
+            match url.path:
+                case "/stream":
+                    await self._websocket(request, self._start(query))
+                case "/sse":
+                    await self._http(self._sse_start(request, query), "text/event-stream", _sse)
+                case "/lines":
+                    await self._http(self._start(query), "application/x-ndjson", _ndjson)
+                case "/status":
+                    await self._answer(asdict(self._player.status()))
+                case "/times":
+                    first, limit = _number(query, "from", 0), min(_number(query, "limit", _LIMIT), _LIMIT)
+                    await self._answer({"from": first, "at_ms": self._player.times(first, limit)})
+                case "/ids":
+                    first, limit = _number(query, "from", 0), min(_number(query, "limit", _LIMIT), _LIMIT)
+                    await self._answer({"from": first, "ids": await self._ids(first, limit)})
+                case _:
+                    await self._answer({"title": "Not Found", "status": 404}, "404 Not Found")
+        except BadRequest as error:
+            await self._answer({"title": "Bad Request", "status": 400, "detail": str(error)}, "400 Bad Request")
+
+    async def _request(self) -> Request | None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_REQUEST_TIMEOUT_S):
+                while data := await self._reader.read(65_536):
+                    self._protocol.receive_data(data)
+                    for event in self._protocol.events_received():
+                        if isinstance(event, Request):
+                            return event
+                    if self._protocol.handshake_exc is not None:
+                        await self._answer({"title": "Bad Request", "status": 400}, "400 Bad Request")
+                        return None
+        return None
+
+    def _start(self, query: dict[str, str]) -> int:
+        wanted = _number(query, "from", -1)
+        live = self._player.join()
+        return live if wanted < 0 else wanted
+
+    def _sse_start(self, request: Request, query: dict[str, str]) -> int:
+        last = request.headers.get("Last-Event-ID")
+        if last is not None:
+            query = {"from": str(_whole_number("Last-Event-ID", last) + 1)}
+        return self._start(query)
+
+    async def _ids(self, first: int, limit: int) -> list[str | None]:
+        found: list[str | None] = []
+        while len(found) < limit:
+            some = self._player.ids(first + len(found), min(_IDS_AT_ONCE, limit - len(found)))
+            if not some:
+                break
+            found += some
+            await asyncio.sleep(0)
+        return found
+
+    async def _answer(self, value: Any, status: str = "200 OK") -> None:
+        body = orjson.dumps(value)
+        kind = "application/json" if status.startswith("200") else "application/problem+json"
+        head = f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        self._writer.write(head.encode() + body)
+        await self._writer.drain()
+
+    async def _websocket(self, request: Request, start: int) -> None:
+        self._protocol.send_response(self._protocol.accept(request))
+        self._flush()
+        if self._protocol.state is not State.OPEN:
+            return
+        try:
+            await self._until_closed(start, self._frames)
+        finally:
+            if self._protocol.state is State.OPEN:
+                self._protocol.send_close(1001, "the player stops")
+            self._flush()
+
+    def _frames(self, index: int, events: list[bytes]) -> bytes:
+        for event in events:
+            if event.isascii() or _is_utf8(event):
+                self._protocol.send_text(event)
+            else:
+                self._protocol.send_binary(event)
+        return b"".join(self._protocol.data_to_send())
+
+    async def _http(self, start: int, kind: str, encode: Encode) -> None:
+        head = (
+            f"HTTP/1.1 200 OK\r\nContent-Type: {kind}\r\nCache-Control: no-store\r\n"
+            "Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+        )
+        self._writer.write(head.encode())
+        try:
+            await self._until_closed(start, lambda index, events: _chunk(encode(index, events)))
+        finally:
+            if not self._writer.is_closing():
+                self._writer.write(_chunk(b""))
+
+    async def _until_closed(self, start: int, encode: Encode) -> None:
+        """Play until the peer goes away or this task is cancelled."""
+        tasks = {asyncio.create_task(self._play(start, encode)), asyncio.create_task(self._listen())}
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _play(self, index: int, encode: Encode) -> None:
+        while True:
+            due_in = self._player.due_in(index)
+            if due_in is None:
+                await asyncio.Event().wait()  # the end: nothing more comes
+            elif due_in > 0:
+                await asyncio.sleep(max(due_in, _TICK_S))
+            events = self._player.take(index, _BATCH)
+            if events:
+                self._player.sent(index, len(events))
+                self._writer.write(encode(index, events))
+                index += len(events)
+                await self._writer.drain()
+                await asyncio.sleep(0)  # one that catches up lets the others go on
+
+    async def _listen(self) -> None:
+        """Answer pings, take the close; what else a client says is of no interest."""
+        upgraded = self._protocol.state is State.OPEN
+        while data := await self._reader.read(65_536):
+            if upgraded:
+                self._protocol.receive_data(data)
+                self._protocol.events_received()
+                self._flush()
+                if self._protocol.state is not State.OPEN:
+                    return
+
+    def _flush(self) -> None:
+        data = b"".join(self._protocol.data_to_send())
+        if data and not self._writer.is_closing():
+            self._writer.write(data)
+
+
+def _number(query: dict[str, str], name: str, default: int) -> int:
+    return _whole_number(name, query[name]) if name in query else default
+
+
+def _whole_number(name: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise BadRequest(f"{name}={text!r} is not a whole number from 0 on")
+    return int(text)
+
+
+def _is_utf8(event: bytes) -> bool:
+    try:
+        event.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _sse(index: int, events: list[bytes]) -> bytes:
+    # A carriage return ends a line in SSE; in JSON it is white space like the line feed that the client gets for it.
+    texts = (event.replace(b"\r", b"\ndata: ") for event in events)
+    return b"".join(b"id: %d\ndata: %b\n\n" % (number, text) for number, text in enumerate(texts, index))
+
+
+def _ndjson(index: int, events: list[bytes]) -> bytes:
+    return b"\n".join(events) + b"\n"
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)

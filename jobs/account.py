@@ -1,0 +1,171 @@
+"""What became of the events of a run: counted from the tables themselves, not from what the parts say.
+
+Every event that a source sent ends in exactly one of three places: it is held by the products, it is a repeated copy
+of one that is, or it stands in quarantine. What ends in none is lost.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+from deltalake import DeltaTable
+
+from lakehouse.contract.lake import Lake
+from lakehouse.contract.pipeline import Pipeline, Source
+
+_BRONZE = ("event_id", "fingerprint", "topic", "partition", "offset", "bronze_at", "reject", "suspect")
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """One message that a subscriber got.
+
+    Attributes:
+        at_ms: when, milliseconds since the epoch.
+        through: ``TOPIC/PARTITION`` to next offset: what the message's result contains.
+    """
+
+    at_ms: float
+    through: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Figures of one run.
+
+    Attributes:
+        in_bronze: rows of the record, of this and earlier runs.
+        in_gold: distinct events that the products hold, of this and earlier runs.
+        quarantined: rows of the quarantine table of this source.
+        duplicates: events of this run that are repeated copies, and so count once.
+        resent: rows that bronze holds because a collector sent them again after a crash.
+        lost: events of this run that are neither in the products, nor copies, nor in quarantine.
+        counted_twice: events that the products hold beyond those that bronze has.
+        latency_ms: for each event of this run that counts, source socket to subscriber socket.
+        sent_ms: when each of those was sent, milliseconds since the epoch.
+    """
+
+    in_bronze: int
+    in_gold: int
+    quarantined: int
+    duplicates: int
+    resent: int
+    lost: int
+    counted_twice: int
+    latency_ms: npt.NDArray[np.float64]
+    sent_ms: npt.NDArray[np.float64]
+
+
+def take_account(
+    lake: Lake,
+    pipeline: Pipeline,
+    source: Source,
+    sent: Sequence[str | None],
+    sent_at_ms: Sequence[float],
+    pushes: Sequence[Push],
+    *,
+    since_us: int,
+) -> Account:
+    """Account for a run.
+
+    Args:
+        sent: event id of each event in the order sent; None for a malformed one.
+        sent_at_ms: when each was sent, milliseconds since the epoch.
+        pushes: what the subscriber got, in order.
+        since_us: when the run began, microseconds since the epoch.
+    """
+    bronze = _read(lake, "bronze", source.name, _BRONZE)
+    rejected = _read(lake, "silver", "quarantine", ("event_id", "fingerprint", "source"))
+    rejected = rejected.filter(pc.equal(rejected["source"], source.name))
+    refused = set(zip(rejected["event_id"].to_pylist(), rejected["fingerprint"].to_pylist(), strict=True))
+    ids = bronze["event_id"].to_pylist()
+    is_valid = [pair not in refused for pair in zip(ids, bronze["fingerprint"].to_pylist(), strict=True)]
+    is_new = pc.greater_equal(pc.cast(bronze["bronze_at"], pa.int64()), since_us).to_pylist()
+    in_gold = events_held(lake, pipeline, source)
+
+    held = {event_id for event_id, valid in zip(ids, is_valid, strict=True) if valid}
+    before = {event_id for event_id, new, valid in zip(ids, is_new, is_valid, strict=True) if valid and not new}
+    named = [event_id for event_id in sent if event_id is not None]
+    # An event with an id may be refused all the same (a field of another type): then it is in quarantine by that id.
+    refused_ids = {event_id for event_id, _ in refused}
+    counted = {event_id for event_id in named if event_id in held}
+    missing = {event_id for event_id in named if event_id not in held and event_id not in refused_ids}
+    refused_sends = sum(1 for event_id in named if event_id not in held and event_id in refused_ids)
+    nameless_in = sum(1 for event_id, new in zip(ids, is_new, strict=True) if new and event_id.startswith("~"))
+    measured = latencies(sent, sent_at_ms, bronze, pushes, since_us=since_us)
+    nameless_lost = max(0, sum(event_id is None for event_id in sent) - nameless_in)
+    return Account(
+        in_bronze=bronze.num_rows,
+        in_gold=in_gold,
+        quarantined=rejected.num_rows,
+        duplicates=len(named) - refused_sends - len(missing) - len(counted - before),
+        resent=int(pc.sum(bronze["suspect"]).as_py() or 0),
+        lost=len(missing) + nameless_lost + max(0, len(held) - in_gold),
+        counted_twice=max(0, in_gold - len(held)),
+        latency_ms=measured[:, 1],
+        sent_ms=measured[:, 0],
+    )
+
+
+def events_held(lake: Lake, pipeline: Pipeline, source: Source) -> int:
+    """Distinct events that the source's products hold, by the product that counts events; 0 before it exists."""
+    for product in pipeline.products_of(source.name):
+        table = lake.table(product.layer, product.name)
+        if product.operator == "distinct" and table.exists():
+            rows = DeltaTable(str(table.path)).to_pyarrow_table(columns=[source.name])
+            return int(pc.sum(rows[source.name]).as_py() or 0)
+    return 0
+
+
+def latencies(
+    sent: Sequence[str | None],
+    sent_at_ms: Sequence[float],
+    bronze: pa.Table,
+    pushes: Sequence[Push],
+    *,
+    since_us: int,
+) -> npt.NDArray[np.float64]:
+    """From the first sending of each event to the first push whose result contains it.
+
+    Returns:
+        A row an event: when it was sent (milliseconds since the epoch), and milliseconds until the push.
+
+    Args:
+        bronze: columns ``event_id, topic, partition, offset, bronze_at``.
+    """
+    rows = bronze.filter(pc.greater_equal(pc.cast(bronze["bronze_at"], pa.int64()), since_us))
+    columns = (rows[name].to_pylist() for name in ("event_id", "topic", "partition", "offset"))
+    first: dict[str, tuple[str, int]] = {}
+    for event_id, topic, partition, offset in zip(*columns, strict=True):
+        place = f"{topic}/{partition}"
+        if event_id not in first or offset < first[event_id][1]:
+            first[event_id] = (place, offset)
+    at = np.array([push.at_ms for push in pushes])
+    reached = {
+        place: np.maximum.accumulate(np.array([push.through.get(place, 0) for push in pushes], dtype=np.int64))
+        for place in {place for place, _ in first.values()}
+    }
+    found: list[tuple[float, float]] = []
+    seen: Counter[str] = Counter()
+    for event_id, sent_ms in zip(sent, sent_at_ms, strict=False):
+        if event_id is None or event_id not in first:
+            continue
+        seen[event_id] += 1
+        if seen[event_id] > 1:
+            continue
+        place, offset = first[event_id]
+        index = int(np.searchsorted(reached[place], offset, side="right"))
+        if index < len(at):
+            found.append((sent_ms, float(at[index]) - sent_ms))
+    return np.array(found, dtype=float).reshape(-1, 2)
+
+
+def _read(lake: Lake, layer: str, name: str, columns: Sequence[str]) -> pa.Table:
+    table = lake.table(layer, name)
+    return DeltaTable(str(table.path)).to_pyarrow_table(columns=list(columns))

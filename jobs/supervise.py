@@ -1,0 +1,175 @@
+"""Child processes kept running: restarted with back-off, stopped together, none left behind.
+
+A child leads a process group of its own. When it ends unasked, the rest of its group (a JVM, say) is killed and waited
+for before the child is started again, so that a table never has two writers. When the supervisor itself is killed, its
+children are told by the system (``PR_SET_PDEATHSIG``) and end cleanly.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+HEALTHY_S = 30.0  # a child that ran this long starts its back-off anew
+STOP_S = 20.0
+PARENT_VARIABLE = "MILLRACE_PARENT"
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """One part to be kept running.
+
+    Attributes:
+        name: what it is called in logs.
+        command: arguments of the ``millrace`` command.
+        log: file that takes what it prints.
+        environment: variables added to ours.
+    """
+
+    name: str
+    command: Sequence[str]
+    log: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class Supervisor:
+    """Keeps children running. Drive it by calling :meth:`tend` a few times a second."""
+
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._children: list[Child] = []
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+        self._since: dict[str, float] = {}
+        self._due: dict[str, float] = {}
+        self.restarts: dict[str, int] = {}
+        self._failures: dict[str, int] = {}
+
+    def start(self, child: Child) -> None:
+        """Start a child and keep it running from now on."""
+        self._children.append(child)
+        self.restarts[child.name] = 0
+        self._failures[child.name] = 0
+        self._launch(child)
+
+    def pid(self, name: str) -> int | None:
+        """Process id of a child, or None while it does not run."""
+        process = self._running.get(name)
+        return process.pid if process is not None and process.poll() is None else None
+
+    def tend(self) -> None:
+        """Look after every child once: notice ends, start what is due."""
+        for child in self._children:
+            process = self._running.get(child.name)
+            if process is not None and process.poll() is not None:
+                self._ended(child, process)
+            if child.name not in self._running and self._now() >= self._due.get(child.name, 0.0):
+                self.restarts[child.name] += 1
+                self._launch(child)
+
+    def stop(self, *names: str) -> None:
+        """Stop the named children, or all, in reverse order of their start; returns when they and theirs are gone."""
+        chosen = [c for c in reversed(self._children) if not names or c.name in names]
+        self._children = [c for c in self._children if c not in chosen]
+        for child in chosen:
+            process = self._running.pop(child.name, None)
+            if process is not None:
+                _stop(child.name, process)
+
+    def last_words(self, name: str) -> str:
+        """The last line a child printed."""
+        child = next((c for c in self._children if c.name == name), None)
+        if child is None or not child.log.is_file():
+            return ""
+        lines = child.log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
+        return lines[-1] if lines else ""
+
+    def _launch(self, child: Child) -> None:
+        child.log.parent.mkdir(parents=True, exist_ok=True)
+        with child.log.open("ab") as out:
+            self._running[child.name] = subprocess.Popen(
+                [sys.executable, "-m", "jobs.cli", *child.command],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+                env={**os.environ, **child.environment, PARENT_VARIABLE: str(os.getpid())},
+            )
+        self._since[child.name] = self._now()
+
+    def _ended(self, child: Child, process: subprocess.Popen[bytes]) -> None:
+        del self._running[child.name]
+        _clear_group(process.pid)
+        if self._now() - self._since[child.name] >= HEALTHY_S:
+            self._failures[child.name] = 0
+        pause = BACKOFF_S[min(self._failures[child.name], len(BACKOFF_S) - 1)]
+        self._failures[child.name] += 1
+        self._due[child.name] = self._now() + pause
+        log.warning("%s ended (%s); again in %.1f s. See %s", child.name, _how(process.returncode), pause, child.log)
+
+
+def follow_parent() -> None:
+    """End this process, cleanly, when the supervisor that started it ends; without one, nothing happens."""
+    parent = os.environ.pop(PARENT_VARIABLE, "")
+    if not parent or sys.platform != "linux":
+        return
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    if os.getppid() != int(parent):
+        raise SystemExit("the supervisor ended while this part was starting")
+
+
+def _stop(name: str, process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            log.warning("%s did not stop within %.0f s; killing it", name, STOP_S)
+    _clear_group(process.pid)
+    process.wait()
+
+
+def _clear_group(group: int, timeout_s: float = 10.0) -> None:
+    """Kill what is left of a process group and wait until it is gone."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            return
+        if not _alive(group):
+            return
+        time.sleep(0.02)
+
+
+def _alive(group: int) -> bool:
+    """Whether a process of the group lives; zombies that wait for their parent do not count."""
+    proc = Path("/proc")
+    if not (proc / "self").exists():
+        return True
+    for entry in proc.iterdir():
+        if entry.name.isdigit():
+            try:
+                state, _, pgrp = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(pgrp) == group and state != "Z":
+                return True
+    return False
+
+
+def _how(code: int | None) -> str:
+    if code is None:
+        return "unknown"
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"

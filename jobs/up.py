@@ -1,0 +1,147 @@
+"""All of Millrace under one supervisor: broker, collector, Spark driver, server (and, in a demo, the player)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ingest.broker import EmbeddedBroker
+from jobs.broker import embedded
+from jobs.supervise import Child, Supervisor
+from lakehouse.contract.errors import EnvironmentProblem
+from lakehouse.contract.lake import Lake
+from lakehouse.contract.settings import Settings
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where the parts listen.
+
+    Attributes:
+        serve: base URL of the server.
+        collect: base URL of the collector.
+        kafka: ``host:port`` of the broker.
+    """
+
+    serve: str
+    collect: str
+    kafka: str
+
+
+class Stack:
+    """The parts of one lake, started together and stopped together.
+
+    Args:
+        settings: of all parts.
+        upstream: URL that WebSocket collectors read instead of the pipeline's.
+    """
+
+    def __init__(self, settings: Settings, *, upstream: str = "") -> None:
+        self._settings = settings
+        self._lake = Lake(settings.lake)
+        self._upstream = upstream
+        self._broker: EmbeddedBroker | None = None
+        self._broker_due = 0.0
+        self.supervisor = Supervisor()
+        self.restarts_of_broker = 0
+        self.address = Address("", "", settings.kafka.bootstrap)
+
+    def start(self) -> None:
+        """Start every part; returns while they are still getting ready (:meth:`waiting_for`)."""
+        settings = self._settings
+        serve = settings.serve.port or free_port()
+        collect = settings.collect.port or free_port()
+        state = self._lake.state / "run"
+        state.mkdir(parents=True, exist_ok=True)
+        (state / "lakehouse.json").unlink(missing_ok=True)
+        common = ["--lake", str(settings.lake), "--pipeline", settings.pipeline]
+        bootstrap = self._start_broker()
+        kafka = ["--kafka", bootstrap]
+        self._child("lakehouse", ["run", *common, *kafka])
+        self._child("serve", ["serve", *common, "--port", str(serve)])
+        url = ["--url", self._upstream] if self._upstream else []
+        self._child("collect", ["collect", *common, *kafka, "--port", str(collect), *url])
+        host = settings.serve.host
+        self.address = Address(f"http://{host}:{serve}", f"http://{settings.collect.host}:{collect}", bootstrap)
+
+    def waiting_for(self) -> list[str]:
+        """Parts that are not ready yet."""
+        parts = {
+            "the Spark driver": (self._lake.state / "run" / "lakehouse.json").is_file(),
+            "the server": _ready(f"{self.address.serve}/readyz"),
+            "the collector": _ready(f"{self.address.collect}/readyz"),
+        }
+        return [name for name, ready in parts.items() if not ready]
+
+    def tend(self) -> None:
+        """Look after every part once; call it a few times a second."""
+        self.supervisor.tend()
+        broker = self._broker
+        if broker is not None and not broker.running() and time.monotonic() >= self._broker_due:
+            log.warning("the broker ended; starting it again")
+            self.restarts_of_broker += 1
+            try:
+                broker.start()
+            except EnvironmentProblem as error:
+                log.warning("%s", error)
+                self._broker_due = time.monotonic() + 2.0
+
+    def stop(self, each: Callable[[str], None] = lambda _: None) -> None:
+        """Stop every part, sources first; returns when nothing of them is left."""
+        for name in ("player", "collect", "lakehouse", "serve"):
+            each(name)
+            self.supervisor.stop(name)
+        if self._broker is not None:
+            each("broker")
+            self._broker.stop()
+
+    def log_file(self, name: str) -> Path:
+        """Where a part writes what it prints."""
+        return self._lake.state / "logs" / f"{name}.log"
+
+    def _start_broker(self) -> str:
+        if self._settings.kafka.bootstrap:
+            return self._settings.kafka.bootstrap
+        broker = embedded(self._settings, die_with_parent=True)
+        bootstrap = broker.bootstrap if broker.running() else ""
+        if not bootstrap:
+            bootstrap = broker.start()
+            self._broker = broker  # ours to stop; one that ran before is left running
+        return bootstrap
+
+    def _child(self, name: str, command: list[str]) -> None:
+        self.supervisor.start(Child(name, command, self.log_file(name)))
+
+
+def free_port() -> int:
+    """A free port of the loopback address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def get_json(url: str, timeout_s: float = 5.0) -> Any:
+    """The JSON at a loopback URL, or None where nobody answers."""
+    try:
+        with urllib.request.urlopen(url, timeout=timeout_s) as answer:  # noqa: S310 - http, an address of ours
+            return json.loads(answer.read())
+    except (urllib.error.URLError, OSError, ValueError):
+        return None
+
+
+def _ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=1.0) as answer:  # noqa: S310 - http, an address of ours
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False

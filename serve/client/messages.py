@@ -1,0 +1,167 @@
+"""What a subscription yields, and how it is put together from the parts on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import orjson
+
+from lakehouse.contract.errors import MillraceError
+
+JsonRow: TypeAlias = Mapping[str, Any]
+
+
+class ClientError(MillraceError):
+    """Base of the client library's errors."""
+
+
+class Refused(ClientError):
+    """The server will not serve this request; asking again does not help.
+
+    Attributes:
+        code: machine-readable, e.g. ``no_such_table``; or the close code as text.
+        detail: why.
+    """
+
+    def __init__(self, code: str, detail: str) -> None:
+        super().__init__(code, detail)
+        self.code = code
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.detail}"
+
+
+class BadMessage(ClientError):
+    """Something that is no message of the protocol.
+
+    Attributes:
+        problem: what is wrong with it.
+    """
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self.problem = problem
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All rows at a position: replaces whatever was held.
+
+    Attributes:
+        table: name of the table.
+        key: key columns.
+        position: everything up to here is in it.
+        rows: whole rows.
+        through: next offset by ``topic/partition``: every event before it is in it.
+        committed_at: ms since the epoch.
+        reason: why there is one although there was a position (``log`` or ``lagged``); empty for a first one.
+    """
+
+    table: str
+    key: tuple[str, ...]
+    position: str
+    rows: Sequence[JsonRow]
+    through: Mapping[str, int] | None
+    committed_at: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What one commit changed.
+
+    Attributes:
+        table: name of the table.
+        key: key columns.
+        position: everything up to here is applied after it.
+        upserts: whole rows, new or changed.
+        deletes: keys that are gone.
+        through, committed_at: as in a snapshot.
+        events: events that the commit added.
+        oldest_at, newest_at: when a collector had the oldest and newest of them, ms since the epoch.
+    """
+
+    table: str
+    key: tuple[str, ...]
+    position: str
+    upserts: Sequence[JsonRow]
+    deletes: Sequence[JsonRow]
+    through: Mapping[str, int] | None
+    committed_at: int
+    events: int
+    oldest_at: int | None
+    newest_at: int | None
+
+
+Message: TypeAlias = Snapshot | Change
+
+
+class Assembler:
+    """Puts the parts of snapshots and changes together. One a connection: parts of a broken one are void."""
+
+    def __init__(self) -> None:
+        self.key: tuple[str, ...] = ()
+        self._rows: list[JsonRow] = []
+        self._upserts: list[JsonRow] = []
+        self._deletes: list[JsonRow] = []
+        self._reason = ""
+
+    def received(self, text: str | bytes) -> tuple[Mapping[str, Any], Message | None]:
+        """One text message of the wire.
+
+        Returns:
+            Its content, and the snapshot or change that it completes.
+
+        Raises:
+            BadMessage: it is not of the protocol.
+        """
+        try:
+            content = orjson.loads(text)
+            kind = content["type"]
+            if kind == "snapshot":
+                return content, self._snapshot(content)
+            if kind == "change":
+                return content, self._change(content)
+            if kind == "resumed":
+                self.key = tuple(content["key"])
+            elif kind == "expired":
+                self._reason = content["reason"]
+        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+            raise BadMessage(f"{error!r} in {text[:80]!r}") from None
+        return content, None
+
+    def _snapshot(self, content: Mapping[str, Any]) -> Snapshot | None:
+        if content["first"]:
+            self._rows, self._upserts, self._deletes = [], [], []
+            self.key = tuple(content["key"])
+        self._rows.extend(content["rows"])
+        if not content["last"]:
+            return None
+        rows, self._rows = self._rows, []
+        reason, self._reason = self._reason, ""
+        return Snapshot(
+            content["table"], self.key, content["position"], rows, content["through"], content["committed_at"], reason
+        )
+
+    def _change(self, content: Mapping[str, Any]) -> Change | None:
+        self._upserts.extend(content["upserts"])
+        self._deletes.extend(content["deletes"])
+        if not content["last"]:
+            return None
+        upserts, self._upserts = self._upserts, []
+        deletes, self._deletes = self._deletes, []
+        return Change(
+            content["table"],
+            self.key,
+            content["position"],
+            upserts,
+            deletes,
+            content["through"],
+            content["committed_at"],
+            content["events"],
+            content.get("oldest_at"),
+            content.get("newest_at"),
+        )

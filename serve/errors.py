@@ -1,0 +1,130 @@
+"""Errors of the serving tier, grouped by what a caller can do.
+
+::
+
+    MillraceError
+    └── ServeError
+        ├── PositionError        the position is not one of ours: ask without it
+        ├── PositionExpired      the log no longer reaches back to it: take a snapshot
+        ├── TableGone            the table's folder has vanished or was replaced: wait and load it again
+        ├── TableUnreadable      the table uses something that the tail does not read: another table layout
+        ├── QueryError           the SQL is refused or wrong: another statement
+        └── RequestError         a subscriber's request is wrong: close code and machine-readable code
+"""
+
+from __future__ import annotations
+
+from lakehouse.contract.errors import MillraceError
+
+
+class ServeError(MillraceError):
+    """Base of the serving tier's errors."""
+
+
+class PositionError(ServeError):
+    """A text that is no position.
+
+    Attributes:
+        token: what was given, shortened.
+        problem: what is wrong with it.
+    """
+
+    def __init__(self, token: str, problem: str) -> None:
+        super().__init__(token, problem)
+        self.token = token[:80]
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return f"{self.token!r} is not a position: {self.problem}"
+
+
+class PositionExpired(ServeError):
+    """The changes after a position cannot be rebuilt any more.
+
+    Attributes:
+        table: name of the table.
+        version: the position's version.
+        detail: what is missing.
+    """
+
+    def __init__(self, table: str, version: int, detail: str) -> None:
+        super().__init__(table, version, detail)
+        self.table = table
+        self.version = version
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.table}: version {self.version} is no longer served: {self.detail}"
+
+
+class TableGone(ServeError):
+    """What was read is not there any more: the folder was dropped, or log or data files were cleaned up.
+
+    Attributes:
+        table: name of the table.
+        detail: what is missing.
+    """
+
+    def __init__(self, table: str, detail: str) -> None:
+        super().__init__(table, detail)
+        self.table = table
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.table}: {self.detail}"
+
+
+class TableUnreadable(ServeError):
+    """The table cannot be pushed.
+
+    Attributes:
+        table: name of the table.
+        problem: what is not supported, or wrong.
+        remedy: what to change.
+    """
+
+    def __init__(self, table: str, problem: str, remedy: str = "") -> None:
+        super().__init__(table, problem)
+        self.table = table
+        self.problem = problem
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        text = f"table {self.table!r} cannot be served: {self.problem}"
+        return f"{text}. {self.remedy}" if self.remedy else text
+
+
+class QueryError(ServeError):
+    """A statement that is not run, or that failed.
+
+    Attributes:
+        problem: what is wrong.
+        remedy: what to write instead.
+    """
+
+    def __init__(self, problem: str, remedy: str = "") -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.problem}. {self.remedy}" if self.remedy else self.problem
+
+
+class RequestError(ServeError):
+    """A subscriber asked for something that it cannot have.
+
+    Attributes:
+        close: WebSocket close code (docs/protocol.md).
+        code: for programs, e.g. ``no_such_table``.
+        detail: for people.
+    """
+
+    def __init__(self, close: int, code: str, detail: str) -> None:
+        super().__init__(close, code, detail)
+        self.close = close
+        self.code = code
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return self.detail

@@ -1,0 +1,85 @@
+"""The words of the serving tier: a table as it is pushed, a commit's facts, a change. Data only; nothing here reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+Row: TypeAlias = tuple[Any, ...]
+"""Values of one row in the order of :attr:`TableInfo.columns`, as Python objects that JSON has a form for."""
+
+Key: TypeAlias = tuple[Any, ...]
+"""Values of the key columns, in the order of :attr:`TableInfo.key`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableInfo:
+    """A table as subscribers see it.
+
+    Attributes:
+        name: unique in the lake.
+        table_id: id in the Delta metadata.
+        columns: the columns that are sent, in the table's order (binary ones are not).
+        key: the columns that identify a row.
+        fold: how a column's partials are folded (``sum``, ``min`` or ``max``), for every column beside the key;
+            empty for a table that holds each key once.
+    """
+
+    name: str
+    table_id: str
+    columns: tuple[str, ...]
+    key: tuple[str, ...]
+    fold: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def folded(self) -> bool:
+        """Whether rows of one key are partials."""
+        return bool(self.fold)
+
+    def key_of(self, row: Row) -> Key:
+        """The key's values in a row."""
+        return tuple(row[self.columns.index(name)] for name in self.key)
+
+
+@dataclass(frozen=True, slots=True)
+class CommitFacts:
+    """What a commit says of itself.
+
+    Attributes:
+        committed_at: ms since the epoch.
+        through: next offset by ``topic/partition``: every event before it is in the table. None: never said.
+        events: how many events the commit added.
+        oldest_at: when a collector had the oldest of them, ms since the epoch.
+        newest_at: the same of the newest.
+    """
+
+    committed_at: int
+    through: Mapping[str, int] | None = None
+    events: int = 0
+    oldest_at: int | None = None
+    newest_at: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What one commit changed for a subscriber.
+
+    Attributes:
+        table: the table after the commit.
+        version: the commit's version.
+        upserts: rows that are new or have other values, in the order of their keys.
+        deletes: keys that are gone, in order.
+        facts: of the commit; ``through`` is the last one known.
+    """
+
+    table: TableInfo
+    version: int
+    upserts: tuple[Row, ...]
+    deletes: tuple[Key, ...]
+    facts: CommitFacts
+
+
+def in_order(key: Key) -> tuple[Any, ...]:
+    """A sort key for keys: nulls last, so that every process sends a commit's rows in the same order."""
+    return tuple((value is None, value if value is not None else 0) for value in key)

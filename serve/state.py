@@ -1,0 +1,186 @@
+"""A table's current rows in memory, and what a commit changes in them. No I/O: rows of files come from the caller.
+
+Two kinds of table. In one, each key stands once, and a commit replaces files: keys of removed files that no added file
+holds are gone. In the other (``millrace.fold``) rows are partials of a key and a commit adds partials: they are folded
+into the row. What cannot be told from the commit alone (files removed from a folded table, files nobody knows, another
+schema) is answered by a state loaded afresh and compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from serve.deltalog import AddedFile, Commit
+from serve.model import Change, CommitFacts, Key, Row, TableInfo, in_order
+
+_SAME_SUM = 1e-12  # floating-point sums in another order differ by this much, and mean the same
+
+
+@dataclass(slots=True)
+class TableState:
+    """The rows at one version.
+
+    Attributes:
+        table: the table's description at this version.
+        version: Delta version.
+        facts: of the last commit; ``through`` and ``newest_at`` are the last ones known.
+        rows: current row by key.
+        files: keys that each live file holds; empty for a folded table.
+    """
+
+    table: TableInfo
+    version: int
+    facts: CommitFacts
+    rows: dict[Key, Row]
+    files: dict[str, frozenset[Key]] = field(default_factory=dict)
+
+    def apply(self, step: Step) -> Change:
+        """Move to the step's version, and say what changed."""
+        self.table, self.version = step.table, step.version
+        self.facts = carried(self.facts, step.facts)
+        for key in step.deletes:
+            del self.rows[key]
+        self.rows.update(step.upserts)
+        for path in step.files_removed:
+            self.files.pop(path, None)
+        self.files.update(step.files_added)
+        upserts = tuple(step.upserts[key] for key in sorted(step.upserts, key=in_order))
+        told = replace(step.facts, through=self.facts.through)
+        return Change(step.table, step.version, upserts, tuple(sorted(step.deletes, key=in_order)), told)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one commit does to a state: prepared beside it, applied in one go."""
+
+    table: TableInfo
+    version: int
+    facts: CommitFacts
+    upserts: Mapping[Key, Row] = field(default_factory=dict)
+    deletes: tuple[Key, ...] = ()
+    files_added: Mapping[str, frozenset[Key]] = field(default_factory=dict)
+    files_removed: tuple[str, ...] = ()
+
+
+class NeedsLoad(Exception):
+    """The commit alone does not say what the rows are now: load the version and :func:`compare`."""
+
+
+def carried(before: CommitFacts, after: CommitFacts) -> CommitFacts:
+    """Facts of ``after`` where it says something, else of ``before``: maintenance commits say nothing of events."""
+    return replace(
+        after,
+        through=before.through if after.through is None else after.through,
+        newest_at=before.newest_at if after.newest_at is None else after.newest_at,
+    )
+
+
+def step_of(state: TableState, commit: Commit, read: Callable[[AddedFile], list[Row]]) -> Step:
+    """What the commit changes.
+
+    Args:
+        state: the state before it; only read.
+        commit: the next version.
+        read: rows of a data file in the table's columns.
+
+    Raises:
+        NeedsLoad: see :func:`compare`.
+    """
+    if state.table.folded:
+        return _fold_step(state, commit, read)
+    return _upsert_step(state, commit, read)
+
+
+def compare(state: TableState, loaded: TableState, facts: CommitFacts) -> Step:
+    """The step from ``state`` to the state ``loaded`` at a later version.
+
+    Args:
+        state: the state before.
+        loaded: the state after.
+        facts: of the commit.
+    """
+    table = loaded.table
+    if table.columns != state.table.columns:
+        changed = dict(loaded.rows)
+    else:
+        changed = {
+            key: row
+            for key, row in loaded.rows.items()
+            if key not in state.rows or not _same(table, state.rows[key], row)
+        }
+    return Step(
+        table=table,
+        version=loaded.version,
+        facts=facts,
+        upserts=changed,
+        deletes=tuple(key for key in state.rows if key not in loaded.rows),
+        files_added=loaded.files,
+        files_removed=tuple(path for path in state.files if path not in loaded.files),
+    )
+
+
+def fold_rows(table: TableInfo, rows: Iterable[Row], into: Mapping[Key, Row] | None = None) -> dict[Key, Row]:
+    """Totals by key of the partials in ``rows``, on top of the totals ``into``; only keys that ``rows`` has."""
+    totals: dict[Key, Row] = {}
+    before = into or {}
+    key_at = [table.columns.index(name) for name in table.key]
+    folds = [_FOLDS[table.fold[name]] if name in table.fold else None for name in table.columns]
+    for row in rows:
+        key = tuple(row[i] for i in key_at)
+        total = totals.get(key) or before.get(key)
+        if total is None:
+            totals[key] = row
+        else:
+            totals[key] = tuple(
+                old if fold is None or new is None else new if old is None else fold(old, new)
+                for fold, old, new in zip(folds, total, row, strict=True)
+            )
+    return totals
+
+
+_FOLDS: Mapping[str, Callable[..., object]] = {"sum": lambda a, b: a + b, "min": min, "max": max}
+
+
+def _fold_step(state: TableState, commit: Commit, read: Callable[[AddedFile], list[Row]]) -> Step:
+    if any(file.data_change for file in commit.removed):
+        raise NeedsLoad
+    partials = [row for file in commit.added if file.data_change for row in read(file)]
+    totals = fold_rows(state.table, partials, state.rows)
+    changed = {key: row for key, row in totals.items() if state.rows.get(key) != row}
+    return Step(state.table, commit.version, commit.facts, changed)
+
+
+def _upsert_step(state: TableState, commit: Commit, read: Callable[[AddedFile], list[Row]]) -> Step:
+    if any(file.path not in state.files for file in commit.removed):
+        raise NeedsLoad
+    table = state.table
+    new: dict[Key, Row] = {}
+    files_added: dict[str, frozenset[Key]] = {}
+    moved = [state.files[file.path] for file in commit.removed if not file.data_change]
+    for file in commit.added:
+        if not file.data_change and sum(not other.data_change for other in commit.added) == 1:
+            files_added[file.path] = frozenset().union(*moved)
+            continue
+        rows = {table.key_of(row): row for row in read(file)}
+        files_added[file.path] = frozenset(rows)
+        if file.data_change:
+            new.update(rows)
+    gone = [state.files[file.path] for file in commit.removed if file.data_change]
+    deletes = frozenset().union(*gone) - new.keys() if gone else frozenset()
+    removed = tuple(file.path for file in commit.removed)
+    if deletes and any(deletes & keys for path, keys in state.files.items() if path not in removed):
+        raise NeedsLoad  # a key that stands in two files: against the contract, and still to be answered rightly
+    changed = {key: row for key, row in new.items() if state.rows.get(key) != row}
+    return Step(table, commit.version, commit.facts, changed, tuple(deletes), files_added, removed)
+
+
+def _same(table: TableInfo, old: Row, new: Row) -> bool:
+    if old == new:
+        return True
+    for name, a, b in zip(table.columns, old, new, strict=True):
+        sums = table.fold.get(name) == "sum" and isinstance(a, float) and isinstance(b, float)
+        if a != b and not (sums and math.isclose(a, b, rel_tol=_SAME_SUM)):
+            return False
+    return True

@@ -1,0 +1,168 @@
+"""The lake's tables in memory: finds them, follows each with one tail, and tells the hub.
+
+In the terms of caching: a product's rows are *refreshed ahead* (the tail applies a commit before anybody asks); what is
+not kept, bronze and ad-hoc results, is *read through* (:mod:`serve.query`). Nothing is written here: write-through,
+write-around and write-back are the lakehouse's business, and a product is written through to Delta, the only store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from lakehouse.contract.lake import NAME_PATTERN, Lake, TableRef
+from lakehouse.contract.settings import ServeSettings
+from serve.channel import Subscriber
+from serve.errors import PositionExpired, TableUnreadable
+from serve.hub import Delivery, Hub
+from serve.position import Position
+from serve.replay import Replay
+from serve.tail import Opened, Tail
+
+log = logging.getLogger(__name__)
+
+WARM_VERSIONS = 64
+_SCAN_S = 0.5
+_UNREADABLE_RETRY_S = 5.0
+_FAILED_RETRY_S = 1.0
+_FIRST_LOOK_S = 5.0
+_AHEAD_MS = 5_000
+_REPLAYS = 4  # at a time; the others wait their turn
+
+
+def clock_ms() -> float:
+    """Milliseconds of a clock that never goes back."""
+    return time.monotonic() * 1000
+
+
+class Tables:
+    """Tails of all products of a lake.
+
+    Args:
+        lake: where tables are.
+        hub: told of every table and commit.
+        settings: poll interval.
+        deliver: carries out the hub's deliveries.
+    """
+
+    def __init__(
+        self, lake: Lake, hub: Hub, settings: ServeSettings, deliver: Callable[[Iterable[Delivery]], None]
+    ) -> None:
+        self.lake = lake
+        self.problems: dict[str, str] = {}
+        self.scanned = asyncio.Event()
+        self._hub = hub
+        self._settings = settings
+        self._deliver = deliver
+        self._executor = ThreadPoolExecutor(max_workers=4, thread_name_prefix="tail")
+        self._replays = ThreadPoolExecutor(max_workers=_REPLAYS, thread_name_prefix="replay")
+        self._slots = asyncio.Semaphore(_REPLAYS)
+        self._tails: dict[str, asyncio.Task[None]] = {}
+        self._opened = asyncio.Condition()
+
+    async def run(self) -> None:
+        """Follow every table beside bronze, those too that come later. Runs until it is cancelled."""
+        try:
+            while True:
+                await self._scan()
+                await asyncio.sleep(_SCAN_S)
+        finally:
+            for task in self._tails.values():
+                task.cancel()
+            await asyncio.gather(*self._tails.values(), return_exceptions=True)
+            self._executor.shutdown(wait=False, cancel_futures=True)
+            self._replays.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def ready(self) -> bool:
+        """Whether every table that was found is in memory or known not to be served."""
+        return self.scanned.is_set() and self._tails.keys() <= self._hub.channels.keys() | self.problems.keys()
+
+    async def wait_for(self, name: str) -> None:
+        """Wait a little for a table that exists and is not in memory yet."""
+        if name in self._hub.channels or not NAME_PATTERN.fullmatch(name):
+            return
+        await self._scan()
+        if name not in self._tails:
+            return
+        try:
+            async with asyncio.timeout(_FIRST_LOOK_S), self._opened:
+                await self._opened.wait_for(lambda: name in self._hub.channels or name in self.problems)
+        except TimeoutError:
+            log.warning("table %s is not in memory after %.0f s", name, _FIRST_LOOK_S)
+
+    async def replay(self, subscriber: Subscriber, position: Position) -> None:
+        """Bring a subscriber from a position that is older than the ring to the ring, at its own pace."""
+        async with self._slots:
+            channel = subscriber.channel
+            if channel is None or not await self._reached(subscriber, position):
+                return
+            replay = Replay(self.lake.find(channel.name).path, position)
+            loop = asyncio.get_running_loop()
+            while subscriber.replaying:
+                try:
+                    until = channel.state.version
+                    chunk = await loop.run_in_executor(self._replays, replay.next_chunk, until)
+                except PositionExpired as expired:
+                    if subscriber.replaying:
+                        self._hub.replay_failed(subscriber, expired.detail)
+                    break
+                if subscriber.replaying:
+                    subscriber.link.write(
+                        self._hub.replay_received(subscriber, chunk.start, chunk.messages, clock_ms())
+                    )
+                    await subscriber.link.drained()
+        subscriber.link.pump()
+
+    async def _reached(self, subscriber: Subscriber, position: Position) -> bool:
+        """Waits for this process to be as far as the position; another one may have been ahead."""
+        give_up = clock_ms() + _AHEAD_MS
+        while subscriber.replaying and subscriber.channel is not None:
+            if position <= subscriber.channel.head:
+                return True
+            if clock_ms() > give_up:
+                self._hub.replay_failed(subscriber, "the position is ahead of the table")
+                break
+            await asyncio.sleep(self._settings.poll_ms / 1000)
+        subscriber.link.pump()
+        return False
+
+    async def _scan(self) -> None:
+        loop = asyncio.get_running_loop()
+        for table in await loop.run_in_executor(self._executor, self.lake.tables):
+            if table.layer != "bronze" and table.name not in self._tails:
+                self._tails[table.name] = asyncio.create_task(self._follow(table), name=f"tail {table.name}")
+        self.scanned.set()
+
+    async def _follow(self, table: TableRef) -> None:
+        warm = WARM_VERSIONS
+        while True:
+            tail = Tail(table.path, poll_ms=self._settings.poll_ms, warm=warm, executor=self._executor)
+            pause = _FAILED_RETRY_S
+            try:
+                async for event in tail.follow():
+                    if isinstance(event, Opened):
+                        self._deliver(self._hub.table_opened(event.state, event.detail))
+                        await self._tell_opened(table.name, None)
+                    else:
+                        self._deliver(self._hub.change_received(event, clock_ms()))
+            except TableUnreadable as error:
+                if self.problems.get(table.name) != str(error):
+                    log.warning("%s", error)
+                await self._tell_opened(table.name, str(error))
+                pause = _UNREADABLE_RETRY_S
+            except Exception:
+                log.exception("tail of %s failed", table.name)
+            warm = 0
+            await asyncio.sleep(pause)
+
+    async def _tell_opened(self, name: str, problem: str | None) -> None:
+        if problem is None:
+            self.problems.pop(name, None)
+        else:
+            self.problems[name] = problem
+        async with self._opened:
+            self._opened.notify_all()

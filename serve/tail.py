@@ -1,0 +1,168 @@
+"""The tail: follows one table's log, one for any number of subscribers, and tells what each commit changed.
+
+A tick is two `stat` calls in the event loop: is there a next version, and is the log still the same folder (a table
+that was dropped and built again starts over under the same name). Files are read off the loop; the state is changed on
+it, so whoever reads the state on the loop sees whole versions only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from serve import deltalog
+from serve.deltalog import Commit
+from serve.errors import TableGone
+from serve.model import Change
+from serve.reader import TableReader
+from serve.state import TableState
+
+log = logging.getLogger(__name__)
+
+_GAP_CHECK_S = 2.0  # how often a missing next version is looked at: not yet written, or cleaned up?
+_HALF_WRITTEN_TRIES = 40
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The table is there: its state, which the tail goes on changing. Also said again after the table was replaced.
+
+    Attributes:
+        state: rows at the version where following starts.
+        detail: why earlier positions are void; empty the first time.
+    """
+
+    state: TableState
+    detail: str = ""
+
+
+class Tail:
+    """Follows the table in ``folder``.
+
+    Args:
+        folder: the table's folder; need not exist yet.
+        poll_ms: pause between two looks for a next version.
+        warm: versions before the newest to start from where the log has them, so that a process that just started
+            already has the last changes for those who come back to it.
+        executor: where files are read.
+    """
+
+    def __init__(self, folder: Path, *, poll_ms: int, warm: int = 0, executor: Executor | None = None) -> None:
+        self.folder = folder
+        self._poll = poll_ms / 1000
+        self._warm = warm
+        self._executor = executor
+        self._reader = TableReader(folder)
+        self._log_fd: int | None = None
+
+    async def follow(self) -> AsyncIterator[Opened | Change]:
+        """First :class:`Opened`, then a change a commit, in order, without end.
+
+        Raises:
+            TableUnreadable: the table cannot be pushed.
+        """
+        detail = ""
+        try:
+            while True:
+                await self._wait_for_log()
+                state = await self._open()
+                self._warm = 0  # a second opening follows a break: what lies before it is void
+                yield Opened(state, detail)
+                try:
+                    while True:
+                        commit = await self._next_commit(state.version + 1)
+                        step = await self._call(self._reader.prepare, state, commit)
+                        yield state.apply(step)
+                except TableGone as gone:
+                    detail = str(gone)
+                    log.warning("tail starts over: %s", gone)
+        finally:
+            self._close_log()
+
+    async def _wait_for_log(self) -> None:
+        """Returns when there is a log, and holds its folder open: a deleted folder's inode is then not used again."""
+        while True:
+            self._close_log()
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                self._log_fd = os.open(self.folder / "_delta_log", os.O_RDONLY | os.O_DIRECTORY)
+                if await self._call(deltalog.versions, self.folder):
+                    return
+            await asyncio.sleep(max(self._poll, 0.1))
+
+    async def _open(self) -> TableState:
+        while True:
+            try:
+                return await self._call(self._load)
+            except TableGone as gone:  # being built or dropped at this moment
+                log.info("waiting for a table: %s", gone)
+                await asyncio.sleep(max(self._poll, 0.1))
+                await self._wait_for_log()
+
+    def _load(self) -> TableState:
+        if self._warm:
+            known = deltalog.versions(self.folder)
+            start = known[-1] - self._warm if known else 0
+            if start > 0 and known[-self._warm - 1 :][0] == start:
+                with contextlib.suppress(TableGone):
+                    return self._reader.load(start)
+        return self._reader.load()
+
+    async def _next_commit(self, version: int) -> Commit:
+        """Waits for the version's log file.
+
+        Raises:
+            TableGone: the log has been replaced, or cleaned up beyond this version.
+        """
+        path = deltalog.commit_path(self.folder, version)
+        loop = asyncio.get_running_loop()
+        look_at = loop.time() + _GAP_CHECK_S
+        tries = 0
+        while True:
+            if _exists(path):
+                try:
+                    return await self._call(deltalog.read_commit, self.folder, version)
+                except ValueError:  # a file system that shows a file before its end is written
+                    tries += 1
+                    if tries > _HALF_WRITTEN_TRIES:
+                        raise TableGone(self.folder.name, f"version {version} in the log is not JSON") from None
+            self._check_same_log()
+            await asyncio.sleep(self._poll)
+            if loop.time() > look_at:
+                look_at = loop.time() + _GAP_CHECK_S
+                newest = max(await self._call(deltalog.versions, self.folder), default=-1)
+                if newest > version and not _exists(path):
+                    raise TableGone(self.folder.name, f"the log goes on at {newest} without version {version}")
+
+    def _check_same_log(self) -> None:
+        assert self._log_fd is not None
+        try:
+            now = (self.folder / "_delta_log").stat()
+        except FileNotFoundError:
+            raise TableGone(self.folder.name, "the table was dropped") from None
+        held = os.fstat(self._log_fd)
+        if (now.st_ino, now.st_dev) != (held.st_ino, held.st_dev):
+            raise TableGone(self.folder.name, "the table was replaced")
+
+    def _close_log(self) -> None:
+        if self._log_fd is not None:
+            os.close(self._log_fd)
+            self._log_fd = None
+
+    async def _call(self, function: Callable[..., _T], *arguments: object) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return False
+    return True

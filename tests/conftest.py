@@ -1,0 +1,18 @@
+"""Fixtures of several packages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ingest.broker import EmbeddedBroker
+
+
+@pytest.fixture(scope="session")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedBroker]:
+    """A started embedded broker, one for the whole session: use topic and group names of your own."""
+    embedded = EmbeddedBroker(tmp_path_factory.mktemp("broker"), heap_mb=256, die_with_parent=True)
+    embedded.start()
+    yield embedded
+    embedded.stop()

@@ -1,0 +1,192 @@
+"""Helpers of the collector's tests: real logs, real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from kafka import KafkaConsumer, TopicPartition
+from kafka.consumer.fetcher import ConsumerRecord
+from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.exceptions import ConnectionClosed
+
+from ingest.events import Lane, LoggedEvent
+from ingest.log import MessageLog
+from ingest.node import run_collector
+from lakehouse.contract.envelope import Envelope, fingerprint
+from lakehouse.contract.pipeline import CollectorSpec, Pipeline, Source
+from lakehouse.contract.settings import CollectSettings, Settings
+
+LIMIT = 64 * 1024 * 1024
+
+
+def envelope(number: int, payload: bytes, source: str = "rsvps", reject: str | None = None) -> Envelope:
+    """The envelope of the event with this number."""
+    return Envelope(f"e{number}", source, "default", 1_000_000 + number, "n1", fingerprint(payload), reject=reject)
+
+
+def append(log: MessageLog, lane: Lane, number: int, size: int = 100, position: int | None = None) -> LoggedEvent:
+    """Append an event whose payload starts with its number."""
+    payload = f"{number}:".encode().ljust(size, b"x")
+    return log.append(lane, envelope(number, payload), f"k{number % 7}".encode(), payload, position)
+
+
+@pytest.fixture
+def open_log(tmp_path: Path) -> Callable[..., MessageLog]:
+    """Opens the message log of this test's folder."""
+
+    def open_it(**options: int) -> MessageLog:
+        return MessageLog.open(tmp_path / "log", "n1", **{"limit": LIMIT, **options})
+
+    return open_it
+
+
+def everything(log: MessageLog) -> list[LoggedEvent]:
+    """All durable events that Kafka has not acknowledged."""
+    found: list[LoggedEvent] = []
+    cursor = log.cursor()
+    while True:
+        events, cursor = log.read(cursor, from_seq=log.recovery.acked, until_seq=1 << 62, max_bytes=4096)
+        if not events:
+            return found
+        found += events
+
+
+def event(number: int) -> bytes:
+    """A payload of the test pipeline, about 300 bytes."""
+    return b'{"id":%d,"who":"k%d","pad":"%s"}' % (number, number % 7, b"x" * 250)
+
+
+def pipeline_of(topic: str, kind: str = "websocket", url: str = "", **source: object) -> Pipeline:
+    """A pipeline of one source ``clicks`` with one collector."""
+    collector = CollectorSpec(kind, url, "from" if kind == "websocket" else "")
+    options: dict[str, Any] = {"event_id": "{id}", "key": "{who}", "collectors": (collector,), **source}
+    clicks = Source(topic=topic, schema="id BIGINT", event_time="received_at", name="clicks", **options)
+    return Pipeline({"clicks": clicks})
+
+
+def settings_of(folder: Path, **collect: Any) -> Settings:
+    """Settings for a node in this folder, on any free port."""
+    return Settings(lake=folder, collect=CollectSettings(port=0, backoff_max_s=0.2, **collect))
+
+
+class Upstream:
+    """A WebSocket server that plays messages from ``?from=N`` on, at most ``rate`` a second, all up to ``limit``."""
+
+    def __init__(self, messages: Callable[[int], bytes | str] = event, rate: float = 1e9) -> None:
+        self.limit = 0
+        self.rate = rate
+        self.requests: list[str] = []
+        self.connections: list[ServerConnection] = []
+        self.max_unread = 0
+        self._messages = messages
+        self._server: Server | None = None
+
+    async def __aenter__(self) -> Upstream:
+        self._server = await serve(self._play, "127.0.0.1", 0, compression=None)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._server is not None
+        self._server.close()
+        await self._server.wait_closed()
+
+    @property
+    def url(self) -> str:
+        assert self._server is not None
+        return f"ws://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/stream"
+
+    async def _play(self, connection: ServerConnection) -> None:
+        assert connection.request is not None
+        self.requests.append(connection.request.path)
+        self.connections.append(connection)
+        index = int(connection.request.path.partition("from=")[2] or 0)
+        sent = 0
+        started = time.perf_counter()
+        with contextlib.suppress(ConnectionClosed):
+            while True:
+                while index < self.limit and sent <= (time.perf_counter() - started) * self.rate:
+                    await connection.send(self._messages(index), text=True)
+                    index += 1
+                    sent += 1
+                await asyncio.sleep(0.002)
+
+
+def consume(bootstrap: str, topic: str, at_least: int, timeout_s: float = 20) -> list[ConsumerRecord]:
+    """All records of the topic, in order within each partition, once ``at_least`` different ids are there."""
+    consumer = KafkaConsumer(bootstrap_servers=bootstrap, auto_offset_reset="earliest", metrics_enabled=False)
+    try:
+        partitions = [TopicPartition(topic, n) for n in sorted(consumer.partitions_for_topic(topic) or ())]
+        consumer.assign(partitions)
+        found: list[ConsumerRecord] = []
+        ids: set[str] = set()
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            ends = consumer.end_offsets(partitions)
+            for records in consumer.poll(timeout_ms=200).values():
+                found += records
+                ids.update(Envelope.from_headers(record.headers).event_id for record in records)
+            if len(ids) >= at_least and all(consumer.position(p) >= end for p, end in ends.items()):
+                return found
+        raise AssertionError(f"{len(ids)} of {at_least} events after {timeout_s} s")
+    finally:
+        consumer.close()
+
+
+async def eventually(check: Callable[[], bool], timeout_s: float = 10) -> None:
+    """Wait until the check holds."""
+    deadline = time.monotonic() + timeout_s
+    while not check():
+        assert time.monotonic() < deadline, "it did not come about"
+        await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def running_node(settings: Settings, pipeline: Pipeline, bootstrap: str, **options: Any) -> AsyncIterator[str]:
+    """A collector node in this process; yields its base URL when it is ready."""
+    stop = asyncio.Event()
+    url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    node = asyncio.create_task(
+        run_collector(settings, pipeline, bootstrap=bootstrap, ready=url.set_result, stop=stop, **options)
+    )
+    try:
+        await asyncio.wait((node, url), return_when=asyncio.FIRST_COMPLETED, timeout=30)
+        if node.done():
+            node.result()
+        yield await url
+    finally:
+        stop.set()
+        await node
+
+
+async def get(url: str, path: str) -> tuple[int, dict[str, str], Any]:
+    """Status, headers and parsed body of a GET."""
+    return await request(url, "GET", path)
+
+
+async def request(
+    url: str, method: str, path: str, body: bytes | None = None, **headers: str
+) -> tuple[int, dict[str, str], Any]:
+    """Status, headers and body (parsed where it is JSON) of one HTTP request."""
+
+    def ask() -> tuple[int, dict[str, str], Any]:
+        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)
+        try:
+            names = {name.replace("_", "-"): value for name, value in headers.items()}
+            connection.request(method, path, body, names)
+            answer = connection.getresponse()
+            data = answer.read()
+            kind = answer.headers.get("content-type", "")
+            found = {name.lower(): value for name, value in answer.getheaders()}
+            return answer.status, found, orjson.loads(data) if "json" in kind else data.decode()
+        finally:
+            connection.close()
+
+    return await asyncio.to_thread(ask)

@@ -1,0 +1,121 @@
+"""A whole node against a real broker and a real upstream."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from ingest.broker import EmbeddedBroker
+from lakehouse.contract.envelope import Envelope
+from tests.ingest.conftest import Upstream, consume, event, eventually, get, pipeline_of, running_node, settings_of
+
+pytestmark = pytest.mark.broker
+
+NODE = """
+import asyncio, sys
+from pathlib import Path
+from ingest.node import run_collector
+from tests.ingest.conftest import pipeline_of, settings_of
+folder, bootstrap, topic, url = sys.argv[1:]
+asyncio.run(run_collector(settings_of(Path(folder)), pipeline_of(topic, url=url), bootstrap=bootstrap,
+    ready=lambda base: print(base, flush=True), stop=asyncio.Event()))
+"""
+
+
+async def test_events_go_through_untouched_with_their_envelope(broker: EmbeddedBroker, tmp_path: Path) -> None:
+    async with Upstream() as upstream:
+        upstream.limit = 100
+        async with running_node(settings_of(tmp_path), pipeline_of("node-1", url=upstream.url), broker.bootstrap) as url:
+            records = await asyncio.to_thread(consume, broker.bootstrap, "node-1", 100)
+            assert len(records) == 100
+            by_id = {Envelope.from_headers(record.headers).event_id: record for record in records}
+            assert {name: record.value for name, record in by_id.items()} == {str(n): event(n) for n in range(100)}
+            found = Envelope.from_headers(by_id["5"].headers)
+            assert (found.source, found.tenant, found.collector) == ("clicks", "default", "collector-1")
+            assert not found.suspect and found.reject is None
+            assert by_id["5"].key == b"k5"
+            _, _, stats = await get(url, "/v1/stats")
+            assert stats["ready"]
+            source = stats["sources"]["clicks"]
+            assert {name: source[name] for name in ("received", "acknowledged", "published", "in_log", "failed")} == {
+                "received": 100, "acknowledged": 100, "published": 100, "in_log": 0, "failed": 0
+            }  # fmt: skip
+            assert source["upstreams"][0]["connected"]
+            assert source["upstreams"][0]["position"] == 100
+        upstream.limit = 150
+        async with running_node(settings_of(tmp_path), pipeline_of("node-1", url=upstream.url), broker.bootstrap) as url:
+            records = await asyncio.to_thread(consume, broker.bootstrap, "node-1", 150)
+            assert len(records) == 150, "a clean restart sends nothing again"
+            assert not any(Envelope.from_headers(record.headers).suspect for record in records)
+        assert upstream.requests == ["/stream?from=0", "/stream?from=100"]
+
+
+async def test_kill_in_the_middle_of_the_stream(broker: EmbeddedBroker, tmp_path: Path) -> None:
+    total = 6000
+    async with Upstream(rate=4000) as upstream:
+        upstream.limit = total
+        for run in range(3):
+            child = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", NODE, str(tmp_path), broker.bootstrap, "node-kill", upstream.url,
+                stdout=subprocess.PIPE,
+            )  # fmt: skip
+            assert child.stdout is not None
+            assert (await child.stdout.readline()).startswith(b"http://")
+            if run == 2:
+                records = await asyncio.to_thread(consume, broker.bootstrap, "node-kill", total)
+                child.send_signal(signal.SIGTERM)
+            else:
+                await asyncio.sleep(0.5)
+                child.send_signal(signal.SIGKILL)
+            await child.wait()
+    starts = [int(path.partition("=")[2]) for path in upstream.requests]
+    assert starts[0] == 0 < starts[1] < starts[2] < total, "each run began where the log of the one before it ended"
+    _check(records, total)
+
+
+def _check(records: list, total: int) -> None:  # type: ignore[type-arg]
+    seen: set[str] = set()
+    order: dict[str, list[int]] = defaultdict(list)
+    for record in records:
+        found = Envelope.from_headers(record.headers)
+        assert record.value == event(int(found.event_id))
+        if found.event_id in seen:
+            assert found.suspect, "what is sent again says so"
+        else:
+            seen.add(found.event_id)
+            order[record.key.decode()].append(int(found.event_id))
+    assert seen == {str(n) for n in range(total)}
+    for key, numbers in order.items():
+        assert numbers == sorted(numbers), f"order within {key}"
+    assert sum(Envelope.from_headers(record.headers).suspect for record in records) < total / 2
+
+
+async def test_a_broker_that_goes_and_comes_back(tmp_path: Path) -> None:
+    broker = EmbeddedBroker(tmp_path / "broker", heap_mb=256, die_with_parent=True)
+    bootstrap = broker.start()
+    try:
+        async with Upstream(rate=2000) as upstream:
+            upstream.limit = 500
+            settings = settings_of(tmp_path / "lake")
+            async with running_node(settings, pipeline_of("away", url=upstream.url), bootstrap) as url:
+                await asyncio.to_thread(consume, bootstrap, "away", 500)
+                broker.kill()
+                upstream.limit = 3000
+                await eventually(lambda: upstream.limit == 3000)
+                while True:
+                    _, _, stats = await get(url, "/v1/stats")
+                    if stats["sources"]["clicks"]["acknowledged"] == 3000:
+                        break
+                    await asyncio.sleep(0.05)
+                assert stats["sources"]["clicks"]["in_log"] >= 2500
+                broker.start()
+                records = await asyncio.to_thread(consume, bootstrap, "away", 3000)
+                _check(records, 3000)
+    finally:
+        broker.kill()

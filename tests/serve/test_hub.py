@@ -1,0 +1,351 @@
+"""The hub without I/O: a link that only remembers, a clock that is a number."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from lakehouse.contract.settings import ServeSettings
+from serve.channel import Subscriber
+from serve.errors import RequestError
+from serve.hub import SLICE_BYTES, Delivery, Hub
+from serve.messages import Message, change_messages
+from serve.model import Change, CommitFacts, TableInfo
+from serve.position import Position
+from serve.state import TableState
+
+TABLE = TableInfo("t", "id", ("k", "v"), ("k",))
+SETTINGS = ServeSettings(ring_frames=4, slow_after_ms=1_000, cut_after_ms=3_000, heartbeat_ms=500, max_subscribers=3)
+
+
+class Lines:
+    """A codec that a test can read: one JSON a line."""
+
+    name = "lines"
+    answers = True
+
+    def frame(self, message: Message) -> bytes:
+        return message.body + b"\n"
+
+    def heartbeat(self, message: Message) -> bytes:
+        return self.frame(message)
+
+
+CODEC = Lines()
+
+
+class Socket:
+    """Takes what it is given, unless it is full."""
+
+    def __init__(self) -> None:
+        self.data = b""
+        self.closed = 0
+
+    def write(self, data: bytes) -> None:
+        self.data += data
+
+    def pump(self) -> None: ...
+
+    def close(self, code: int, reason: str) -> None:
+        self.closed = code
+
+    def buffered(self) -> int:
+        return 0
+
+    async def drained(self) -> None: ...
+
+    def messages(self) -> list[dict[str, Any]]:
+        lines, self.data = self.data.splitlines(), b""
+        return [json.loads(line) for line in lines]
+
+    def kinds(self) -> list[str]:
+        return [message["type"] for message in self.messages()]
+
+
+class World:
+    """A hub, one table, and commits to it."""
+
+    def __init__(self, settings: ServeSettings = SETTINGS) -> None:
+        self.hub = Hub(settings, [CODEC])
+        self.state = TableState(TABLE, 0, CommitFacts(0), {})
+        self.now = 0.0
+        assert self.hub.table_opened(self.state, "") == []
+
+    def join(self, position: Position | None = None) -> tuple[Subscriber, Socket, Position | None]:
+        socket = Socket()
+        subscriber = Subscriber(socket, CODEC)
+        replay = self.hub.subscribed(subscriber, "t", position)
+        self.pump(subscriber)
+        return subscriber, socket, replay
+
+    def pump(self, subscriber: Subscriber) -> None:
+        while data := self.hub.data_to_send(subscriber):
+            subscriber.link.write(data)
+
+    def commit(self, value: Any = None) -> Change:
+        version = self.state.version + 1
+        row = (1, value if value is not None else version)
+        self.state.rows[(1,)] = row
+        self.state.version = version
+        self.state.facts = CommitFacts(version)
+        change = Change(TABLE, version, (row,), (), self.state.facts)
+        self.carry_out(self.hub.change_received(change, self.now))
+        return change
+
+    def tick(self, ms: float) -> None:
+        self.now += ms
+        self.carry_out(self.hub.tick(self.now, int(self.now)))
+
+    def carry_out(self, deliveries: list[Delivery]) -> None:
+        for delivery in deliveries:
+            for subscriber in delivery.to:
+                subscriber.link.write(delivery.data)
+                if delivery.wake:
+                    self.pump(subscriber)
+                if delivery.close:
+                    subscriber.link.close(delivery.close, delivery.reason)
+                    self.hub.unsubscribed(subscriber)
+
+
+def values(messages: list[dict[str, Any]]) -> list[Any]:
+    return [message["upserts"][0]["v"] for message in messages]
+
+
+def test_a_snapshot_then_changes() -> None:
+    world = World()
+    world.commit()
+    _, socket, _ = world.join()
+    [snapshot] = socket.messages()
+    assert (snapshot["rows"], snapshot["first"], snapshot["last"]) == ([{"k": 1, "v": 1}], True, True)
+    assert snapshot["position"] == Position("id", 1).token()
+    world.commit()
+    world.commit()
+    changes = socket.messages()
+    assert values(changes) == [2, 3]
+    assert [change["position"] for change in changes] == [Position("id", v).token() for v in (2, 3)]
+
+
+def test_live_subscribers_get_the_same_bytes_object() -> None:
+    world = World()
+    first, _, _ = world.join()
+    second, _, _ = world.join()
+    change = Change(TABLE, 1, ((1, "x"),), (), CommitFacts(1))
+    [delivery] = world.hub.change_received(change, 0)
+    assert set(delivery.to) == {first, second}
+    assert delivery.data == b"".join(map(CODEC.frame, change_messages(change)))
+
+
+def test_a_paused_subscriber_gets_joined_slices_when_it_drains_and_others_notice_nothing() -> None:
+    world = World()
+    slow, slow_socket, _ = world.join()
+    _, socket, _ = world.join()
+    slow_socket.messages(), socket.messages()
+    world.hub.paused(slow, world.now)
+    for _ in range(3):
+        world.commit()
+    assert slow_socket.data == b""
+    assert values(socket.messages()) == [1, 2, 3]
+    world.hub.drained(slow, world.now)
+    data = world.hub.data_to_send(slow)
+    assert data.count(b"\n") == 3, "one write for all that it missed"
+    slow.link.write(data)
+    assert world.hub.data_to_send(slow) == b""
+    world.commit()
+    assert values(slow_socket.messages()) == [1, 2, 3, 4]
+
+
+def test_one_that_falls_off_the_ring_is_told_and_gets_a_snapshot() -> None:
+    world = World()
+    slow, socket, _ = world.join()
+    socket.messages()
+    world.hub.paused(slow, world.now)
+    for _ in range(6):
+        world.commit()
+    world.hub.drained(slow, world.now)
+    world.pump(slow)
+    expired, snapshot = socket.messages()
+    assert (expired["type"], expired["reason"]) == ("expired", "lagged")
+    assert snapshot["rows"] == [{"k": 1, "v": 6}]
+    assert world.hub.counters.expired == {"log": 0, "lagged": 1}
+    world.commit()
+    assert values(socket.messages()) == [7]
+
+
+def test_a_snapshot_is_shared_and_the_ring_goes_on_from_it() -> None:
+    world = World(ServeSettings(ring_frames=100))
+    world.commit("x" * 10_000)
+    world.join()
+    snapshot = world.hub.channels["t"].snapshot(CODEC)
+    world.commit(2)
+    _, socket, _ = world.join()
+    assert world.hub.channels["t"].snapshot(CODEC) is snapshot
+    assert socket.kinds() == ["snapshot", "change"]
+    world.commit("y" * 10_000)
+    _, socket, _ = world.join()
+    assert socket.kinds() == ["snapshot"], "too much has happened since: a new one"
+
+
+def test_resume_is_a_cursor_into_the_ring() -> None:
+    world = World()
+    for _ in range(3):
+        world.commit()
+    _, socket, replay = world.join(Position("id", 1))
+    assert replay is None
+    messages = socket.messages()
+    assert messages[0]["type"] == "resumed"
+    assert messages[0]["position"] == Position("id", 1).token()
+    assert values(messages[1:]) == [2, 3]
+
+
+def test_a_position_of_another_table_expires() -> None:
+    world = World()
+    _, socket, replay = world.join(Position("other", 0))
+    assert replay is None
+    assert [m["type"] for m in socket.messages()] == ["expired", "snapshot"]
+
+
+def test_a_position_older_than_the_ring_is_replayed_and_fills_the_ring() -> None:
+    world = World()
+    changes = [world.commit() for _ in range(6)]
+    subscriber, socket, replay = world.join(Position("id", 0))
+    assert replay == Position("id", 0)
+    assert socket.kinds() == ["resumed"]
+    world.commit()
+    assert socket.data == b"", "it is not live before its replay is through"
+    rebuilt = [message for change in changes for message in change_messages(change)]
+    socket.write(world.hub.replay_received(subscriber, replay, rebuilt[:1], 0))
+    assert subscriber.replaying
+    socket.write(world.hub.replay_received(subscriber, Position("id", 1), rebuilt[1:4], 0))
+    assert not subscriber.replaying
+    world.pump(subscriber)
+    assert values(socket.messages()) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_replay_that_fails_ends_in_a_snapshot() -> None:
+    world = World()
+    for _ in range(6):
+        world.commit()
+    subscriber, socket, _ = world.join(Position("id", 0))
+    world.hub.replay_failed(subscriber, "cleaned up")
+    world.pump(subscriber)
+    resumed, expired, snapshot = socket.messages()
+    assert (resumed["type"], expired["reason"], expired["detail"]) == ("resumed", "log", "cleaned up")
+    assert snapshot["rows"] == [{"k": 1, "v": 6}]
+
+
+def test_a_replaced_table_expires_all() -> None:
+    world = World()
+    world.commit()
+    _, socket, _ = world.join()
+    socket.messages()
+    other = TableState(TableInfo("t", "new", ("k", "v"), ("k",)), 0, CommitFacts(9), {(9,): (9, 9)})
+    world.carry_out(world.hub.table_opened(other, "rebuilt"))
+    expired, snapshot = socket.messages()
+    assert (expired["reason"], expired["detail"]) == ("log", "rebuilt")
+    assert (snapshot["rows"], snapshot["position"]) == ([{"k": 9, "v": 9}], Position("new", 0).token())
+
+
+def test_no_sign_of_reading_is_told_then_cut() -> None:
+    world = World()
+    silent, socket, _ = world.join()
+    good, good_socket, _ = world.join()
+    socket.messages()
+    world.tick(1)  # the ping that it will not answer
+    for _ in range(4):
+        world.hub.heard_from(good, world.now)
+        world.commit()
+        world.tick(400)
+    messages = [message for message in socket.messages() if message["type"] == "slow"]
+    assert len(messages) == 1, "told once"
+    assert messages[0]["behind"] == 3
+    assert messages[0]["behind_ms"] == 1_200
+    assert messages[0]["cut_in_ms"] == 1_800
+    for _ in range(5):
+        world.hub.heard_from(good, world.now)
+        world.tick(400)
+    assert (socket.closed, good_socket.closed) == (4408, 0)
+    assert "slow" not in good_socket.kinds()
+    assert (world.hub.counters.slow, world.hub.counters.cut, world.hub.size) == (1, 1, 1)
+
+
+def test_a_full_socket_that_moves_is_not_cut() -> None:
+    world = World()
+    slow, socket, _ = world.join()
+    world.hub.paused(slow, world.now)
+    for _ in range(20):
+        world.tick(400)
+        assert slow in list(world.hub.waiting())
+        world.hub.heard_from(slow, world.now)
+    assert socket.closed == 0
+
+
+def test_slow_is_told_anew_after_it_had_caught_up() -> None:
+    world = World()
+    slow, socket, _ = world.join()
+    for _ in range(2):
+        world.hub.paused(slow, world.now)
+        world.commit()
+        world.tick(1_500)
+        assert socket.kinds().count("slow") == 1
+        world.hub.drained(slow, world.now)
+        world.pump(slow)
+        world.hub.heard_from(slow, world.now)
+        assert socket.kinds() == ["change"]
+
+
+def test_heartbeats_say_how_far_one_is_behind_that_acknowledges() -> None:
+    world = World()
+    acking, acking_socket, _ = world.join()
+    _, socket, _ = world.join()
+    change = world.commit()
+    world.commit()
+    world.hub.acknowledged(acking, Position("id", change.version))
+    acking_socket.messages(), socket.messages()
+    world.tick(1)
+    [beat] = acking_socket.messages()
+    assert (beat["behind"], beat["position"], beat["at"]) == (1, Position("id", 2).token(), 1)
+    assert socket.messages()[0]["behind"] == 0
+    world.tick(1_100)
+    assert "slow" in acking_socket.kinds(), "it reads, and does not process"
+    world.hub.acknowledged(acking, Position("other", 7))
+
+
+def test_a_large_backlog_comes_in_slices() -> None:
+    world = World()
+    world.state.rows = {(k,): (k, "x" * 1_000) for k in range(1_000)}
+    subscriber = Subscriber(Socket(), CODEC)
+    world.hub.subscribed(subscriber, "t", None)
+    parts = []
+    while data := world.hub.data_to_send(subscriber):
+        parts.append(data)
+    messages = [json.loads(line) for line in b"".join(parts).splitlines()]
+    assert len(messages) > 2
+    assert all(len(part) < SLICE_BYTES + 300_000 for part in parts)
+    assert [m["first"] for m in messages] == [True] + [False] * (len(messages) - 1)
+    assert [m["last"] for m in messages] == [False] * (len(messages) - 1) + [True]
+    assert [row["k"] for m in messages for row in m["rows"]] == list(range(1_000))
+
+
+def test_refusals() -> None:
+    world = World()
+    for _ in range(3):
+        world.join()
+    with pytest.raises(RequestError) as full:
+        world.join()
+    with pytest.raises(RequestError) as unknown:
+        world.hub.subscribed(Subscriber(Socket(), CODEC), "nope", None)
+    assert (full.value.close, unknown.value.close) == (1013, 4404)
+    assert (world.hub.size, world.hub.counters.refused) == (3, 1)
+
+
+def test_one_that_has_gone_leaves_nothing_behind() -> None:
+    world = World()
+    subscriber, socket, _ = world.join()
+    world.hub.unsubscribed(subscriber)
+    world.hub.unsubscribed(subscriber)
+    world.hub.paused(subscriber, 0)
+    socket.messages()
+    world.commit()
+    assert (socket.data, world.hub.size, list(world.hub.waiting())) == (b"", 0, [])

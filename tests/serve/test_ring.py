@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve.position import Position
+from serve.ring import Frame, Ring
+
+
+def at(version: int) -> Position:
+    return Position("t", version)
+
+
+def frame(version: int, size: int = 10) -> Frame:
+    return Frame(f"{version:>{size}}".encode(), at(version), float(version))
+
+
+def ring(*versions: int, frames: int = 100, bytes: int = 10_000) -> Ring:
+    made = Ring(at(versions[0] - 1), max_frames=frames, max_bytes=bytes)
+    for version in versions:
+        made.append(frame(version))
+    return made
+
+
+def test_a_cursor_is_found_by_position_and_reads_the_rest() -> None:
+    full = ring(1, 2, 3)
+    cursor = full.find(at(1))
+    assert cursor is not None
+    data, after = full.slice(cursor, 1_000)
+    assert data.split() == [b"2", b"3"]
+    assert after == full.next
+    assert full.slice(after, 1_000) == (b"", after)
+
+
+def test_a_slice_is_bounded_and_has_one_frame_at_least() -> None:
+    full = ring(1, 2, 3)
+    data, cursor = full.slice(0, 15)
+    assert (data.split(), cursor) == ([b"1"], 1)
+    assert full.slice(1, 1)[1] == 2
+
+
+def test_positions_outside_are_not_found() -> None:
+    full = ring(5, 6, 7, frames=2)
+    assert full.start == at(5)
+    assert full.find(at(4)) is None
+    assert full.find(at(5)) is not None
+    assert full.find(at(7)) == full.next
+    assert full.find(at(8)) is None
+
+
+def test_a_position_inside_of_a_commit_is_found() -> None:
+    full = ring(1)
+    full.append(Frame(b"a", Position("t", 1, 1), 0))
+    full.append(Frame(b"b", at(2), 0))
+    cursor = full.find(Position("t", 1, 1))
+    assert cursor is not None
+    assert full.slice(cursor, 100)[0] == b"b"
+
+
+def test_a_cursor_that_fell_off_is_known() -> None:
+    full = ring(1, 2, frames=2)
+    cursor = full.find(at(1))
+    assert cursor is not None
+    full.append(frame(3))
+    assert full.holds(cursor)
+    full.append(frame(4))
+    assert not full.holds(cursor)
+
+
+def test_the_newest_frame_is_kept_whatever_its_size() -> None:
+    full = ring(1, bytes=20)
+    full.append(frame(2, 100))
+    assert (full.first, full.next, full.bytes) == (1, 2, 100)
+
+
+def test_filling_up_backwards_takes_what_there_is_room_for() -> None:
+    full = ring(5, 6, frames=4)
+    assert full.prepend(at(1), [frame(2), frame(3)]) == 0, "there is a gap"
+    assert full.prepend(at(1), [frame(2), frame(3), frame(4)]) == 2
+    assert full.start == at(2)
+    cursor = full.find(at(2))
+    assert cursor is not None
+    assert full.slice(cursor, 1_000)[0].split() == [b"3", b"4", b"5", b"6"]
+    assert full.find(at(6)) == full.next == 2, "cursors of others still hold"
+
+
+@given(st.lists(st.integers(1, 50), max_size=60), st.integers(1, 10), st.integers(1, 200))
+def test_the_bound_holds_and_bytes_are_counted(sizes: list[int], frames: int, bytes: int) -> None:
+    made = Ring(at(0), max_frames=frames, max_bytes=bytes)
+    for version, size in enumerate(sizes, 1):
+        made.append(Frame(b"x" * size, at(version), 0))
+        data, cursor = made.slice(made.first, 10**9)
+        assert len(data) == made.bytes
+        assert cursor == made.next == version
+        assert made.next - made.first <= frames
+        assert made.bytes <= bytes or made.next - made.first == 1
