@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import fcntl
+import functools
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -70,8 +72,8 @@ class EmbeddedBroker:
         folder: where it keeps all it has.
         port: to listen on, on the loopback address; 0: the one used before in this folder, at first any free one.
         heap_mb: Java heap in MiB; the whole process takes about 150 MiB more.
-        die_with_parent: whether the broker is to stop when the *thread* that started it ends, however it ends
-            (Linux; elsewhere it has no effect). Start it from the main thread then.
+        die_with_parent: whether the broker is to stop when this process ends, however it ends (Linux; elsewhere it
+            has no effect).
     """
 
     def __init__(self, folder: Path, *, port: int = 0, heap_mb: int = 320, die_with_parent: bool = False) -> None:
@@ -231,15 +233,19 @@ class EmbeddedBroker:
         command = [*self._java(*sizes), "kafka.Kafka", str(self._properties)]
         if self._die_with_parent:
             command = [sys.executable, "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            pass_fds=[lock.fileno()],
-            start_new_session=True,  # Ctrl-C is for the process in front, which then stops us in its order
-            env=os.environ | {"MALLOC_ARENA_MAX": "2"},
-        )
+
+        def spawn() -> subprocess.Popen[bytes]:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[lock.fileno()],
+                start_new_session=True,  # Ctrl-C is for the process in front, which then stops us in its order
+                env=os.environ | {"MALLOC_ARENA_MAX": "2"},
+            )
+
+        return _spawner().submit(spawn).result()
 
     def _await_ready(self, process: subprocess.Popen[bytes], bootstrap: str, deadline: float) -> None:
         while time.monotonic() < deadline:
@@ -267,6 +273,12 @@ class EmbeddedBroker:
         lines = (self.folder / "broker.log").read_text(encoding="utf-8", errors="replace").splitlines()
         said = [line for line in lines if line.strip() and not line.startswith("\tat ")]
         return said[-1].strip() if said else "it said nothing"
+
+
+@functools.cache
+def _spawner() -> ThreadPoolExecutor:
+    """A thread that lives as long as this process: to the kernel the parent of a process is the *thread* it is from."""
+    return ThreadPoolExecutor(1, thread_name_prefix="broker-spawner")
 
 
 def _answers(bootstrap: str, deadline: float) -> bool:

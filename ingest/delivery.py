@@ -70,6 +70,8 @@ class Delivery:
         log.notify(durable=self._on_durable)
         if self._live:
             self._recovered.set()
+        else:
+            self._wake.set()
 
     @property
     def in_flight(self) -> int:

@@ -45,8 +45,8 @@ from lakehouse.contract.envelope import Envelope
 logger = logging.getLogger(__name__)
 
 SEGMENT_BYTES = 16 * 1024 * 1024
-MARK_INTERVAL_S = 0.25
-AHEAD = 1024  # most events sent to Kafka before they are on the disk: so many may be there twice after a crash
+MARK_INTERVAL_S = 0.05
+AHEAD = 512  # most events sent to Kafka before they are on the disk: so many may be there twice after a crash
 _FIELDS_BYTES = 256  # allowance for id, tenant and key in a forecast of size
 
 

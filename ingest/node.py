@@ -101,13 +101,15 @@ class _Node:
         for source in pipeline.sources.values():
             border = Border(source, tenant=settings.tenant, collector=node)
             for ordinal, spec in enumerate(source.collectors):
-                lane = self._log.lane(f"{source.name}/{spec.kind}/{ordinal}", source.name)
+                url = urls.get(source.name, spec.url) if spec.kind == "websocket" else ""
+                # Another address is another stream: a position in one says nothing of the other.
+                lane = self._log.lane(" ".join([f"{source.name}/{spec.kind}/{ordinal}", url]).strip(), source.name)
                 if spec.kind == "http":
                     self._intakes[source.name] = Intake(border, lane, self._log, self._delivery, self._recent)
                     continue
                 self._collectors.append(
                     WebSocketCollector(
-                        urls.get(source.name, spec.url),
+                        url,
                         Intake(border, lane, self._log, self._delivery),
                         resume_param=spec.resume_param,
                         backoff_max_s=collect.backoff_max_s,

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import logging
 import os
+import secrets
 import signal
 import sys
 import time
@@ -89,7 +90,8 @@ async def run_demo(settings: Settings, options: Options, console: Console) -> di
     )
     pipeline = load_pipeline(settings.pipeline_folder())
     player = f"http://127.0.0.1:{free_port()}"
-    stack = Stack(settings, upstream=player.replace("http", "ws") + "/stream")
+    # Each demo plays a stream of its own, and a restarted collector goes on in it.
+    stack = Stack(settings, upstream=f"{player.replace('http', 'ws')}/stream?play={secrets.token_hex(8)}")
     run = _Run()
     with _signals(run):
         try:
@@ -234,7 +236,7 @@ def _end_offsets(bootstrap: str, topic: str) -> dict[str, int] | None:
     from kafka.errors import KafkaError
 
     try:
-        consumer = KafkaConsumer(bootstrap_servers=bootstrap)
+        consumer = KafkaConsumer(bootstrap_servers=bootstrap, enable_auto_commit=False)
         try:
             partitions = [TopicPartition(topic, number) for number in consumer.partitions_for_topic(topic) or ()]
             return {f"{p.topic}/{p.partition}": end for p, end in consumer.end_offsets(partitions).items() if end}

@@ -57,7 +57,7 @@ def run_stages(
 
     spark = build_session(settings, f"millrace-{pipeline.name}")
     try:
-        if stages.layers:
+        if stages.layers and settings.spark.rehearse:
             log.info("rehearsed in %.1f s", rehearse(spark, settings, pipeline))
         run(
             spark,

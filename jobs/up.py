@@ -54,6 +54,7 @@ class Stack:
         self._broker_due = 0.0
         self.supervisor = Supervisor()
         self.restarts_of_broker = 0
+        self._parts: dict[str, int | None] = {}
         self.address = Address("", "", settings.kafka.bootstrap)
 
     def start(self) -> None:
@@ -86,6 +87,7 @@ class Stack:
     def tend(self) -> None:
         """Look after every part once; call it a few times a second."""
         self.supervisor.tend()
+        self._note_parts()
         broker = self._broker
         if broker is not None and not broker.running() and time.monotonic() >= self._broker_due:
             log.warning("the broker ended; starting it again")
@@ -104,6 +106,17 @@ class Stack:
         if self._broker is not None:
             each("broker")
             self._broker.stop()
+
+    def _note_parts(self) -> None:
+        """Keep ``_millrace/run/parts.json`` true: process id by part."""
+        parts = {name: self.supervisor.pid(name) for name in self.supervisor.restarts}
+        parts["broker"] = self._broker.pid if self._broker is not None else None
+        if parts != self._parts:
+            self._parts = parts
+            file = self._lake.state / "run" / "parts.json"
+            draft = file.with_suffix(".new")
+            draft.write_text(json.dumps(parts), encoding="utf-8")
+            draft.replace(file)
 
     def log_file(self, name: str) -> Path:
         """Where a part writes what it prints."""

@@ -91,7 +91,15 @@ def _place(offset: str) -> tuple[int, int]:
 
 
 def start_live(
-    spark: SparkSession, settings: Settings, pipeline: Pipeline, source: Source, products: Sequence[Product], name: str
+    spark: SparkSession,
+    settings: Settings,
+    pipeline: Pipeline,
+    source: Source,
+    products: Sequence[Product],
+    name: str,
+    *,
+    keep_rejected: bool = True,
+    restore_rejected: bool = False,
 ) -> StreamingQuery:
     """Start the query that keeps ``products`` of ``source``; bronze must exist.
 
@@ -100,16 +108,19 @@ def start_live(
 
     Args:
         name: of the query and its checkpoint; one query of a name runs at a time.
+        keep_rejected: this query is the one that keeps the source's rows of quarantine.
+        restore_rejected: quarantine is not there (any more): fill in what the checkpoint covers.
     """
     lake = Lake(settings.lake)
     folder = lake.checkpoint(name)
     table = lake.bronze(source.name)
     seen = SeenIndex(lake.state / "seen" / name)
     stores = [ProductStore(p, lake.table(p.layer, p.name), pipeline.name) for p in products]
-    quarantine = Quarantine(lake.quarantine())
-    quarantine.create()
+    quarantine = Quarantine(lake.quarantine()) if keep_rejected else None
+    if quarantine is not None:
+        quarantine.create()
     writer = LiveWriter(source, stores, quarantine, seen, folder, Maintenance(lake))
-    start = _catch_up(spark, table.path, source, writer, Checkpoint.read(folder), folder)
+    start = _catch_up(spark, table.path, source, writer, Checkpoint.read(folder), folder, restore_rejected)
     spark.sparkContext.setLocalProperty("spark.scheduler.pool", name)
     rows = (
         spark.readStream.format("delta")
@@ -128,7 +139,13 @@ def start_live(
 
 
 def _catch_up(
-    spark: SparkSession, bronze: Path, source: Source, writer: LiveWriter, done: Checkpoint, folder: Path
+    spark: SparkSession,
+    bronze: Path,
+    source: Source,
+    writer: LiveWriter,
+    done: Checkpoint,
+    folder: Path,
+    restore_rejected: bool,
 ) -> int:
     """Build what the checkpoint does not cover; returns the bronze version to stream from where there is none."""
     if not done.bronze:
@@ -139,11 +156,11 @@ def _catch_up(
             writer.rebuild(spark, bronze, start - 1, writer.stores)
         return start
     absent = [store for store in writer.stores if (mark := store.mark()) is None or mark.query != done.query]
-    if absent or _place(writer.seen.position()) < _place(done.bronze):
+    if absent or restore_rejected or _place(writer.seen.position()) < _place(done.bronze):
         version_done = version_of(done.bronze)
         if version_done is None:  # the checkpoint stands inside a bronze version: leave it and build all, once
-            return _catch_up(spark, bronze, source, writer, Checkpoint("", -1, ""), folder)
-        writer.rebuild(spark, bronze, version_done, absent, done)
+            return _catch_up(spark, bronze, source, writer, Checkpoint("", -1, ""), folder, restore_rejected)
+        writer.rebuild(spark, bronze, version_done, absent, done, restore_rejected)
     return 0
 
 
@@ -161,7 +178,7 @@ class LiveWriter:
         self,
         source: Source,
         stores: list[ProductStore],
-        quarantine: Quarantine,
+        quarantine: Quarantine | None,
         seen: SeenIndex,
         checkpoint: Path,
         maintenance: Maintenance,
@@ -198,7 +215,7 @@ class LiveWriter:
         crash_point("live.before_commit")
         valid = fresh.where(F.col("reason").isNull())
         valid.createOrReplaceTempView(self.source.name)
-        if rejected:
+        if rejected and self.quarantine is not None:
             self.quarantine.apply(rejected_rows(fresh), mark.query, mark.batch)
 
         def keep(store: ProductStore) -> None:
@@ -233,6 +250,7 @@ class LiveWriter:
         version: int,
         stores: list[ProductStore],
         done: Checkpoint | None = None,
+        restore_rejected: bool = False,
     ) -> None:
         """Build products, and the index where it is empty, from bronze up to ``version``."""
         whole = build(spark, bronze, self.source, version)
@@ -248,7 +266,8 @@ class LiveWriter:
             valid = events.where(F.col("reason").isNull())
             for store in stores:
                 store.replace(run_partial(valid, self.source.name, store.operator), mark)
-            if done is None:  # else the query keeps it already, and knows which batches it holds
+            # A query that goes on keeps it already, and knows which batches it holds.
+            if self.quarantine is not None and (done is None or restore_rejected):
                 self.quarantine.replace(rejected_rows(events), self.source.name)
             self._through.update(through)
         finally:

@@ -21,6 +21,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql.types import ArrayType, BooleanType, DataType, MapType, NumericType, StructType
 
 from lakehouse.bronze.table import COLUMNS, create
+from lakehouse.contract.faults import no_crash_points
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, Source
 from lakehouse.contract.settings import Settings
@@ -41,8 +42,9 @@ def rehearse(spark: SparkSession, settings: Settings, pipeline: Pipeline) -> flo
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="millrace-rehearsal-"))
     try:
-        for source in pipeline.sources.values():
-            _play(spark, dataclasses.replace(settings, lake=folder), pipeline, source)
+        with no_crash_points():
+            for source in pipeline.sources.values():
+                _play(spark, dataclasses.replace(settings, lake=folder), pipeline, source)
     except Exception:
         log.debug("the rehearsal failed", exc_info=True)
     finally:

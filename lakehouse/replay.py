@@ -89,10 +89,11 @@ def verify(
             live = _result(store, delta.to_pyarrow_table())
             again = _result(store, partial)
             yield _compare(product.name, delta.version(), bronze, live, again)
-        for bronze, whole in builds.items():
-            yield _quarantine(lake, source, bronze, whole)
+        if builds and lake.quarantine().exists():
+            oldest = min(builds)  # which quarantine has reached, whatever query keeps it
+            yield _quarantine(lake, source, oldest, builds[oldest])
+        for whole in builds.values():
             whole.events.unpersist()
-            break  # once a source is enough
 
 
 def digest(rows: pa.Table) -> str:

@@ -7,15 +7,19 @@ Every setting below was measured on the worked case (docs/decisions/0004-two-que
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from pyspark.sql import SparkSession
 
+from lakehouse.contract.errors import EnvironmentProblem
 from lakehouse.contract.jars import jar_paths
 from lakehouse.contract.settings import Settings, conf_dir
 
 # C1 alone: the first batch is ready in a quarter of the time, and less CPU goes into compiling at low rates.
 _JVM_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=256m -XX:+UseSerialGC -Xss2m"
+
+_NEEDED = ("io.delta.sql.DeltaSparkSessionExtension", "org.apache.spark.sql.kafka010.KafkaSourceProvider")
 
 _TUNED = {
     "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
@@ -57,8 +61,11 @@ def build_session(settings: Settings, app: str) -> SparkSession:
     if not submitted:
         builder = builder.master(settings.spark.master).config("spark.driver.memory", settings.spark.driver_memory)
     given = _given_on_submit() if submitted else {}
+    jars = ",".join(str(jar) for jar in jar_paths("spark"))
+    if submitted and _onto_class_path(jars.split(",")) and "spark.jars" in given:
+        builder = builder.config("spark.jars", f"{given['spark.jars']},{jars}")
     conf = {
-        "spark.jars": ",".join(str(jar) for jar in jar_paths("spark")),
+        "spark.jars": jars,
         "spark.driver.extraJavaOptions": f"{_JVM_OPTIONS} {_log4j()}",
         "spark.driver.host": "127.0.0.1",
         "spark.driver.bindAddress": "127.0.0.1",
@@ -73,12 +80,46 @@ def build_session(settings: Settings, app: str) -> SparkSession:
     return session
 
 
-def _given_on_submit() -> set[str]:
+def _given_on_submit() -> dict[str, str]:
     """Settings that spark-submit was given; those are not overridden."""
     from pyspark import SparkConf, SparkContext
 
     SparkContext._ensure_initialized()
-    return {key for key, _ in SparkConf().getAll()}
+    return dict(SparkConf().getAll())
+
+
+def _onto_class_path(jars: Sequence[str]) -> bool:
+    """Add the jars to a driver that runs already, where ``spark.jars`` comes too late; False where it has them.
+
+    Raises:
+        EnvironmentProblem: the driver's class loader takes no more jars.
+    """
+    from py4j.protocol import Py4JError  # type: ignore[import-untyped]
+    from pyspark import SparkContext
+
+    assert SparkContext._jvm is not None
+    java = SparkContext._jvm.java
+    loader = java.lang.Thread.currentThread().getContextClassLoader()
+
+    def has_all() -> bool:
+        try:
+            return all(loader.loadClass(name) for name in _NEEDED)
+        except Py4JError:
+            return False
+
+    if has_all():
+        return False
+    try:
+        for jar in jars:
+            loader.addURL(java.io.File(jar).toURI().toURL())
+    except Py4JError:
+        pass  # another class loader than Spark's own
+    if not has_all():
+        raise EnvironmentProblem(
+            "Delta and the Kafka source are not on the driver's class path",
+            "Run: spark-submit --jars $(millrace jars) …",
+        )
+    return True
 
 
 def _log4j() -> str:

@@ -42,6 +42,11 @@ class Stages:
         """The products of a source that this driver keeps."""
         return [p for p in pipeline.products_of(source.name) if p.layer in self.layers]
 
+    @property
+    def rejected(self) -> bool:
+        """Whether this driver keeps the rejected events too: one driver must, and quarantine is in silver."""
+        return "silver" in self.layers
+
     def query_name(self, source: Source) -> str:
         """Name of the query that keeps those products; each set has a checkpoint of its own."""
         kind = "live" if self.layers == LIVE else "-".join(self.layers)
@@ -79,13 +84,23 @@ def run(
     lake = Lake(settings.lake)
     with WriterLocks(lake, stages.tables(pipeline)):
         queries: list[StreamingQuery] = []
+        restore = not lake.quarantine().exists()
         try:
             for source in pipeline.sources.values():
                 create(lake.bronze(source.name))
                 products = stages.products(pipeline, source)
-                if products:
-                    name = stages.query_name(source)
-                    queries.append(start_live(spark, settings, pipeline, source, products, name))
+                if products or stages.rejected:
+                    query = start_live(
+                        spark,
+                        settings,
+                        pipeline,
+                        source,
+                        products,
+                        stages.query_name(source),
+                        keep_rejected=stages.rejected,
+                        restore_rejected=stages.rejected and restore,
+                    )
+                    queries.append(query)
                 if stages.bronze:
                     queries.append(start_bronze(spark, settings, source, bootstrap=bootstrap, accept_loss=accept_loss))
             if started is not None:

@@ -21,6 +21,7 @@ from serve import routes
 from serve.hub import Hub
 from serve.metrics import HubCollector
 from serve.push.codec import WEBSOCKET
+from serve.push.http import TimedHttpProtocol
 from serve.push.link import Link
 from serve.push.websocket import SubscriberProtocol, deliver
 from serve.tables import Tables, clock_ms
@@ -66,7 +67,7 @@ async def run_server(
     host, port = listener.getsockname()[:2]
     config = uvicorn.Config(
         make_app(settings),
-        http="httptools",
+        http=TimedHttpProtocol,
         ws=SubscriberProtocol,
         lifespan="on",
         log_config=None,

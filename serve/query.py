@@ -1,7 +1,7 @@
 """Ad-hoc SQL over a lake's tables: DuckDB over Arrow, reading Delta directly. Blocking: not for the event loop.
 
 One SELECT (or WITH, UNION, VALUES), DESCRIBE or SHOW TABLES. The statement is parsed first: only the tables that it
-names are opened, anything that would write is refused, and DuckDB runs without access to files, the network or extensions.
+names are opened, anything that would write is refused, and DuckDB runs without files, network or extensions.
 """
 
 from __future__ import annotations

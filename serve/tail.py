@@ -128,7 +128,9 @@ class Tail:
         while True:
             if _exists(path):
                 try:
-                    return await self._call(deltalog.read_commit, self.folder, version)
+                    commit = await self._call(deltalog.read_commit, self.folder, version)
+                    self._check_same_log()  # after reading: what was read is of the log that is held open
+                    return commit
                 except ValueError:  # a file system that shows a file before its end is written
                     tries += 1
                     if tries > _HALF_WRITTEN_TRIES:

@@ -2,6 +2,7 @@
 
 from ingest.simulate.generator import RsvpGenerator, generate
 from ingest.simulate.lines import FileLines, GeneratedLines, Lines, renew_rsvp
+from ingest.simulate.play import play_source
 from ingest.simulate.player import Player, PlayerStatus
 from ingest.simulate.server import run_player
 
@@ -13,6 +14,7 @@ __all__ = [
     "PlayerStatus",
     "RsvpGenerator",
     "generate",
+    "play_source",
     "renew_rsvp",
     "run_player",
 ]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import io
 import re
-import shutil
 import tempfile
 from array import array
 from collections import OrderedDict
@@ -26,13 +24,11 @@ Renew = Callable[[bytes, int], bytes]
 
 
 class Lines(Protocol):
-    """A sequence of events as bytes, in blocks.
+    """A sequence of events as bytes, in blocks."""
 
-    Attributes:
-        total: how many there are; None: no end.
-    """
-
-    total: int | None
+    @property
+    def total(self) -> int | None:
+        """How many there are; None: no end."""
 
     def block(self, number: int) -> list[bytes]:
         """Events from ``number * BLOCK`` on, :data:`~ingest.simulate.generator.BLOCK` of them or what is left."""
@@ -107,6 +103,10 @@ class Reel:
         loop: play on after the end, in further rounds.
         renew: makes an event of a later round from one of the first: ``renew(event, round)``, round 1 and up.
             It must give the same result each time. None: rounds are equal.
+
+    Attributes:
+        round_total: events of a round; None: no end.
+        total: events of all rounds; None: no end.
     """
 
     def __init__(self, lines: Lines, *, loop: bool = False, renew: Renew | None = None) -> None:
@@ -162,8 +162,12 @@ def _content(line: bytes) -> bytes:
 
 def _unpacked(path: Path) -> IO[bytes]:
     unpacked = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the reader
-    # A recording that was cut off ends with EOFError: what came before is good.
-    with gzip.open(path, "rb") as packed, contextlib.suppress(EOFError):
-        shutil.copyfileobj(packed, unpacked, io.DEFAULT_BUFFER_SIZE * 16)
+    try:
+        with gzip.open(path, "rb") as packed, contextlib.suppress(EOFError):  # cut off: what came before is good
+            while some := packed.read1(65_536):
+                unpacked.write(some)
+    except BaseException:
+        unpacked.close()
+        raise
     unpacked.seek(0)
     return unpacked

@@ -1,10 +1,11 @@
-"""What the ``simulate`` command does: a file, or made-up RSVPs, played on the network."""
+"""Playing for a pipeline's source: what ``millrace simulate`` runs."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,44 +16,65 @@ from ingest.simulate.server import run_player
 from lakehouse.contract.errors import EnvironmentProblem
 from lakehouse.contract.pipeline import Source
 
+logger = logging.getLogger(__name__)
+
 
 async def play_source(
     source: Source,
     *,
-    input: Path | None,
-    rate: float,
-    loop: bool,
-    count: int | None,
-    seed: int,
-    port: int,
-    ready: Callable[[str], None],
-    stop: asyncio.Event,
+    input: Path | None = None,
+    rate: float = 100.0,
+    loop: bool = False,
+    count: int | None = None,
+    seed: int = 1,
+    host: str = "127.0.0.1",
+    port: int = 8402,
+    ready: Callable[[str], None] | None = None,
+    stop: asyncio.Event | None = None,
 ) -> None:
-    """Play until ``stop`` is set. SIGUSR1 halts the playing; the player then still answers what it has sent.
+    """Play a recording, or made-up RSVPs, until ``stop`` is set. SIGUSR1 makes what is due by then the end.
 
     Args:
-        source: whose event ids the player tells.
-        input: JSON-lines file, also gzipped; None: RSVPs of the generator.
-        rate: events/s.
-        loop: play the file again and again, each round with new ids.
-        count: events at most.
-        seed: of the generator.
-        port: on the loopback address; 0: any free one.
+        source: its ``event_id`` is what ``/ids`` tells.
+        input: JSON-lines file, also gzipped; None: made-up RSVPs without end.
+        rate: events a second.
+        loop: play the file again and again, with new ids (of RSVPs; other events come again as they are).
+        count: end after so many events.
+        seed: of the made-up RSVPs.
+        host: address to bind.
+        port: port to bind; 0: any free one.
         ready: called with the base URL once clients can connect.
+        stop: ends it.
 
     Raises:
-        EnvironmentProblem: the port is taken, or the file cannot be read.
+        EnvironmentProblem: the file cannot be read or the port is taken.
     """
-    try:
-        lines: Lines = (
-            GeneratedLines(RsvpGenerator(seed, int(time.time() * 1000), rate)) if input is None else FileLines(input)
-        )
-    except OSError as error:
-        raise EnvironmentProblem(f"{input} cannot be read: {error.strerror}") from None
-    renew = renew_rsvp if loop else None
-    player = Player(lines, rate, loop=loop, renew=renew, event_id=source.event_id_template, limit=count)
+    if loop and input is not None and "rsvp_id" not in source.event_id:
+        logger.warning("only RSVPs get new ids: further rounds repeat the ids of the first")
+    lines = _open(input, seed, rate)
+    player = Player(lines, rate, loop=loop, renew=renew_rsvp, event_id=source.event_id_template, limit=count)
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, player.halt)
+
+    def told(bound: int) -> None:
+        if ready is not None:
+            ready(f"http://{host}:{bound}")
+
     try:
-        await run_player(player, port=port, ready=lambda bound: ready(f"http://127.0.0.1:{bound}"), stop=stop)
+        await run_player(player, host=host, port=port, ready=told, stop=stop)
     except OSError as error:
-        raise EnvironmentProblem(f"port {port} cannot be bound: {error.strerror}", "Give another with --port") from None
+        if error.errno != errno.EADDRINUSE:
+            raise
+        raise EnvironmentProblem(f"port {port} is taken", "Stop what listens there, or choose another port") from None
+    finally:
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGUSR1)
+        if isinstance(lines, FileLines):
+            lines.close()
+
+
+def _open(input: Path | None, seed: int, rate: float) -> Lines:
+    if input is None:
+        return GeneratedLines(RsvpGenerator(seed, rate=rate))
+    try:
+        return FileLines(input)
+    except OSError as error:
+        raise EnvironmentProblem(f"{input} cannot be read: {error.strerror or error}", "Check the path") from None

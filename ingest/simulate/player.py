@@ -98,7 +98,7 @@ class Player:
 
     def take(self, index: int, limit: int) -> list[bytes]:
         """Events from ``index`` on that are due, ``limit`` at most. The caller sends them and tells :meth:`sent`."""
-        return self._reel.read(index, min(limit, self._live() - index)) if index < self._live() else []
+        return self._reel.read(index, max(0, min(limit, self._live() - index)))
 
     def sent(self, index: int, count: int) -> None:
         """Note that these events go out now."""
@@ -120,6 +120,8 @@ class Player:
 
     def ids(self, index: int, limit: int) -> list[str | None]:
         """Each event's id by the template, up to a few hundred at a time; None: it has none, or is malformed."""
+        if self._end is not None:
+            limit = min(limit, max(0, self._end - index))
         return [self._id(event) for event in self._reel.read(index, limit)]
 
     def _live(self) -> int:
@@ -177,8 +179,9 @@ class _SendTimes:
 
     def _chunk(self, number: int) -> array[float] | None:
         chunk = self._chunks.get(number)
-        if chunk is None and number * _CHUNK >= self.end - self.end % _CHUNK:
+        newest = max(self.end // _CHUNK, number)
+        if chunk is None and number > newest - _CHUNKS_KEPT:
             chunk = self._chunks[number] = array("d", [math.nan]) * _CHUNK
-            for old in [n for n in self._chunks if n <= number - _CHUNKS_KEPT]:
+            for old in [n for n in self._chunks if n <= newest - _CHUNKS_KEPT]:
                 del self._chunks[old]
         return chunk

@@ -33,7 +33,7 @@ from websockets.server import ServerProtocol
 
 from ingest.simulate.player import Player
 
-_TICK_S = 0.004
+_TICK_S = 0.005
 _BATCH = 256  # events a write, at most
 _BUFFER_BYTES = 262_144  # unsent bytes of a client from which on it is waited for
 _REQUEST_TIMEOUT_S = 10.0
@@ -230,7 +230,8 @@ class _Client:
                 self._writer.write(encode(index, events))
                 index += len(events)
                 await self._writer.drain()
-                await asyncio.sleep(0)  # one that catches up lets the others go on
+                if len(events) == _BATCH:
+                    await asyncio.sleep(0)  # one that catches up lets the others go on
 
     async def _listen(self) -> None:
         """Answer pings, take the close; what else a client says is of no interest."""

@@ -93,22 +93,23 @@ class BronzeWriter:
         self._checkpoint = checkpoint
         self._done = done
         self._now = now
-        self._first = True
+        self._may_overlap = True
 
     def __call__(self, events: DataFrame, batch_id: int) -> None:
         ends = self._end_offsets(batch_id)
-        count = sum(end - self._done.offsets.get(place, 0) for place, end in ends.items())
+        done = self._done.offsets
+        count = sum(max(0, end - done.get(place, 0)) for place, end in ends.items())
         if count <= 0:
             return
         bronze_at = max(int(self._now() * 1e6), self._done.bronze_at + 1)
         at = F.timestamp_micros(F.lit(bronze_at))
         rows = events.select("*", at.alias("bronze_at"), at.cast("date").alias("date"))
-        if self._first:  # a batch from before the crash may be in already, in whole or in part
-            rows = without_known(rows, self._done.offsets)
-            self._first = False
+        if self._may_overlap:  # a batch from before the crash may be in already, in whole or in part
+            rows = without_known(rows, done)
+            self._may_overlap = any(end < done.get(place, 0) for place, end in ends.items())
         if count < SMALL_BATCH:
             rows = rows.coalesce(1)
-        reached = Progress({**self._done.offsets, **ends}, bronze_at)
+        reached = Progress({**done, **{p: max(end, done.get(p, 0)) for p, end in ends.items()}}, bronze_at)
         crash_point("bronze.before_append")
         rows.write.format("delta").mode("append").option("userMetadata", reached.to_metadata()).save(
             str(self._table.path)

@@ -88,6 +88,7 @@ class SparkSettings:
         bronze_interval_ms: pause between bronze micro-batches; 0: one after the other.
         max_offsets_per_trigger: events a bronze micro-batch takes at most.
         max_bytes_per_trigger: bytes of bronze that a live micro-batch takes at most, e.g. ``256m``.
+        rehearse: run the queries once on a scratch lake before the driver says that it is ready.
         conf: any further Spark setting.
     """
 
@@ -96,6 +97,7 @@ class SparkSettings:
     bronze_interval_ms: int = 0
     max_offsets_per_trigger: int = 200_000
     max_bytes_per_trigger: str = "256m"
+    rehearse: bool = True
     conf: dict[str, str] = field(default_factory=dict)
 
 
@@ -194,17 +196,23 @@ def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Any]]:
     return found
 
 
-def _replace(node: Any, path: list[str], value: Any) -> Any:
+def _truth(value: Any) -> bool:
+    if str(value).lower() not in ("true", "false", "1", "0"):
+        raise ValueError
+    return str(value).lower() in ("true", "1")
+
+
+def _replace(node: Any, path: list[str], value: Any, section: tuple[str, ...] = ()) -> Any:
     name, *rest = path
     known = {f.name: f for f in dataclasses.fields(node)}
     if name not in known or (not rest and dataclasses.is_dataclass(getattr(node, name))):
-        variable = PREFIX + "_".join(path).upper()
+        variable = PREFIX + "_".join((*section, *path)).upper()
         raise ConfigError("no such setting", key=variable, remedy=f"Known here: {', '.join(known)}")
     if rest:
-        return dataclasses.replace(node, **{name: _replace(getattr(node, name), rest, value)})
+        return dataclasses.replace(node, **{name: _replace(getattr(node, name), rest, value, (*section, name))})
     old = getattr(node, name)
     try:
-        new = Path(value) if isinstance(old, Path) else type(old)(value)
+        new = _truth(value) if isinstance(old, bool) else type(old)(value)
     except (TypeError, ValueError):
         raise ConfigError(f"{value!r} is not a {type(old).__name__}", key=name) from None
     return dataclasses.replace(node, **{name: new})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Literal
 
 import pyarrow as pa
@@ -206,7 +207,9 @@ class ProductStore:
         if not self.operator.unit:
             return None
         literals = [
-            f"arrow_cast('{unit:%Y-%m-%dT%H:%M:%S.%f}Z', 'Timestamp(Microsecond, Some(\"UTC\"))')" for unit in units
+            f"arrow_cast('{unit.isoformat()}', 'Timestamp(Microsecond, Some(\"UTC\"))')"
+            for unit in units
+            if isinstance(unit, datetime)
         ]
         return f"{WINDOW_START} IN ({', '.join(literals)})"
 

@@ -6,15 +6,13 @@ Read from the query's own text (sqlglot), so that a pipeline declares nothing tw
 
 from __future__ import annotations
 
-import re
-
 import pyarrow as pa
-import sqlglot
 from sqlglot import exp
 
 from lakehouse.contract.pipeline import Product
 from lakehouse.errors import BadProduct
 from lakehouse.operators.base import WINDOW_START
+from lakehouse.operators.sql import WINDOW, check_rows, parse
 
 _MERGES: dict[type, str] = {
     exp.Count: "sum",
@@ -39,6 +37,8 @@ class Aggregate:
                 self.fold[column.alias_or_name] = merge
             else:
                 keys.append(column.alias_or_name)
+        _check_keys(select, keys, product)
+        check_rows(select, product, aggregated=select)
         self.key: tuple[str, ...] = tuple(keys)
         self.unit: tuple[str, ...] = (WINDOW_START,) if WINDOW_START in keys else ()
         self.counts = next((c.alias_or_name for c in select.expressions if _counts_all(c)), None)
@@ -62,21 +62,17 @@ class Aggregate:
 
 
 def _parse(product: Product) -> exp.Select:
-    # sqlglot takes a leading `window` in GROUP BY for the WINDOW clause; any other name serves to look at the columns.
-    text = re.sub(r"\bwindow(?=\s*\()", "window_of", product.sql, flags=re.IGNORECASE)
-    try:
-        tree = sqlglot.parse_one(text, dialect="spark")
-    except sqlglot.errors.ParseError as error:
-        raise BadProduct(product.name, f"its SQL does not parse: {str(error).splitlines()[0]}") from None
+    tree = parse(product)
     if not isinstance(tree, exp.Select) or tree.args.get("group") is None:
         raise BadProduct(product.name, "its SQL is not one SELECT … GROUP BY", "Use an operator for anything else")
     if tree.args.get("having") or tree.args.get("limit") or tree.args.get("order") or tree.args.get("distinct"):
         raise BadProduct(
             product.name, "HAVING, DISTINCT, ORDER BY and LIMIT cannot be kept up to date", "Apply them when reading"
         )
-    unnamed = [column.sql() for column in tree.expressions if not column.alias_or_name]
+    # Spark and sqlglot name a bare expression each in their own way.
+    unnamed = [column for column in tree.expressions if not isinstance(column, exp.Alias | exp.Column | exp.Dot)]
     if unnamed:
-        raise BadProduct(product.name, f"column {unnamed[0]} has no name", "Add AS name")
+        raise BadProduct(product.name, f"column {unnamed[0].sql(dialect='spark')} has no name", "Add AS name")
     return tree
 
 
@@ -93,6 +89,45 @@ def _merge_of(column: exp.Expression, product: Product) -> str | None:
             "Keep sums and counts and divide when reading; use operator = 'distinct' for distinct counts",
         )
     return merge
+
+
+def _check_keys(select: exp.Select, keys: list[str], product: Product) -> None:
+    """Every grouped expression is a column, and every other column is grouped: else rows of several groups merge."""
+    group = select.args["group"]
+    plain = {column.alias_or_name: column.unalias() for column in select.expressions if column.alias_or_name in keys}
+    grouped = [
+        select.expressions[int(e.name) - 1].unalias() if isinstance(e, exp.Literal) and e.is_int else e
+        for e in group.expressions
+    ]
+    if not all(isinstance(e, exp.Expression) and not isinstance(e, _MANY_GROUPINGS) for e in grouped) or any(
+        group.args.get(name) for name in ("rollup", "cube", "grouping_sets", "totals")
+    ):
+        raise BadProduct(product.name, "ROLLUP, CUBE and GROUPING SETS cannot be kept up to date", "Group by columns")
+    for e in grouped:
+        if not any(_stands_for(e, name, column) for name, column in plain.items()):
+            remedy = f"Add {'window.start AS ' + WINDOW_START if _is_window(e) else e.sql(dialect='spark')} to SELECT"
+            raise BadProduct(product.name, "it groups by what is not a column of its rows", remedy)
+    for name, column in plain.items():
+        if not group.args.get("all") and not any(_stands_for(e, name, column) for e in grouped):
+            raise BadProduct(
+                product.name,
+                f"column {name} ({column.sql(dialect='spark')}) is neither grouped by nor an aggregate we can merge",
+                "Group by it; count, count_if, sum, min and max merge",
+            )
+
+
+_MANY_GROUPINGS = (exp.Rollup, exp.Cube, exp.GroupingSets)
+
+
+def _is_window(e: exp.Expression) -> bool:
+    return isinstance(e, exp.Anonymous) and e.name.lower() == WINDOW
+
+
+def _stands_for(grouped: exp.Expression, name: str, column: exp.Expression) -> bool:
+    """Whether a column of the SELECT is what the GROUP BY names."""
+    if _is_window(grouped):
+        return isinstance(column, exp.Column) and column.table.lower() == "window"
+    return grouped == column or (isinstance(grouped, exp.Column) and not grouped.table and grouped.name == name)
 
 
 def _counts_all(column: exp.Expression) -> bool:

@@ -53,8 +53,11 @@ def operator_of(product: Product) -> Operator:
     """
     from lakehouse.operators.aggregate import Aggregate
     from lakehouse.operators.distinct import Distinct
+    from lakehouse.operators.sql import check_rows, parse
     from lakehouse.operators.top_n import TopN
 
+    if product.operator:
+        check_rows(parse(product), product)
     if product.operator == "top_n":
         return TopN(product)
     if product.operator == "distinct":

@@ -38,7 +38,8 @@ log = logging.getLogger(__name__)
 
 PATH = "/v1/subscribe"
 MAX_INCOMING_BYTES = 4_096
-BAD_REQUEST, GOING_AWAY = 4400, 1001
+BAD_REQUEST, GOING_AWAY, INTERNAL_ERROR = 4400, 1001, 1011
+_MAX_REASON = 120  # bytes; a control frame holds 125
 _CLOSE_S = 2.0  # how long the other side has to answer a close
 _UNSENT_BYTES = 131_072  # more than this the kernel does not hold back for a subscriber that does not read
 
@@ -149,7 +150,7 @@ class SubscriberProtocol(asyncio.Protocol):
         if self._lost or self._closing is not None:
             return
         try:
-            self._wire.send_close(code, reason[:120])
+            self._wire.send_close(code, reason.encode()[:_MAX_REASON].decode(errors="ignore"))
         except InvalidState:
             self._transport.close()
         self._flush()
@@ -201,7 +202,7 @@ class SubscriberProtocol(asyncio.Protocol):
         self._flush()
         if self._wire.state is State.OPEN:
             self._task = self._loop.create_task(self._subscribe(request.path))
-            self._task.add_done_callback(_log_failure)
+            self._task.add_done_callback(self._subscribe_done)
 
     def _frame_received(self, frame: Frame) -> None:
         if frame.opcode is Opcode.PONG:
@@ -243,6 +244,11 @@ class SubscriberProtocol(asyncio.Protocol):
         if replay_from is not None:
             await self._tables.replay(self._subscriber, replay_from)
 
+    def _subscribe_done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s: the subscription failed", self._subscriber.label, exc_info=error)
+            self.close(INTERNAL_ERROR, "the server failed; its log says how")
+
     def _refuse(self, error: RequestError) -> None:
         self.write(WEBSOCKET.frame(messages.error(error.code, error.detail)))
         self.close(error.close, error.detail)
@@ -272,8 +278,3 @@ def _same_origin(request: Request) -> bool:
     """Browsers let any page open a WebSocket to anywhere and say in Origin which page it is."""
     origin = request.headers.get("Origin")
     return origin is None or urlsplit(origin).netloc == request.headers.get("Host")
-
-
-def _log_failure(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        log.error("a subscription failed", exc_info=error)

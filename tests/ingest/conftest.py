@@ -111,7 +111,7 @@ class Upstream:
         sent = 0
         started = time.perf_counter()
         with contextlib.suppress(ConnectionClosed):
-            while True:
+            while connection.close_code is None:
                 while index < self.limit and sent <= (time.perf_counter() - started) * self.rate:
                     await connection.send(self._messages(index), text=True)
                     index += 1

@@ -137,8 +137,9 @@ def test_never_signals_a_process_that_only_has_its_number(own: EmbeddedBroker) -
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal is of Linux")
 def test_dies_with_its_parent(tmp_path: Path) -> None:
     code = (
-        "import pathlib, sys, time; from ingest.broker import EmbeddedBroker\n"
-        "b = EmbeddedBroker(pathlib.Path(sys.argv[1]), heap_mb=128, die_with_parent=True); b.start()\n"
+        "import pathlib, sys, threading, time; from ingest.broker import EmbeddedBroker\n"
+        "b = EmbeddedBroker(pathlib.Path(sys.argv[1]), heap_mb=128, die_with_parent=True)\n"
+        "t = threading.Thread(target=b.start); t.start(); t.join(); time.sleep(0.5)\n"  # the thread may end
         "print(b.pid, flush=True); time.sleep(60)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)

@@ -27,7 +27,7 @@ from pathlib import Path
 import uvloop
 from lakehouse.contract.settings import load_settings
 from serve.app import run_server
-settings = load_settings({}, lake=Path(sys.argv[1]), serve__port=0, **dict(a.split("=") for a in sys.argv[2:]))
+settings = load_settings({}, lake=Path(sys.argv[1]), **dict(a.split("=") for a in sys.argv[2:]))
 uvloop.run(run_server(settings, ready=lambda url: print(url, flush=True)))
 """
 
@@ -59,7 +59,7 @@ class Spawned:
     """A server process."""
 
     def __init__(self, root: Path, **changed: int) -> None:
-        arguments = [f"serve__{name}={value}" for name, value in changed.items()]
+        arguments = [f"serve__{name}={value}" for name, value in ({"port": 0} | changed).items()]
         self.process = subprocess.Popen(
             [sys.executable, "-c", SCRIPT, str(root), *arguments],
             stdout=subprocess.PIPE,

@@ -249,7 +249,7 @@ def test_a_replaced_table_expires_all() -> None:
 
 def test_no_sign_of_reading_is_told_then_cut() -> None:
     world = World()
-    silent, socket, _ = world.join()
+    _, socket, _ = world.join()
     good, good_socket, _ = world.join()
     socket.messages()
     world.tick(1)  # the ping that it will not answer

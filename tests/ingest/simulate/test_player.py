@@ -1,0 +1,161 @@
+"""The player's state, on a clock of the test's."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from ingest.simulate.lines import FileLines
+from ingest.simulate.player import Player, PlayerStatus
+from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.pipeline import Template
+
+
+@dataclass
+class Clock:
+    now: float = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class ListLines:
+    def __init__(self, events: list[bytes]) -> None:
+        self._events = events
+        self.total = len(events)
+
+    def block(self, number: int) -> list[bytes]:
+        return self._events[number * 1_024 : (number + 1) * 1_024]
+
+
+def player(clock: Clock, count: int = 10, rate: float = 2.0, loop: bool = False) -> Player:
+    lines = ListLines([b'{"n":%d}' % n for n in range(count)])
+    return Player(lines, rate, loop=loop, event_id=Template("{n}"), clock=clock, wall=lambda: clock.now + 1_000)
+
+
+def test_clock_starts_with_the_first_client() -> None:
+    clock = Clock()
+    playing = player(clock)
+    clock.now += 60
+    assert playing.status() == PlayerStatus(0, 0, 10, False, 2.0, 0)
+    assert playing.due_in(0) is None
+    assert playing.join() == 0
+    assert playing.due_in(0) == 0
+    assert playing.take(0, 100) == [b'{"n":0}']
+    assert playing.due_in(1) == 0.5
+    clock.now += 1.0
+    assert playing.join() == 3
+    assert playing.take(1, 100) == [b'{"n":1}', b'{"n":2}']
+    assert playing.take(1, 1) == [b'{"n":1}']
+    assert playing.take(3, 100) == []
+
+
+def test_ends_and_is_done_when_all_have_been_sent() -> None:
+    clock = Clock()
+    playing = player(clock)
+    playing.join()
+    clock.now += 1_000
+    assert playing.due_in(9) is not None
+    assert playing.due_in(10) is None
+    assert playing.status().live == 10
+    playing.sent(0, 9)
+    assert not playing.status().done
+    playing.sent(5, 5)
+    assert playing.status() == PlayerStatus(10, 10, 10, True, 2.0, 1)
+
+
+def test_a_loop_has_no_end() -> None:
+    clock = Clock()
+    playing = player(clock, loop=True)
+    playing.join()
+    clock.now += 12.25
+    status = playing.status()
+    assert (status.live, status.total, status.done, status.rounds) == (25, None, False, 2)
+    assert playing.take(24, 5) == [b'{"n":4}']
+
+
+def test_halting_ends_it_where_it_is() -> None:
+    clock = Clock()
+    playing = player(clock, loop=True)
+    playing.join()
+    clock.now += 7
+    playing.sent(0, 14)
+    playing.halt()
+    clock.now += 60
+    assert playing.status() == PlayerStatus(14, 15, 15, False, 2.0, 1)
+    assert playing.take(14, 5) == [b'{"n":4}']
+    playing.sent(14, 1)
+    assert playing.status().done
+    assert playing.due_in(15) is None
+
+
+def test_a_count_ends_a_loop_in_the_middle() -> None:
+    clock = Clock()
+    lines = ListLines([b"%d" % n for n in range(10)])
+    playing = Player(lines, 2.0, loop=True, limit=14, clock=clock)
+    playing.join()
+    clock.now += 60
+    assert playing.status().total == 14
+    assert playing.take(10, 100) == [b"0", b"1", b"2", b"3"]
+
+
+def test_times_are_those_of_the_first_send() -> None:
+    clock = Clock()
+    playing = player(clock, count=200_000, rate=1e6)
+    playing.join()
+    clock.now += 1
+    playing.sent(0, 3)
+    clock.now += 1
+    playing.sent(1, 4)
+    assert playing.times(0, 100) == [1_101_000.0] * 3 + [1_102_000.0] * 2
+    assert playing.status().sent == 5
+    playing.sent(65_530, 20)  # over a chunk's end
+    assert playing.times(65_529, 3) == [None, 1_102_000.0, 1_102_000.0]
+    assert len(playing.times(65_530, 1_000)) == 20
+    assert playing.status().sent == 25
+
+
+def test_who_comes_late_and_goes_back_counts_too() -> None:
+    clock = Clock()
+    playing = player(clock, count=200_000, rate=1e6)
+    playing.join()
+    clock.now += 1
+    playing.sent(150_000, 50_000)
+    playing.sent(0, 150_000)
+    assert playing.status().done
+    assert playing.times(3, 1) == [1_101_000.0]
+
+
+def test_old_times_are_forgotten_but_counted_once() -> None:
+    clock = Clock()
+    playing = player(clock, count=10, rate=1e9, loop=True)
+    playing.join()
+    step = 50_000
+    for index in range(0, 6_000_000, step):
+        playing.sent(index, step)
+    assert playing.status().sent == 6_000_000
+    assert playing.times(0, 1) == [None]
+    assert playing.times(5_999_999, 1) != [None]
+    playing.sent(0, 10)
+    assert playing.status().sent == 6_000_000
+
+
+def test_ids_are_those_of_the_pipeline(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    path.write_bytes(b'{"a":1,"b":{"c":"x"}}\n{"a":2}\n{"a":3,"b"\n[]\n\xff\n')
+    lines = FileLines(path)
+    playing = Player(lines, 1.0, event_id=Template("{a}:{b.c}"))
+    assert playing.ids(0, 100) == ["1:x", None, None, None, None]
+    assert playing.ids(1, 2) == [None, None]
+    assert playing.ids(5, 2) == []
+    assert Player(lines, 1.0).ids(0, 1) == [None]
+    lines.close()
+
+
+@pytest.mark.parametrize("rate", [0, -1, math.inf, math.nan])
+def test_a_rate_must_be_one(rate: float) -> None:
+    with pytest.raises(ConfigError, match="rate"):
+        Player(ListLines([]), rate)

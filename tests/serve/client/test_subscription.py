@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from serve.client import Change, ClientError, FileStore, MemoryStore, Message, Refused, Snapshot, TableView, subscribe
+
+from ..conftest import Spawned, serving, wait_until
+from ..lakes import Product, top_topics, topics, window
+
+
+def counts(message: Message) -> list[int]:
+    return [row["count"] for row in (message.rows if isinstance(message, Snapshot) else message.upserts)]
+
+
+async def test_a_view_is_the_table(root: Path) -> None:
+    product = top_topics(root)
+    product.overwrite(topics(0, [3, 2]), [window(0)])
+    async with serving(root) as url, subscribe(url, "top_topics") as subscription:
+        view = TableView()
+        async for message in subscription:
+            view.apply(message)
+            if isinstance(message, Snapshot):
+                assert message.reason == ""
+                product.overwrite(topics(0, [4]), [window(0)])
+            else:
+                assert (message.events, message.through) == (10, {"rsvps/0": 20})
+                break
+    assert [row["count"] for row in view.rows.values()] == [4]
+    assert list(view.rows) == [("2026-01-01T00:00:00Z", 1)]
+
+
+async def test_the_next_run_goes_on_where_the_last_one_stopped(root: Path, tmp_path: Path) -> None:
+    product = top_topics(root)
+    store = FileStore(tmp_path / "position")
+    seen: list[int] = []
+    async with serving(root) as url:
+        for run in range(3):
+            for count in range(4):
+                product.overwrite(topics(0, [run * 4 + count + 1]), [window(0)])
+            async with subscribe(url, "top_topics", store) as subscription:
+                async for message in subscription:
+                    seen.extend(counts(message))
+                    if seen[-1] == (run + 1) * 4:
+                        break
+            assert subscription.position == await store.load() == message.position
+    assert seen == [4, *range(5, 13)]
+
+
+async def test_what_failed_to_be_processed_comes_again(root: Path) -> None:
+    product = top_topics(root)
+    store = MemoryStore()
+    async with serving(root) as url:
+        async with subscribe(url, "top_topics", store) as subscription:
+            await anext(aiter(subscription))
+        product.overwrite(topics(0, [1]), [window(0)])
+        product.overwrite(topics(0, [2]), [window(0)])
+        with pytest.raises(ZeroDivisionError):
+            async with subscribe(url, "top_topics", store) as subscription:
+                async for _ in subscription:
+                    raise ZeroDivisionError
+        async with subscribe(url, "top_topics", store) as subscription:
+            reader = aiter(subscription)
+            assert [counts(await anext(reader)) for _ in range(2)] == [[1], [2]]
+
+
+async def test_the_server_is_killed_and_every_change_is_applied_once(root: Path, spawned: list[Spawned]) -> None:
+    product = top_topics(root)
+    spawned.append(Spawned(root, poll_ms=5))
+    port = spawned[0].url.rsplit(":", 1)[1]
+    async with subscribe(spawned[0].url, "top_topics", jitter=lambda: 0.0) as subscription:
+        reader = aiter(subscription)
+        assert isinstance(await anext(reader), Snapshot)
+        seen = []
+        for count in range(1, 31):
+            await asyncio.to_thread(product.overwrite, topics(0, [count]), [window(0)])
+            if count % 10 == 5:
+                spawned[-1].kill()
+            elif count % 10 == 9:
+                spawned.append(await asyncio.to_thread(Spawned, root, poll_ms=5, port=int(port)))
+        async with asyncio.timeout(20):
+            while len(seen) < 30:
+                message = await anext(reader)
+                assert isinstance(message, Change)
+                seen.extend(counts(message))
+        assert seen == list(range(1, 31))
+        assert subscription.connects >= 3
+
+
+READER = """
+import asyncio, sys
+from serve.client import FileStore, subscribe
+
+async def main():
+    async with subscribe(sys.argv[1], "top_topics", FileStore(sys.argv[2])) as subscription:
+        async for message in subscription:
+            rows = message.upserts if hasattr(message, "upserts") else message.rows
+            for row in rows:
+                print(row["count"], flush=True)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_killed_reader_misses_nothing_and_repeats_one_message_at_most(root: Path, tmp_path: Path) -> None:
+    product = top_topics(root)
+    runs: list[list[int]] = []
+    async with serving(root) as url:
+        writing = asyncio.create_task(write(product, 60))
+        for _ in range(4):
+            lines = await asyncio.to_thread(read_and_kill, url, tmp_path / "position", 10)
+            runs.append(lines)
+        await writing
+    for before, after in pairwise(runs):
+        assert after[0] in (before[-1], before[-1] + 1)
+        assert after == list(range(after[0], after[0] + len(after)))
+
+
+def read_and_kill(url: str, path: Path, lines: int) -> list[int]:
+    with subprocess.Popen(
+        [sys.executable, "-c", READER, url, str(path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
+    ) as process:
+        assert process.stdout is not None
+        read = [int(process.stdout.readline()) for _ in range(lines)]
+        process.send_signal(signal.SIGKILL)
+        return read + [int(line) for line in process.stdout]
+
+
+async def write(product: Product, changes: int) -> None:
+    for count in range(1, changes + 1):
+        await asyncio.to_thread(product.overwrite, topics(0, [count]), [window(0)])
+        await asyncio.sleep(0.05)
+
+
+async def test_several_readers_share_one_subscription(root: Path) -> None:
+    product = top_topics(root)
+    store = MemoryStore()
+    async with serving(root) as url, subscribe(url, "top_topics", store) as subscription:
+        first, second = subscription.reader(), subscription.reader()
+        snapshot = await anext(first)
+        for count in (1, 2, 3):
+            product.overwrite(topics(0, [count]), [window(0)])
+        one = await anext(second)
+        two = await anext(first)  # says that the snapshot is processed
+        three = await anext(first)  # says that `two` is processed, which `one` before it is not
+        assert [counts(message) for message in (one, two, three)] == [[1], [2], [3]]
+        assert subscription.position == store.position == snapshot.position
+        assert subscription.behind == 3
+        waiting = asyncio.ensure_future(anext(second))
+        await wait_until(lambda: store.position == two.position)
+        assert subscription.connects == 1
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def test_a_reader_knows_that_it_is_too_slow(root: Path) -> None:
+    product = top_topics(root)
+    async with serving(root, heartbeat_ms=50) as url, subscribe(url, "top_topics", queue=2) as subscription:
+        reader = aiter(subscription)
+        await anext(reader)
+        await wait_until(lambda: subscription.lag_ms is None and subscription.keeping_up)
+        for count in range(4):
+            product.overwrite(topics(0, [count]), [window(0)])
+        await wait_until(lambda: not subscription.keeping_up)
+        assert subscription.behind >= 3
+        for _ in range(4):
+            await anext(reader)
+        await wait_until(lambda: subscription.keeping_up and subscription.lag_ms is not None)
+
+
+async def test_a_table_that_is_not_there_yet(root: Path) -> None:
+    async with serving(root) as url:
+        async with subscribe(url, "top_topics", wait_for_table=False) as subscription:
+            with pytest.raises(Refused) as refused:
+                await anext(aiter(subscription))
+            assert refused.value.code == "no_such_table"
+        async with subscribe(url, "top_topics", jitter=lambda: 0.0) as subscription:
+            first = asyncio.ensure_future(anext(aiter(subscription)))
+            await wait_until(lambda: subscription.connects >= 2)
+            top_topics(root)
+            async with asyncio.timeout(10):
+                assert isinstance(await first, Snapshot)
+
+
+async def test_a_void_position_gives_a_snapshot_that_says_why(root: Path) -> None:
+    product = top_topics(root)
+    for count in range(3):
+        product.overwrite(topics(0, [count]), [window(0)])
+    async with serving(root) as url:
+        store = MemoryStore()
+        async with subscribe(url, "top_topics", store) as subscription:
+            await anext(aiter(subscription))
+    for count in range(3):
+        product.overwrite(topics(0, [count]), [window(0)])
+    product.table.vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=False)
+    async with serving(root) as url, subscribe(url, "top_topics", store) as subscription:
+        message = await anext(aiter(subscription))
+        assert isinstance(message, Snapshot)
+        assert message.reason == "log"
+
+
+async def test_a_position_of_garbage_is_refused_to_every_reader(root: Path) -> None:
+    top_topics(root)
+    async with serving(root) as url, subscribe(url, "top_topics", MemoryStore("garbage")) as subscription:
+        for reader in (subscription.reader(), subscription.reader()):
+            with pytest.raises(Refused) as refused:
+                await anext(reader)
+            assert refused.value.code == "bad_position"
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "localhost:8400", "http://"])
+def test_what_is_no_address(url: str) -> None:
+    with pytest.raises(ClientError):
+        subscribe(url, "t")
+
+
+def test_the_client_does_not_import_the_server() -> None:
+    script = "import sys, serve.client; print(*sorted(name for name in sys.modules if name.split('.')[0] == 'serve'))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[3]
+    )
+    loaded = done.stdout.split()
+    assert all(name == "serve" or name.startswith("serve.client") for name in loaded)
+    assert "serve.client.subscription" in loaded
