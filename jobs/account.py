@@ -96,7 +96,8 @@ def take_account(
     refused_ids = {event_id for event_id, _ in refused}
     counted = {event_id for event_id in named if event_id in held}
     missing = {event_id for event_id in named if event_id not in held and event_id not in refused_ids}
-    refused_sends = sum(1 for event_id in named if event_id not in held and event_id in refused_ids)
+    earlier = {event_id for event_id, new in zip(ids, is_new, strict=True) if not new}
+    refused_now = {event_id for event_id in named if event_id not in held and event_id in refused_ids} - earlier
     nameless_in = sum(1 for event_id, new in zip(ids, is_new, strict=True) if new and event_id.startswith("~"))
     measured = latencies(sent, sent_at_ms, bronze, pushes, since_us=since_us)
     nameless_lost = max(0, sum(event_id is None for event_id in sent) - nameless_in)
@@ -104,7 +105,7 @@ def take_account(
         in_bronze=bronze.num_rows,
         in_gold=in_gold,
         quarantined=rejected.num_rows,
-        duplicates=len(named) - refused_sends - len(missing) - len(counted - before),
+        duplicates=len(named) - len(missing) - len(refused_now) - len(counted - before),
         resent=int(pc.sum(bronze["suspect"]).as_py() or 0),
         lost=len(missing) + nameless_lost + max(0, len(held) - in_gold),
         counted_twice=max(0, in_gold - len(held)),

@@ -55,4 +55,5 @@ def run_partial(valid: DataFrame, view: str, operator: Operator) -> pa.Table:
 def rejected_rows(events: DataFrame) -> pa.Table:
     """The rejected among conformed events, as quarantine keeps them."""
     rejected = events.where(F.col("reason").isNotNull())
-    return rejected.withColumn("payload", F.col("payload").cast("string")).select(*QUARANTINE_COLUMNS.names).toArrow()
+    readable = F.expr("make_valid_utf8(payload)")  # with U+FFFD where it is not; bronze has the bytes
+    return rejected.withColumn("payload", readable).select(*QUARANTINE_COLUMNS.names).toArrow()

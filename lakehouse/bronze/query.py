@@ -28,6 +28,7 @@ from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Source
 from lakehouse.contract.settings import Settings
 
+_LAST_MICROS = 253_370_764_800_000_000  # the year 9999; anybody may send a header
 SMALL_BATCH = 5_000  # events; below it one file is quicker to write, and to read, than one a partition
 
 
@@ -146,7 +147,8 @@ def to_bronze(records: DataFrame, *, source: str, tenant: str) -> DataFrame:
     envelope = {name: F.col("h")[name].cast("string") for name in names.HEADER_NAMES}
     others = F.map_filter("h", lambda name, _: ~name.isin(*names.HEADER_NAMES))
     coordinates = F.concat_ws("/", F.concat(F.lit("@"), "topic"), "partition", "offset")
-    received_at = F.timestamp_micros(envelope[names.RECEIVED_AT].cast("bigint"))
+    micros = envelope[names.RECEIVED_AT].cast("bigint")
+    received_at = F.when(micros.between(0, _LAST_MICROS), F.timestamp_micros(micros))
     return records.withColumn("h", F.coalesce(F.map_from_entries("headers"), F.create_map())).select(
         F.coalesce(envelope[names.EVENT_ID], coordinates).alias("event_id"),
         F.coalesce(envelope[names.SOURCE], F.lit(source)).alias("source"),

@@ -5,8 +5,10 @@ A transform: DataFrame in, DataFrame out, no action. Nothing is dropped here; wh
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from functools import reduce
 
+from pyspark import SparkContext
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
@@ -19,6 +21,7 @@ ENVELOPE_COLUMNS = ("event_id", "source", "tenant", "received_at", "event_time",
 # Used by the machinery, not promised to SQL.
 _HIDDEN = ("reason", "payload", "fingerprint", "suspect", "topic", "partition", "offset", "bronze_at", "dedupe_key")
 _CORRUPT = "_corrupt_record"
+_FIRST_TIME, _LAST_TIME = datetime(1, 1, 2, tzinfo=UTC), datetime(9999, 1, 1, tzinfo=UTC)
 
 
 def payload_schema(source: Source) -> StructType:
@@ -70,7 +73,7 @@ def conform(bronze: DataFrame, source: Source) -> DataFrame:
     return judged.select(
         *schema.fieldNames(),
         *[c for c in ENVELOPE_COLUMNS if c != "event_time"],
-        F.when(valid, F.expr(source.event_time)).alias("event_time"),
+        F.when(valid, _attempt(source.event_time)).alias("event_time"),
         "reason",
         "payload",
         "fingerprint",
@@ -84,7 +87,9 @@ def _reason(source: Source, schema: StructType) -> Column:
     """Why an event is refused, or null; the first that applies, from the general to the particular."""
     checks: list[Column] = [
         F.col("reject"),
+        F.when(F.col("payload").isNull(), F.lit("no payload")),
         F.when(~F.expr("is_valid_utf8(payload)"), F.lit("not valid UTF-8")),
+        F.when(F.trim(F.col("payload").cast("string")) == "", F.lit("does not fit the schema: not JSON")),
         F.when(F.col(_CORRUPT).isNotNull(), F.concat(F.lit("does not fit the schema: "), _misfits(schema))),
     ]
     checks += [
@@ -92,21 +97,51 @@ def _reason(source: Source, schema: StructType) -> Column:
         for path in (*source.required, *(source.event_id_template.fields if source.event_id_template else ()))
     ]
     checks += [
-        F.when(~F.coalesce(F.expr(predicate).cast("boolean"), F.lit(False)), F.lit(f"expectation {name} failed"))
+        F.when(~F.coalesce(_attempt(predicate).cast("boolean"), F.lit(False)), F.lit(f"expectation {name} failed"))
         for name, predicate in source.expectations.items()
     ]
+    # Python and Parquet's readers know the years 1 to 9999.
+    a_time = _attempt(source.event_time).between(F.lit(_FIRST_TIME), F.lit(_LAST_TIME))
+    checks.append(F.when(~F.coalesce(a_time, F.lit(False)), F.lit("no event_time, or one out of range")))
     # coalesce stops at the first reason: a later check never sees what an earlier one refused.
     return F.coalesce(*checks)
 
 
 def _misfits(schema: StructType) -> Column:
-    """The top-level fields that are there but did not parse as their type."""
+    """The fields that are there but did not parse as their type, by path."""
     text = F.col("payload").cast("string")
-    found = [
-        F.when(F.col(name).isNull() & F.get_json_object(text, f"$['{name}']").isNotNull(), F.lit(name))
-        for name in schema.fieldNames()
-    ]
-    return F.when(F.get_json_object(text, "$").isNull(), F.lit("not JSON")).otherwise(F.concat_ws(", ", *found))
+    found = F.concat_ws(", ", *_misfit_paths(schema, (), text))
+    return (
+        F.when(F.get_json_object(text, "$").isNull(), F.lit("not JSON"))
+        .when(~F.ltrim(text).startswith("{"), F.lit("not a JSON object"))
+        .when(found == "", F.lit("an element of an array"))
+        .otherwise(found)
+    )
+
+
+def _misfit_paths(schema: StructType, above: tuple[str, ...], text: Column) -> list[Column]:
+    found: list[Column] = []
+    for field in schema:
+        path = (*above, field.name)
+        value = reduce(lambda column, step: column[step], path[1:], F.col(path[0]))
+        json_path = "$" + "".join(f"['{step}']" for step in path)
+        misfit = value.isNull() & F.get_json_object(text, json_path).isNotNull()
+        found.append(F.when(misfit, F.lit(".".join(path))))
+        if isinstance(field.dataType, StructType):
+            found += [F.when(value.isNotNull(), inner) for inner in _misfit_paths(field.dataType, path, text)]
+    return found
+
+
+def _attempt(expression: str) -> Column:
+    """A Spark SQL expression, null where it raises: some functions do (an overflow), whatever the ANSI setting says.
+
+    Spark has this only inside its own ``try_`` functions, so it is taken from there.
+    """
+    jvm = SparkContext._jvm
+    assert jvm is not None
+    sql = jvm.org.apache.spark.sql
+    inner = sql.classic.ExpressionUtils.expression(F.expr(expression)._jc)
+    return Column(sql.classic.ExpressionUtils.column(sql.catalyst.expressions.TryEval(inner)))
 
 
 def _path(path: str) -> Column:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import signal
 import subprocess
 import sys
+import time
 from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,10 +32,26 @@ asyncio.run(run_collector(settings_of(Path(folder)), pipeline_of(topic, url=url)
 """
 
 
+@asynccontextmanager
+async def child_node(folder: Path, bootstrap: str, topic: str, url: str, kill: bool = False) -> AsyncIterator[str]:
+    """A node in a process of its own; yields its base URL when it is ready, and ends it one way or the other."""
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", NODE, str(folder), bootstrap, topic, url, stdout=subprocess.PIPE
+    )
+    assert child.stdout is not None
+    try:
+        yield (await asyncio.wait_for(child.stdout.readline(), 20)).decode().strip()
+    finally:
+        child.send_signal(signal.SIGKILL if kill else signal.SIGTERM)
+        await child.wait()
+
+
 async def test_events_go_through_untouched_with_their_envelope(broker: EmbeddedBroker, tmp_path: Path) -> None:
     async with Upstream() as upstream:
         upstream.limit = 100
-        async with running_node(settings_of(tmp_path), pipeline_of("node-1", url=upstream.url), broker.bootstrap) as url:
+        async with running_node(
+            settings_of(tmp_path), pipeline_of("node-1", url=upstream.url), broker.bootstrap
+        ) as url:
             records = await asyncio.to_thread(consume, broker.bootstrap, "node-1", 100)
             assert len(records) == 100
             by_id = {Envelope.from_headers(record.headers).event_id: record for record in records}
@@ -50,7 +69,9 @@ async def test_events_go_through_untouched_with_their_envelope(broker: EmbeddedB
             assert source["upstreams"][0]["connected"]
             assert source["upstreams"][0]["position"] == 100
         upstream.limit = 150
-        async with running_node(settings_of(tmp_path), pipeline_of("node-1", url=upstream.url), broker.bootstrap) as url:
+        async with running_node(
+            settings_of(tmp_path), pipeline_of("node-1", url=upstream.url), broker.bootstrap
+        ) as url:
             records = await asyncio.to_thread(consume, broker.bootstrap, "node-1", 150)
             assert len(records) == 150, "a clean restart sends nothing again"
             assert not any(Envelope.from_headers(record.headers).suspect for record in records)
@@ -61,20 +82,11 @@ async def test_kill_in_the_middle_of_the_stream(broker: EmbeddedBroker, tmp_path
     total = 6000
     async with Upstream(rate=4000) as upstream:
         upstream.limit = total
-        for run in range(3):
-            child = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", NODE, str(tmp_path), broker.bootstrap, "node-kill", upstream.url,
-                stdout=subprocess.PIPE,
-            )  # fmt: skip
-            assert child.stdout is not None
-            assert (await child.stdout.readline()).startswith(b"http://")
-            if run == 2:
-                records = await asyncio.to_thread(consume, broker.bootstrap, "node-kill", total)
-                child.send_signal(signal.SIGTERM)
-            else:
+        for _ in range(2):
+            async with child_node(tmp_path, broker.bootstrap, "node-kill", upstream.url, kill=True):
                 await asyncio.sleep(0.5)
-                child.send_signal(signal.SIGKILL)
-            await child.wait()
+        async with child_node(tmp_path, broker.bootstrap, "node-kill", upstream.url):
+            records = await asyncio.to_thread(consume, broker.bootstrap, "node-kill", total)
     starts = [int(path.partition("=")[2]) for path in upstream.requests]
     assert starts[0] == 0 < starts[1] < starts[2] < total, "each run began where the log of the one before it ended"
     _check(records, total)
@@ -97,28 +109,35 @@ def _check(records: list, total: int) -> None:  # type: ignore[type-arg]
     assert sum(Envelope.from_headers(record.headers).suspect for record in records) < total / 2
 
 
-# kafka-python leaves the sockets of refused connections to the garbage collector.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
 async def test_a_broker_that_goes_and_comes_back(tmp_path: Path) -> None:
     broker = EmbeddedBroker(tmp_path / "broker", heap_mb=256, die_with_parent=True)
     bootstrap = broker.start()
     try:
-        async with Upstream(rate=2000) as upstream:
+        async with (
+            Upstream(rate=2000) as upstream,
+            child_node(tmp_path / "lake", bootstrap, "away", upstream.url) as url,
+        ):
             upstream.limit = 500
-            settings = settings_of(tmp_path / "lake")
-            async with running_node(settings, pipeline_of("away", url=upstream.url), bootstrap) as url:
-                await asyncio.to_thread(consume, bootstrap, "away", 500)
-                broker.kill()
-                upstream.limit = 3000
-                while True:
-                    _, _, stats = await get(url, "/v1/stats")
-                    if stats["sources"]["clicks"]["acknowledged"] == 3000:
-                        break
-                    await asyncio.sleep(0.05)
-                assert stats["sources"]["clicks"]["in_log"] >= 2500
-                broker.start()
-                records = await asyncio.to_thread(consume, bootstrap, "away", 3000)
-                _check(records, 3000)
+            await asyncio.to_thread(consume, bootstrap, "away", 500)
+            broker.kill()
+            upstream.limit = 3000
+            stats = await _stats_when(url, lambda source: source["acknowledged"] == 3000)
+            assert stats["in_log"] >= 2500, "taken into the log while Kafka was away"
+            broker.start()
+            records = await asyncio.to_thread(consume, bootstrap, "away", 3000)
+            _check(records, 3000)
+            stats = await _stats_when(url, lambda source: source["in_log"] == 0)
+            assert stats["published"] == 3000
     finally:
         broker.kill()
-        gc.collect()
+
+
+async def _stats_when(url: str, holds: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    deadline = time.monotonic() + 15
+    while True:
+        _, _, stats = await get(url, "/v1/stats")
+        source: dict[str, Any] = stats["sources"]["clicks"]
+        if holds(source):
+            return source
+        assert time.monotonic() < deadline, source
+        await asyncio.sleep(0.05)

@@ -1,0 +1,56 @@
+"""Crash points."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lakehouse.contract.faults import CRASH_POINTS
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = """
+import sys
+from lakehouse.contract.faults import crash_point, no_crash_points
+with no_crash_points():
+    crash_point("live.after_judge")
+for number in range(3):
+    print(number, flush=True)
+    crash_point("live.after_judge")
+"""
+
+
+def test_the_list_is_what_the_code_passes() -> None:
+    found = [
+        name
+        for package in ("ingest", "lakehouse", "serve", "jobs")
+        for file in (ROOT / package).rglob("*.py")
+        for name in re.findall(r'crash_point\("([^"]+)"\)', file.read_text(encoding="utf-8"))
+    ]
+    assert sorted(found) == sorted(CRASH_POINTS)
+
+
+@pytest.mark.parametrize(
+    ("armed", "printed", "code"),
+    [
+        ("live.after_judge", 1, -signal.SIGKILL),
+        ("live.after_judge:3", 3, -signal.SIGKILL),
+        ("live.after_judge:4", 3, 0),
+        ("live.before_commit", 3, 0),
+        ("", 3, 0),
+    ],
+)
+def test_it_kills_at_the_named_point_and_time(armed: str, printed: int, code: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env={"PYTHONPATH": str(ROOT), "MILLRACE_CRASH_AT": armed},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.stdout.split(), done.returncode) == ([str(n) for n in range(printed)], code)

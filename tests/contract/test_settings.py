@@ -1,0 +1,120 @@
+"""Settings: file, environment, command line, and the page that names them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.settings import PREFIX, Settings, conf_dir, load_settings
+
+ROOT = Path(__file__).parents[2]
+
+
+def leaves(node: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of every setting."""
+    for field in dataclasses.fields(node):
+        value = getattr(node, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from leaves(value, f"{at}{field.name}.")
+        else:
+            yield f"{at}{field.name}", value
+
+
+def test_the_file_says_what_the_dataclasses_say() -> None:
+    assert load_settings({}) == Settings()
+
+
+def test_the_file_names_every_setting() -> None:
+    text = (conf_dir() / "default.toml").read_text(encoding="utf-8")
+    for key, _ in leaves(Settings()):
+        name = key.rpartition(".")[2]
+        assert re.search(rf"^(?:{name} = |\[.*\b{name}\])", text, re.MULTILINE), key
+
+
+@pytest.mark.parametrize(("key", "default"), leaves(Settings()), ids=lambda value: str(value))
+def test_the_page_names_every_setting(key: str, default: Any) -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith(f"| `{key}` |")]
+    assert len(rows) == 1
+    _, _, shown, variable, meaning, _ = (cell.strip() for cell in rows[0].split("|"))
+    if not isinstance(default, dict):
+        text = str(default).lower() if isinstance(default, bool) else str(default)
+        assert shown == (f"`{text}`" if text else "empty")
+        assert variable == f"`{PREFIX}{key.replace('.', '_').upper()}`"
+        name = key.replace(".", "__")
+        assert dict(leaves(load_settings({variable.strip("`"): text or "x"})))[key] == (default or type(default)("x"))
+        assert load_settings({}, **{name: None}) == Settings()
+    assert len(meaning) > 10
+
+
+def test_the_page_names_nothing_else() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"^\| `([a-z_.]+)` \|", page, re.MULTILINE))
+    assert named == {key for key, _ in leaves(Settings())}
+
+
+def test_the_environment_goes_before_the_file_and_the_command_line_before_both() -> None:
+    environ = {"MILLRACE_SERVE_PORT": "9000", "MILLRACE_LAKE": "/a/b", "MILLRACE_COLLECT_BACKOFF_MAX_S": "2.5"}
+    settings = load_settings(environ)
+    assert (settings.serve.port, settings.lake, settings.collect.backoff_max_s) == (9000, Path("/a/b"), 2.5)
+    settings = load_settings(environ, serve__port=1, lake=None)
+    assert (settings.serve.port, settings.lake) == (1, Path("/a/b"))
+
+
+def test_the_short_name_of_the_broker() -> None:
+    assert load_settings({"MILLRACE_KAFKA": "h:1"}).kafka.bootstrap == "h:1"
+    assert load_settings({"MILLRACE_KAFKA_BOOTSTRAP": "h:2"}).kafka.bootstrap == "h:2"
+    assert load_settings({"MILLRACE_KAFKA": "h:1"}, kafka__bootstrap="h:3").kafka.bootstrap == "h:3"
+
+
+@pytest.mark.parametrize(("text", "expected"), [("false", False), ("0", False), ("TRUE", True), ("1", True)])
+def test_a_truth_value(text: str, expected: bool) -> None:
+    assert load_settings({"MILLRACE_SPARK_REHEARSE": text}).spark.rehearse is expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "key"),
+    [
+        ({"MILLRACE_SERVE_PORT": "high"}, "port"),
+        ({"MILLRACE_SERVE_PORT": "1.5"}, "port"),
+        ({"MILLRACE_COLLECT_BACKOFF_MAX_S": "x"}, "backoff_max_s"),
+        ({"MILLRACE_SPARK_REHEARSE": "perhaps"}, "rehearse"),
+        ({"MILLRACE_SERVE_PROT": "1"}, "MILLRACE_PROT"),
+        ({"MILLRACE_NOTHING": "1"}, "MILLRACE_NOTHING"),
+        ({"MILLRACE_SERVE": "1"}, "MILLRACE_SERVE"),
+    ],
+)
+def test_a_wrong_variable_is_named(environ: dict[str, str], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(environ)
+    assert caught.value.key == key
+
+
+def test_variables_that_are_no_settings_are_passed_over() -> None:
+    environ = {"MILLRACE_CRASH_AT": "x", "MILLRACE_JARS_DIR": "/x", "MILLRACE_PARENT": "1", "PATH": "/bin"}
+    assert load_settings(environ) == Settings()
+
+
+def test_the_pipeline_is_found_by_name_and_by_path(tmp_path: Path) -> None:
+    assert Settings().pipeline_folder() == conf_dir() / "pipelines" / "meetup"
+    (tmp_path / "pipeline.toml").touch()
+    assert Settings(pipeline=str(tmp_path)).pipeline_folder() == tmp_path
+    with pytest.raises(ConfigError, match="Known: .*meetup"):
+        Settings(pipeline="meatup").pipeline_folder()
+
+
+def test_the_conf_folder_is_the_one_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLRACE_CONF", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"default\.toml"):
+        conf_dir()
+    (tmp_path / "default.toml").write_text("[serve]\nport = 1\n", encoding="utf-8")
+    assert load_settings({}).serve.port == 1
+    (tmp_path / "default.toml").write_text("[serve]\nprot = 1\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"default\.toml:2: serve\.prot: unknown key\. Did you mean 'port'"):
+        load_settings({})

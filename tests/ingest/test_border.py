@@ -1,0 +1,89 @@
+"""What the border lets in, what it says of the rest, and that it keeps all of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from ingest.border import KEPT_BYTES, MAX_ID_BYTES, Border
+from lakehouse.contract.envelope import fingerprint
+from lakehouse.contract.pipeline import Source
+
+CLICKS = Source(
+    topic="clicks", schema="id BIGINT", event_time="received_at", event_id="{id}:{at}", key="{who.name}",
+    max_event_bytes=100_000, name="clicks",
+)  # fmt: skip
+
+
+def border(source: Source = CLICKS) -> Border:
+    return Border(source, tenant="acme", collector="n1", clock=lambda: 1_700_000_000_123_456_789)
+
+
+def test_a_good_event() -> None:
+    payload = b'{"id": 7, "at":"noon", "who": {"name": "Zo\\u00eb"} }'
+    admitted = border().admit(payload)
+    assert admitted.refusal is None
+    assert admitted.payload is payload
+    assert admitted.key == "Zoë".encode()
+    envelope = admitted.envelope
+    assert (envelope.event_id, envelope.source, envelope.tenant, envelope.collector) == ("7:noon", "clicks", "acme", "n1")
+    assert envelope.received_at == 1_700_000_000_123_456
+    assert envelope.fingerprint == fingerprint(payload)
+    assert not envelope.suspect and envelope.reject is None
+
+
+@pytest.mark.parametrize(
+    ("payload", "status", "says"),
+    [
+        (b"{", 400, "not JSON: "),
+        (b"", 400, "not JSON: "),
+        (b'{"id": "\xff"}', 400, "not JSON: "),
+        (b'{"id": NaN}', 400, "not JSON: "),
+        (b"[" * 5000, 400, "not JSON: "),
+        (b"[1]", 422, "an event is a JSON object, not an array"),
+        (b"null", 422, "an event is a JSON object, not null"),
+        (b'"x"', 422, "an event is a JSON object, not a string"),
+        (b'{"id":1}', 422, "the event id {id}:{at} needs fields that are absent, null or not plain values"),
+        (b'{"id":1,"at":{}}', 422, "the event id {id}:{at} needs fields"),
+        (b'{"id":1,"at":2,"who":{"name":null}}', 422, "the key {who.name} needs fields"),
+        (b'{"id":1,"at":"%s","who":{"name":"a"}}' % (b"x" * MAX_ID_BYTES), 422, "the event id is longer than 512 bytes"),
+        (b'{"id":1,"at":2,"who":{"name":"%s"}}' % (b"x" * 600), 422, "the key is longer than 512 bytes"),
+    ],
+)
+def test_what_is_wrong_is_named_and_the_event_is_kept(payload: bytes, status: int, says: str) -> None:
+    admitted = border().admit(payload)
+    assert admitted.refusal is not None
+    assert admitted.refusal.status == status
+    assert admitted.refusal.reason.startswith(says)
+    assert admitted.envelope.reject == admitted.refusal.reason
+    assert admitted.payload == payload
+    assert admitted.envelope.event_id
+    assert admitted.key == admitted.envelope.event_id.encode()
+
+
+def test_a_rejected_event_has_its_own_id_where_it_has_one() -> None:
+    assert border().admit(b'{"id":1,"at":2}').envelope.event_id == "1:2"
+
+
+def test_of_an_event_that_is_too_large_the_beginning_is_kept() -> None:
+    admitted = border().admit(b'{"id":' + b"1" * 100_000 + b"}")
+    assert admitted.refusal is not None and admitted.refusal.status == 413
+    assert "100007 bytes, more than the 100000" in admitted.refusal.reason
+    assert len(admitted.payload) == KEPT_BYTES
+    assert admitted.envelope.fingerprint == fingerprint(admitted.payload)
+
+
+def test_ids_that_are_not_in_the_payload() -> None:
+    plain = border(Source(topic="t", schema="", event_time="", name="t"))
+    first, second = plain.admit(b"{}"), plain.admit(b"{}")
+    assert first.envelope.event_id != second.envelope.event_id, "two events, though they are equal"
+    again = [plain.admit(b"{}", origin="t/websocket/0#5").envelope.event_id for _ in range(2)]
+    assert again[0] == again[1], "the same message of the upstream, read again after a crash"
+    others = {
+        plain.admit(b"{}", origin="t/websocket/0#6").envelope.event_id,
+        plain.admit(b'{"other":1}', origin="t/websocket/0#5").envelope.event_id,
+    }
+    assert len({again[0], *others}) == 3
+
+
+def test_suspect_is_passed_on() -> None:
+    assert border().admit(b'{"id":1,"at":2,"who":{"name":"a"}}', suspect=True).envelope.suspect

@@ -1,0 +1,174 @@
+"""Delivery with a publisher that the test holds in its hand: order, bounds, sending again, recovery."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from ingest.delivery import Delivery
+from ingest.events import LoggedEvent
+from ingest.log import AHEAD, MessageLog
+from ingest.publish import Outcome
+from tests.ingest.conftest import append, eventually
+
+OpenLog = Callable[..., MessageLog]
+
+
+class ByHand:
+    """A publisher that keeps what it gets until the test says what became of it."""
+
+    def __init__(self) -> None:
+        self.got: list[LoggedEvent] = []
+        self.seen: list[int] = []
+        self.suspects: set[int] = set()
+
+    def start(self, deliver: Callable[[Sequence[Outcome]], None]) -> None:
+        raise AssertionError("the node starts it")
+
+    def send(self, events: Sequence[LoggedEvent]) -> None:
+        self.got += events
+        self.seen += [event.seq for event in events]
+        self.suspects |= {event.seq for event in events if event.envelope.suspect}
+
+    def close(self, timeout_s: float) -> None:
+        raise AssertionError("the node closes it")
+
+    def take(self, count: int | None = None) -> list[LoggedEvent]:
+        taken, self.got = self.got[:count], self.got[len(self.got) if count is None else count :]
+        return taken
+
+
+def sent(events: Sequence[LoggedEvent]) -> list[Outcome]:
+    return [Outcome(event, 0, event.seq) for event in events]
+
+
+@asynccontextmanager
+async def delivering(log: MessageLog, **limits: int) -> AsyncIterator[tuple[Delivery, ByHand, list[Outcome]]]:
+    publisher, known = ByHand(), list[Outcome]()
+    delivery = Delivery(log, publisher, known.append, **limits)
+    task = asyncio.create_task(delivery.run())
+    yield delivery, publisher, known
+    task.cancel()
+    await log.close()
+
+
+async def test_straight_through(open_log: OpenLog) -> None:
+    log = open_log()
+    lane = log.lane("rsvps/http/0", "rsvps")
+    async with delivering(log) as (delivery, publisher, known):
+        for n in range(100):
+            delivery.offer(append(log, lane, n))
+        await asyncio.sleep(0)
+        assert len(publisher.got) == 100, "sent before it is durable, in one batch"
+        assert log.durable_seq == 0
+        delivery.deliver(sent(publisher.take()))
+        await asyncio.wait_for(delivery.drained(), 1)
+        assert len(known) == 100
+        assert lane.published == 100
+
+
+async def test_in_flight_is_bounded_and_the_rest_is_read_back_in_order(open_log: OpenLog) -> None:
+    log = open_log(segment_bytes=50_000)
+    lane = log.lane("rsvps/http/0", "rsvps")
+    async with delivering(log, in_flight_bytes=20_000, tail_bytes=30_000) as (delivery, publisher, _):
+        peak = 0
+        for n in range(2000):
+            delivery.offer(append(log, lane, n, 1000))
+            if n % 100 == 0:
+                await asyncio.sleep(0.01)
+            peak = max(peak, len(delivery._tail))
+        await asyncio.sleep(0.05)
+        assert len(publisher.got) == 20
+        assert delivery._tail_bytes <= 30_000
+        assert peak < 400, "the tail in memory is bounded by what is not on the disk yet"
+        while lane.published < 2000:
+            await eventually(lambda: bool(publisher.got))
+            assert len(publisher.got) <= 2300, "one batch read back at most beyond the bound"
+            delivery.deliver(sent(publisher.take(50)))
+            await asyncio.sleep(0)
+        await asyncio.wait_for(delivery.drained(), 1)
+        assert publisher.seen == list(range(1, 2001)), "each once, in order"
+        assert not publisher.suspects
+        delivery.offer(append(log, lane, 5000))
+        await asyncio.sleep(0)
+        assert publisher.seen[-1] == 2001, "straight through again"
+        delivery.deliver(sent(publisher.take()))
+
+
+async def test_no_more_than_so_many_go_ahead_of_the_disk(open_log: OpenLog) -> None:
+    log = open_log(group_commit_ms=100)
+    lane = log.lane("rsvps/http/0", "rsvps")
+    async with delivering(log) as (delivery, publisher, _):
+        for n in range(AHEAD + 300):
+            delivery.offer(append(log, lane, n))
+        await asyncio.sleep(0.02)
+        assert len(publisher.got) == AHEAD
+        await eventually(lambda: len(publisher.got) == AHEAD + 300)
+        assert log.durable_seq == AHEAD + 300
+        assert publisher.seen == sorted(publisher.seen)
+        delivery.deliver(sent(publisher.take()))
+
+
+async def test_what_failed_is_sent_again_before_anything_newer(open_log: OpenLog) -> None:
+    log = open_log()
+    lane = log.lane("rsvps/http/0", "rsvps")
+    async with delivering(log) as (delivery, publisher, known):
+        for n in range(10):
+            delivery.offer(append(log, lane, n))
+        await asyncio.sleep(0)
+        first = publisher.take()
+        failed = [Outcome(event, -1, -1, "epoch bump") for event in (first[5], first[2])]
+        delivery.deliver([*sent(first[:2]), *failed])
+        for n in range(10, 20):
+            delivery.offer(append(log, lane, n))
+        await asyncio.sleep(0.2)
+        assert publisher.got == [], "not while others are in flight"
+        delivery.deliver(sent([first[3], first[4], *first[6:]]))
+        await eventually(lambda: len(publisher.got) == 12)
+        assert [event.seq for event in publisher.got] == [3, 6, *range(11, 21)]
+        assert publisher.suspects == {3, 6}
+        delivery.deliver(sent(publisher.take()))
+        await asyncio.wait_for(delivery.drained(), 1)
+        assert len(known) == 20
+
+
+async def test_what_kafka_will_never_take_goes_to_the_failed_store(open_log: OpenLog) -> None:
+    log = open_log()
+    lane = log.lane("rsvps/http/0", "rsvps")
+    async with delivering(log) as (delivery, publisher, known):
+        for n in range(3):
+            delivery.offer(append(log, lane, n))
+        await asyncio.sleep(0)
+        one, two, three = publisher.take()
+        delivery.deliver([*sent([one]), Outcome(two, -1, -1, "MessageSizeTooLarge", final=True), *sent([three])])
+        await asyncio.wait_for(delivery.drained(), 1)
+        assert [(item.seq, item.reason) for item in log.failed] == [(2, "MessageSizeTooLarge")]
+        assert (lane.received, lane.published, lane.failed, lane.in_log) == (3, 2, 1, 0)
+        assert [outcome.error for outcome in known] == ["", "", "MessageSizeTooLarge"]
+
+
+async def test_recovery_sends_again_in_order_marked_suspect(open_log: OpenLog) -> None:
+    log = open_log(segment_bytes=10_000)
+    lane = log.lane("rsvps/http/0", "rsvps")
+    events = [append(log, lane, n) for n in range(300)]
+    log.acked(events[:50], 51)
+    await log.close()
+    log = open_log()
+    lane = log.lane("rsvps/http/0", "rsvps")
+    async with delivering(log) as (delivery, publisher, _):
+        delivery.offer(append(log, lane, 300))  # comes while the old ones are still being read
+        await eventually(lambda: len(publisher.got) == 251)
+        assert publisher.seen == list(range(51, 302))
+        assert publisher.suspects == set(range(51, 301))
+        waiting = asyncio.ensure_future(delivery.recovered())
+        delivery.deliver(sent(publisher.take(100)))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        delivery.deliver(sent(publisher.take(150)))
+        await asyncio.wait_for(waiting, 1)
+        delivery.deliver(sent(publisher.take()))
+        await asyncio.wait_for(delivery.drained(), 1)
+    again = open_log()
+    assert again.recovery.to_replay == 0
+    await again.close()

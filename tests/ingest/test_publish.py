@@ -1,0 +1,115 @@
+"""Both Kafka clients behind the seam, and the topic at start."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from kafka import KafkaAdminClient
+from kafka import errors as kafka_errors
+from kafka.admin import ConfigResource, ConfigResourceType
+
+from ingest import publish
+from ingest.broker import EmbeddedBroker
+from ingest.errors import BrokerUnavailable
+from ingest.log import MessageLog
+from ingest.publish import ConfluentPublisher, KafkaPythonPublisher, Outcome, ensure_topics
+from lakehouse.contract.envelope import Envelope
+from lakehouse.contract.pipeline import Source
+from lakehouse.contract.settings import KafkaSettings
+from tests.ingest.conftest import append, consume, eventually
+
+pytestmark = pytest.mark.broker
+
+
+def source(topic: str, partitions: int = 2) -> Source:
+    return Source(topic=topic, schema="", event_time="", name="rsvps", partitions=partitions, retention="3 days")
+
+
+def test_the_topic_is_made_as_declared_and_left_alone_later(broker: EmbeddedBroker) -> None:
+    ensure_topics(broker.bootstrap, [source("made", 3)])
+    ensure_topics(broker.bootstrap, [source("made", 5)])
+    admin = KafkaAdminClient(bootstrap_servers=broker.bootstrap)
+    try:
+        (topic,) = admin.describe_topics(["made"])
+        assert len(topic["partitions"]) == 3
+        config = admin.describe_configs([ConfigResource(ConfigResourceType.TOPIC, "made")])
+        assert str(3 * 86_400_000) in str(config)
+    finally:
+        admin.close()
+
+
+@pytest.mark.parametrize("kind", [KafkaPythonPublisher, ConfluentPublisher])
+async def test_events_arrive_and_outcomes_say_where(
+    kind: type[KafkaPythonPublisher], broker: EmbeddedBroker, open_log: Callable[..., MessageLog]
+) -> None:
+    topic = f"publish-{kind.__name__}"
+    ensure_topics(broker.bootstrap, [source(topic)])
+    log = open_log()
+    lane = log.lane("rsvps/http/0", "rsvps")
+    publisher = kind(broker.bootstrap, KafkaSettings(), {"rsvps": topic})
+    outcomes: list[Outcome] = []
+    batches: list[int] = []
+
+    def deliver(batch: Sequence[Outcome]) -> None:
+        outcomes.extend(batch)
+        batches.append(len(batch))
+
+    await asyncio.to_thread(publisher.start, deliver)
+    events = [append(log, lane, n) for n in range(500)]
+    events.insert(250, append(log, lane, 999, size=2_000_000))  # more than the broker takes
+    publisher.send(events[:200])
+    publisher.send(events[200:])
+    await eventually(lambda: len(outcomes) >= 501)
+    final = [outcome for outcome in outcomes if outcome.final]
+    assert [outcome.event.envelope.event_id for outcome in final] == ["e999"]
+    assert "large" in final[0].error.lower()
+    for outcome in outcomes:  # what an epoch bump failed beside it is sent again by the delivery
+        if outcome.error and not outcome.final:
+            publisher.send([outcome.event])
+    await eventually(lambda: len({o.event.seq for o in outcomes if not o.error}) == 500)
+    assert len(batches) < 250, "the event loop is woken by the batch"
+    records = await asyncio.to_thread(consume, broker.bootstrap, topic, 500)
+    at = {(record.partition, record.offset): record for record in records}
+    for outcome in outcomes:
+        if not outcome.error:
+            record = at[outcome.partition, outcome.offset]
+            assert record.value == outcome.event.payload
+            assert Envelope.from_headers(record.headers) == outcome.event.envelope
+            assert record.key == outcome.event.key
+            _PARTITIONS.setdefault(record.key, set()).add(record.partition)
+    assert all(len(found) == 1 for found in _PARTITIONS.values()), "a key has one partition, whatever the client"
+    await asyncio.to_thread(publisher.close, 2.0)
+    await log.close()
+
+
+_PARTITIONS: dict[bytes, set[int]] = {}
+
+
+@pytest.mark.parametrize("kind", [KafkaPythonPublisher, ConfluentPublisher])
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
+async def test_a_broker_that_is_not_there(kind: type[KafkaPythonPublisher], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publish, "_CONNECT_MS", 300)
+    publisher = kind("127.0.0.1:1", KafkaSettings(), {"rsvps": "nowhere"})
+    with pytest.raises(BrokerUnavailable) as caught:
+        await asyncio.to_thread(publisher.start, lambda _: None)
+    assert caught.value.bootstrap == "127.0.0.1:1"
+    await asyncio.to_thread(publisher.close, 0.1)
+
+
+def test_every_error_that_ends_a_record_is_known(tmp_path: Path) -> None:
+    """A new kafka-python must not bring an error about the record itself that we would send again for ever."""
+    about_the_record = {
+        error
+        for name, error in vars(kafka_errors).items()
+        if isinstance(error, type) and issubclass(error, kafka_errors.KafkaError)
+        and any(word in name for word in ("Record", "Message", "Timestamp")) and not error.retriable
+    }  # fmt: skip
+    not_final = {
+        kafka_errors.CorruptRecordError,  # damaged on the way: sent again
+        kafka_errors.InvalidRecordStateError,  # share groups
+        kafka_errors.UnsupportedForMessageFormatError,  # the broker's configuration
+    }
+    assert about_the_record - not_final <= set(publish._FINAL)
