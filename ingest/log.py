@@ -64,6 +64,7 @@ class MessageLog:
         self._folder = folder
         self._node = node
         self._limit = limit
+        self._most = limit - max(4096, limit // 100)  # for events; the rest is for marks
         self._segment_bytes = segment_bytes
         self.failed = FailedStore(folder, node)
         self.recovery: Recovery = recover(folder)
@@ -145,7 +146,7 @@ class MessageLog:
         seq = self.next_seq
         chunks = frame_chunks(seq, event_head(lane.index, position, envelope, key), payload)
         size = len(chunks[0]) + len(payload)
-        if self.used + size > self._limit:
+        if self.used + size > self._most:
             self._full = True
             raise LogFull(self.used, self._limit)
         segment, offset = self._place(chunks, size)
@@ -165,7 +166,7 @@ class MessageLog:
 
     def has_room(self, payload_bytes: int, events: int = 1) -> bool:
         """Whether events of so many bytes together would be taken now."""
-        if self.used + payload_bytes + events * (EVENT_OVERHEAD + _FIELDS_BYTES) > self._limit:
+        if self.used + payload_bytes + events * (EVENT_OVERHEAD + _FIELDS_BYTES) > self._most:
             self._full = True
         return not (self.full or self._commit.problem or self._closed)
 

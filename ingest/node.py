@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ingest.acks import RecentEvents
 from ingest.app import HttpServer, make_app
 from ingest.border import Border
-from ingest.collectors.websocket import WebSocketCollector
+from ingest.collectors.websocket import WebSocketCollector, shown_url
 from ingest.delivery import Delivery
 from ingest.errors import BrokerUnavailable
 from ingest.log import MessageLog
@@ -103,7 +103,8 @@ class _Node:
             for ordinal, spec in enumerate(source.collectors):
                 url = urls.get(source.name, spec.url) if spec.kind == "websocket" else ""
                 # Another address is another stream: a position in one says nothing of the other.
-                lane = self._log.lane(" ".join([f"{source.name}/{spec.kind}/{ordinal}", url]).strip(), source.name)
+                name = f"{source.name}/{spec.kind}/{ordinal}"
+                lane = self._log.lane(f"{name} {shown_url(url)}" if url else name, source.name)
                 if spec.kind == "http":
                     self._intakes[source.name] = Intake(border, lane, self._log, self._delivery, self._recent)
                     continue

@@ -11,13 +11,14 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 from kafka import KafkaAdminClient, KafkaProducer
 from kafka import errors as kafka_errors
+from kafka.admin import ConfigResource, ConfigResourceType
 
 from ingest.errors import BrokerUnavailable
 from ingest.events import LoggedEvent
@@ -29,6 +30,9 @@ logger = logging.getLogger(__name__)
 _FOREVER_MS = 2_147_483_647  # 24 days: the log keeps the event anyway, a shorter time would only send it again
 _REQUEST_BYTES = 64 * 1024 * 1024  # no limit of ours: what the broker refuses goes to the failed store with its reason
 _CONNECT_MS = 5_000
+_LIMIT = "max.message.bytes"
+_FIELDS_BYTES = 8_192  # more than key and headers have
+_BATCH_OVERHEAD = 100  # of a batch (61 bytes) and of the record in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,10 @@ class _Outcomes:
 
 
 class _ThreadedPublisher:
-    """A thread that takes batches from a queue and gives each event to a client."""
+    """A thread that takes batches from a queue and gives each event to a client.
+
+    An event that is larger than its topic takes is refused here: sent, it would take its whole batch down with it.
+    """
 
     def __init__(self, bootstrap: str, settings: KafkaSettings, topics: Mapping[str, str]) -> None:
         self._bootstrap = bootstrap
@@ -105,10 +112,13 @@ class _ThreadedPublisher:
         self._queue: queue.SimpleQueue[Sequence[LoggedEvent] | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._outcomes: _Outcomes
+        self._limits: dict[str, int] = {}
+        self._limits_stale = False
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
 
     def start(self, deliver: Callable[[Sequence[Outcome]], None]) -> None:
         self._outcomes = _Outcomes(self._loop, deliver)
+        self._limits = topic_limits(self._bootstrap, set(self._topics.values()))
         self._connect()
         self._thread.start()
 
@@ -128,7 +138,15 @@ class _ThreadedPublisher:
 
     def _try_one(self, event: LoggedEvent) -> None:
         try:
-            self._send_one(event)
+            if self._limits_stale:
+                self._limits_stale = False
+                self._limits = topic_limits(self._bootstrap, set(self._topics.values()))
+            limit = self._limits[self._topics[event.envelope.source]]
+            if len(event.payload) + _FIELDS_BYTES > limit and (size := record_bytes(event)) > limit:
+                reason = f"the record has about {size} bytes, more than the {limit} that its topic takes"
+                self._outcomes.put(Outcome(event, -1, -1, reason, final=True))
+            else:
+                self._send_one(event)
         except Exception as error:  # whatever it is, the thread must live and the event must be sent again
             logger.exception("the Kafka client failed on event %d", event.seq)
             self._outcomes.put(Outcome(event, -1, -1, _text(error)))
@@ -203,6 +221,7 @@ class KafkaPythonPublisher(_ThreadedPublisher):
         self._outcomes.put(Outcome(event, metadata.partition, metadata.offset))
 
     def _failed(self, event: LoggedEvent, error: BaseException) -> None:
+        self._limits_stale |= isinstance(error, _TOO_LARGE)
         self._outcomes.put(Outcome(event, -1, -1, _text(error), final=isinstance(error, _FINAL)))
 
 
@@ -281,13 +300,13 @@ class ConfluentPublisher(_ThreadedPublisher):
         if error is None:
             self._outcomes.put(Outcome(event, message.partition(), message.offset()))
         else:
-            final = error.name() in ("MSG_SIZE_TOO_LARGE", "INVALID_MSG", "INVALID_RECORD", "RECORD_LIST_TOO_LARGE")
-            self._outcomes.put(Outcome(event, -1, -1, str(error), final=final))
+            self._limits_stale |= error.name() in ("MSG_SIZE_TOO_LARGE", "RECORD_LIST_TOO_LARGE")
+            self._outcomes.put(Outcome(event, -1, -1, str(error), final=error.name() == "INVALID_RECORD"))
 
 
+# Said of a batch, and so of its neighbours too: the limit has changed, the events are judged by it one by one.
+_TOO_LARGE = (kafka_errors.MessageSizeTooLargeError, kafka_errors.RecordListTooLargeError)
 _FINAL = (
-    kafka_errors.MessageSizeTooLargeError,
-    kafka_errors.RecordListTooLargeError,
     kafka_errors.InvalidRecordError,
     kafka_errors.InvalidTimestampError,
     kafka_errors.PolicyViolationError,
@@ -313,6 +332,31 @@ def ensure_topics(bootstrap: str, sources: Sequence[Source]) -> None:
     finally:
         if admin is not None:
             admin.close()
+
+
+def topic_limits(bootstrap: str, topics: Collection[str]) -> dict[str, int]:
+    """``max.message.bytes`` of each topic; blocks.
+
+    Raises:
+        BrokerUnavailable: the broker does not answer.
+    """
+    wanted = [ConfigResource(ConfigResourceType.TOPIC, topic, [_LIMIT]) for topic in topics]
+    admin = None
+    try:
+        admin = KafkaAdminClient(bootstrap_servers=bootstrap, bootstrap_timeout_ms=_CONNECT_MS)
+        found = admin.describe_configs(wanted, config_filter="all")["topic"]
+        return {topic: int(found[topic][_LIMIT]["value"]) for topic in topics}
+    except (kafka_errors.KafkaError, OSError, KeyError) as error:
+        raise BrokerUnavailable(bootstrap, _text(error)) from None
+    finally:
+        if admin is not None:
+            admin.close()
+
+
+def record_bytes(event: LoggedEvent) -> int:
+    """About the size of a batch with this event alone; never less."""
+    headers = sum(len(name) + len(value) + 10 for name, value in event.envelope.to_headers())
+    return _BATCH_OVERHEAD + len(event.key) + len(event.payload) + headers
 
 
 def _create(admin: KafkaAdminClient, source: Source) -> None:

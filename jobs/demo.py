@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 TABLE = "top_topics"
 READY_S = 180.0
 DRAIN_S = 120.0
-WARM_S = 15.0  # events sent later than this after the first count as "after warm-up"
+WARM_S = 20.0  # events sent later than this after the first count as "after warm-up"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ reconnect or a crash loses nothing. With any other, the time without a connectio
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import random
 import time
@@ -26,7 +27,15 @@ logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024  # larger ones than the source allows are kept as rejected, up to this
 _FIRST_BACKOFF_S = 0.1
+_CLOSE_S = 1.0  # an upstream that was slowed down does not get to its close frame in time anyway
 _GAPS_KEPT = 20
+
+
+def shown_url(url: str) -> str:
+    """The address without what may be secret: user, password, and the query but for a mark that tells it apart."""
+    parts = urlsplit(url)
+    mark = f"?{hashlib.blake2b(parts.query.encode(), digest_size=4).hexdigest()}" if parts.query else ""
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}{mark}"
 
 
 class WebSocketCollector:
@@ -54,6 +63,7 @@ class WebSocketCollector:
         jitter: Callable[[float], float] = lambda most: random.uniform(0, most),
     ) -> None:
         self._url = url
+        self._shown = shown_url(url)
         self._intake = intake
         self._lane = intake.lane
         self._resume_param = resume_param
@@ -69,7 +79,7 @@ class WebSocketCollector:
     def status(self) -> UpstreamStatus:
         """The state of the upstream now."""
         return UpstreamStatus(
-            self._lane.name, self._url, self._connected, self._lane.position, tuple(self._gaps), self._lane.gaps
+            self._lane.name, self._shown, self._connected, self._lane.position, tuple(self._gaps), self._lane.gaps
         )
 
     async def run(self) -> None:
@@ -77,7 +87,11 @@ class WebSocketCollector:
         while True:
             try:
                 async with connect(
-                    self._address(), max_size=MAX_MESSAGE_BYTES, compression=None, user_agent_header="millrace"
+                    self._address(),
+                    max_size=MAX_MESSAGE_BYTES,
+                    compression=None,
+                    close_timeout=_CLOSE_S,
+                    user_agent_header="millrace",
                 ) as connection:
                     self._opened()
                     await self._read(connection)
@@ -89,7 +103,7 @@ class WebSocketCollector:
                 self._connected = False
             pause = self._jitter(min(self._backoff_max_s, _FIRST_BACKOFF_S * 2 ** min(self._failures, 20)))
             self._failures += 1
-            logger.info("upstream %s is not connected (%s); next attempt in %.2f s", self._url, self._ended, pause)
+            logger.info("upstream %s is not connected (%s); next attempt in %.2f s", self._shown, self._ended, pause)
             await asyncio.sleep(pause)
 
     def _address(self) -> str:
@@ -102,14 +116,14 @@ class WebSocketCollector:
     def _opened(self) -> None:
         self._connected = True
         if self._resume_param:
-            logger.info("upstream %s is connected, from message %d", self._url, self._lane.position or 0)
+            logger.info("upstream %s is connected, from message %d", self._shown, self._lane.position or 0)
             return
         if self._lane.last_at:  # something was heard before, so there is a time in which nothing was
             gap = Gap(self._lane.last_at, self._clock() // 1000, self._ended)
             self._gaps.append(gap)
             self._lane.gaps += 1
             seconds = (gap.until - gap.since) / 1e6
-            logger.warning("upstream %s was not heard for %.1f s and cannot resume: %s", self._url, seconds, gap.reason)
+            logger.warning("upstream %s was not heard for %.1f s and cannot resume: %s", self._shown, seconds, gap.reason)
             self._on_gap(gap)
 
     async def _read(self, connection: ClientConnection) -> None:
@@ -133,7 +147,7 @@ class WebSocketCollector:
                 self._intake.take(event, position)
                 return
             except (LogFull, LogUnavailable) as error:
-                logger.warning("upstream %s waits: %s", self._url, error)
+                logger.warning("upstream %s waits: %s", self._shown, error)
                 await self._intake.log.room()
 
     def _closed(self, error: ConnectionClosed) -> None:
@@ -145,8 +159,8 @@ class WebSocketCollector:
                 f"message {index} of the upstream has more than {MAX_MESSAGE_BYTES} bytes",
                 origin=f"{self._lane.name}#{index}",
             )
-            logger.error("upstream %s: %s", self._url, event.envelope.reject)
+            logger.error("upstream %s: %s", self._shown, event.envelope.reject)
             try:
                 self._intake.take(event, index + 1)
             except (LogFull, LogUnavailable) as problem:
-                logger.warning("upstream %s waits: %s", self._url, problem)
+                logger.warning("upstream %s waits: %s", self._shown, problem)

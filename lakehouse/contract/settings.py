@@ -202,17 +202,17 @@ def _truth(value: Any) -> bool:
     return str(value).lower() in ("true", "1")
 
 
-def _replace(node: Any, path: list[str], value: Any, section: tuple[str, ...] = ()) -> Any:
+def _replace(node: Any, path: list[str], value: Any, variable: str = "") -> Any:
+    variable = variable or PREFIX + "_".join(path).upper()
     name, *rest = path
-    known = {f.name: f for f in dataclasses.fields(node)}
-    if name not in known or (not rest and dataclasses.is_dataclass(getattr(node, name))):
-        variable = PREFIX + "_".join((*section, *path)).upper()
+    known = [f.name for f in dataclasses.fields(node)]
+    if name not in known or bool(rest) != dataclasses.is_dataclass(getattr(node, name)):
         raise ConfigError("no such setting", key=variable, remedy=f"Known here: {', '.join(known)}")
-    if rest:
-        return dataclasses.replace(node, **{name: _replace(getattr(node, name), rest, value, (*section, name))})
     old = getattr(node, name)
+    if rest:
+        return dataclasses.replace(node, **{name: _replace(old, rest, value, variable)})
     try:
         new = _truth(value) if isinstance(old, bool) else type(old)(value)
     except (TypeError, ValueError):
-        raise ConfigError(f"{value!r} is not a {type(old).__name__}", key=name) from None
+        raise ConfigError(f"{value!r} is not of type {type(old).__name__}", key=variable) from None
     return dataclasses.replace(node, **{name: new})

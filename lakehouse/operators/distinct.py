@@ -56,16 +56,12 @@ class Distinct:
             for row in [] if table is None else table.select([WINDOW_START, WINDOW_END, source, "sketch"]).to_pylist():
                 start = row[WINDOW_START]
                 union = unions.setdefault(start, datasketches.hll_union(self._product.lg_k))
-                sketch = datasketches.hll_sketch.deserialize(row["sketch"])
-                # Twice, because a sketch that was never merged estimates by its history (HIP), which depends on the
-                # order of events; after a second merge the estimate depends on the set of items alone.
-                union.update(sketch)
-                union.update(sketch)
+                union.update(datasketches.hll_sketch.deserialize(row["sketch"]))
                 sums[start] = sums.get(start, 0) + row[source]
                 ends[start] = row[WINDOW_END]
         rows = []
         for start, union in unions.items():
-            sketch = union.get_result(datasketches.tgt_hll_type.HLL_8)
+            sketch = self._of_the_set_alone(union.get_result(datasketches.tgt_hll_type.HLL_8))
             rows.append(
                 {
                     WINDOW_START: start,
@@ -78,3 +74,14 @@ class Distinct:
                 }
             )
         return pa.Table.from_pylist(rows, schema=self.schema)
+
+    def _of_the_set_alone(self, sketch: datasketches.hll_sketch) -> datasketches.hll_sketch:
+        """The same sketch, with an estimate that depends on the set of items and not on the order they came in.
+
+        A sketch that saw its items one by one, or got them from small sketches, estimates by its history (HIP); one
+        that was merged with a full one does not. So it is merged with itself.
+        """
+        union = datasketches.hll_union(self._product.lg_k)
+        union.update(sketch)
+        union.update(sketch)
+        return union.get_result(datasketches.tgt_hll_type.HLL_8)

@@ -43,7 +43,8 @@ def test_the_shipped_pipeline() -> None:
 @pytest.mark.parametrize(
     ("text", "key", "line", "says"),
     [
-        ("", "sources", None, "needs a source"),
+        ("", "", None, "key 'sources' is missing"),
+        ("[sources]", "sources", 1, "needs a source"),
         (SOURCE + "partitions = 0", "sources.clicks.partitions", 6, "at least 1"),
         (SOURCE + 'retention = "long"', "sources.clicks.retention", 6, "not a duration"),
         (SOURCE + 'event_id = "id"', "sources.clicks.event_id", 6, "names no field"),

@@ -119,10 +119,12 @@ async def test_full_refuses_and_recovers(open_log: OpenLog) -> None:
 
 async def test_one_process_a_folder(open_log: OpenLog, tmp_path: Path) -> None:
     log = open_log()
-    code = f"from pathlib import Path\nfrom ingest.log import MessageLog\nMessageLog.open(Path({str(tmp_path / 'log')!r}), 'n', limit=1)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=20)
-    assert "EnvironmentProblem" in found.stderr
-    assert f"in use by process {os.getpid()}" in found.stderr
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", OPENER, str(tmp_path / "log"), stderr=subprocess.PIPE
+    )
+    said = (await child.communicate())[1].decode()
+    assert "EnvironmentProblem" in said
+    assert f"in use by process {os.getpid()}" in said
     with pytest.raises(EnvironmentProblem):
         open_log()
     await log.close()
@@ -202,6 +204,13 @@ async def test_a_disk_that_refuses_pushes_back_and_then_takes_the_same_bytes(ope
     await again.close()
 
 
+OPENER = """
+import sys
+from pathlib import Path
+from ingest.log import MessageLog
+MessageLog.open(Path(sys.argv[1]), "n1", limit=64 << 20)
+"""
+
 WRITER = """
 import asyncio, os, sys
 from pathlib import Path
@@ -228,10 +237,8 @@ def test_kill_in_the_middle_of_appends_loses_nothing_that_was_durable(tmp_path: 
     for run in range(3):
         child = subprocess.Popen([sys.executable, "-c", WRITER, str(folder)], stdout=subprocess.PIPE)
         assert child.stdout is not None
-        lines = 0
-        for line in child.stdout:
+        for lines, line in enumerate(child.stdout, 1):
             said = max(said, int(line))
-            lines += 1
             if lines == 40 + run:
                 child.send_signal(signal.SIGKILL)
         child.wait()

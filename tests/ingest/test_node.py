@@ -32,6 +32,44 @@ asyncio.run(run_collector(settings_of(Path(folder)), pipeline_of(topic, url=url)
 """
 
 
+HTTP_NODE = """
+import asyncio, logging, socket, sys
+logging.disable()
+from dataclasses import replace
+from pathlib import Path
+from ingest.node import run_collector
+from tests.ingest.conftest import pipeline_of, settings_of
+folder, bootstrap, topic = sys.argv[1:]
+with socket.socket() as probe:
+    probe.bind(("127.0.0.1", 0))
+    port = probe.getsockname()[1]
+settings = settings_of(Path(folder))
+settings = replace(settings, collect=replace(settings.collect, port=port))
+async def main():
+    node = asyncio.create_task(
+        run_collector(settings, pipeline_of(topic, "http"), bootstrap=bootstrap, stop=asyncio.Event())
+    )
+    await asyncio.sleep(0.3)
+    print(f"http://127.0.0.1:{port}", flush=True)
+    await node
+asyncio.run(main())
+"""
+
+
+@asynccontextmanager
+async def free_node(folder: Path, bootstrap: str, topic: str) -> AsyncIterator[str]:
+    """A node with HTTP only, in a process of its own; yields its base URL without waiting until it is ready."""
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", HTTP_NODE, str(folder), bootstrap, topic, stdout=subprocess.PIPE
+    )
+    assert child.stdout is not None
+    try:
+        yield (await asyncio.wait_for(child.stdout.readline(), 20)).decode().strip()
+    finally:
+        child.kill()
+        await child.wait()
+
+
 @asynccontextmanager
 async def child_node(folder: Path, bootstrap: str, topic: str, url: str, kill: bool = False) -> AsyncIterator[str]:
     """A node in a process of its own; yields its base URL when it is ready, and ends it one way or the other."""

@@ -1,0 +1,96 @@
+"""What one would write without Millrace: Kafka → groupBy → foreachBatch MERGE into Delta, default settings.
+
+Started as a process of its own by the benchmarks. Appends a line of JSON to ``--commits`` when a batch has been merged:
+``{"at_ms": when, "ends": {"partition": next offset}}``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import threading
+import time
+from pathlib import Path
+
+from delta.tables import DeltaTable
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+
+from lakehouse.contract.jars import jar_paths
+from lakehouse.contract.pipeline import load_pipeline
+from lakehouse.contract.settings import load_settings
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("--lake", "--kafka", "--commits", "--ready"):
+        parser.add_argument(name, required=True)
+    options = parser.parse_args()
+    source = load_pipeline(load_settings().pipeline_folder()).sources["rsvps"]
+    table, checkpoint = f"{options.lake}/plain", Path(options.lake) / "checkpoint"
+
+    spark = (
+        SparkSession.builder.master("local[*]")
+        .config("spark.jars", ",".join(str(jar) for jar in jar_paths("spark")))
+        .config("spark.driver.memory", "2g")
+        .config("spark.ui.enabled", "false")
+        .config("spark.sql.session.timeZone", "UTC")
+        .config("spark.sql.extensions", "io.delta.sql.DeltaSparkSessionExtension")
+        .config("spark.sql.catalog.spark_catalog", "org.apache.spark.sql.delta.catalog.DeltaCatalog")
+        .getOrCreate()
+    )
+    spark.sparkContext.setLogLevel("ERROR")
+    spark.sql(
+        f"CREATE TABLE IF NOT EXISTS delta.`{table}` "
+        "(window_start TIMESTAMP, window_end TIMESTAMP, topic STRING, count BIGINT) USING delta"
+    )
+    events = (
+        spark.readStream.format("kafka")
+        .option("kafka.bootstrap.servers", options.kafka)
+        .option("subscribe", source.topic)
+        .option("startingOffsets", "earliest")
+        .load()
+        .select("timestamp", F.from_json(F.col("value").cast("string"), source.schema).alias("e"))
+        .where("e.rsvp_id IS NOT NULL AND e.mtime IS NOT NULL")
+        .withWatermark("timestamp", "1 minute")
+        .dropDuplicatesWithinWatermark(["e.rsvp_id", "e.mtime"])
+        .select("timestamp", F.explode("e.group.group_topics.topic_name").alias("topic"))
+    )
+    counts = (
+        events.groupBy(F.window("timestamp", "1 minute"), "topic")
+        .count()
+        .select(F.col("window.start").alias("window_start"), F.col("window.end").alias("window_end"), "topic", "count")
+    )
+
+    def merge(batch: DataFrame, batch_id: int) -> None:
+        (
+            DeltaTable.forPath(spark, table)
+            .alias("t")
+            .merge(batch.alias("b"), "t.window_start = b.window_start AND t.topic = b.topic")
+            .whenMatchedUpdateAll()
+            .whenNotMatchedInsertAll()
+            .execute()
+        )
+        at_ms = time.time() * 1000
+        ends = json.loads((checkpoint / "offsets" / str(batch_id)).read_text().splitlines()[-1])[source.topic]
+        with Path(options.commits).open("a") as out:
+            out.write(json.dumps({"at_ms": at_ms, "ends": ends}) + "\n")
+
+    query = (
+        counts.writeStream.outputMode("update")
+        .option("checkpointLocation", str(checkpoint))
+        .foreachBatch(merge)
+        .start()
+    )
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    Path(options.ready).touch()
+    while not stop.wait(0.5) and query.isActive:
+        pass
+    query.stop()
+    spark.stop()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""The client of a WebSocket upstream, against a real server: reconnect, resume, gaps, back-pressure."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from ingest.border import Border
+from ingest.collectors import websocket
+from ingest.collectors.websocket import WebSocketCollector, shown_url
+from ingest.delivery import Delivery
+from ingest.events import LoggedEvent
+from ingest.log import AHEAD, MessageLog
+from ingest.publish import Outcome
+from ingest.source import Gap, Intake
+from tests.ingest.conftest import Upstream, event, eventually, pipeline_of
+
+OpenLog = Callable[..., MessageLog]
+SOURCE = pipeline_of("t").sources["clicks"]
+
+
+class Kafka:
+    """Takes everything, and says so if it is told to."""
+
+    def __init__(self) -> None:
+        self.got: list[LoggedEvent] = []
+        self.delivery: Delivery
+        self.acks = True
+        self.acked = 0
+
+    def start(self, deliver: Callable[[Sequence[Outcome]], None]) -> None: ...
+
+    def send(self, events: Sequence[LoggedEvent]) -> None:
+        self.got += events
+        if self.acks:
+            self.ack()
+
+    def ack(self) -> None:
+        outcomes = [Outcome(event, 0, event.seq) for event in self.got[self.acked :]]
+        self.acked = len(self.got)
+        asyncio.get_running_loop().call_soon(self.delivery.deliver, outcomes)
+
+    def close(self, timeout_s: float) -> None: ...
+
+    def payloads(self) -> list[bytes]:
+        return [event.payload for event in self.got]
+
+
+@asynccontextmanager
+async def collecting(
+    log: MessageLog, upstream: Upstream, **options: Any
+) -> AsyncIterator[tuple[WebSocketCollector, Kafka]]:
+    kafka = Kafka()
+    kafka.delivery = Delivery(log, kafka, lambda _: None)
+    lane = log.lane("clicks/websocket/0", "clicks")
+    intake = Intake(Border(SOURCE, tenant="default", collector="n1"), lane, log, kafka.delivery)
+    collector = WebSocketCollector(upstream.url, intake, backoff_max_s=0.1, **options)
+    tasks = [asyncio.create_task(kafka.delivery.run()), asyncio.create_task(collector.run())]
+    try:
+        yield collector, kafka
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await log.close()
+
+
+async def test_reconnects_and_resumes_without_a_gap(open_log: OpenLog) -> None:
+    async with Upstream() as upstream, collecting(open_log(), upstream, resume_param="from") as (collector, kafka):
+        for limit in (100, 200, 300):
+            upstream.limit = limit
+            await eventually(lambda limit=limit: len(kafka.got) >= limit)
+            await upstream.connections[-1].close()
+        await eventually(lambda: len(upstream.requests) == 4)
+        assert kafka.payloads() == [event(n) for n in range(300)]
+        assert upstream.requests == [f"/stream?from={n}" for n in (0, 100, 200, 300)]
+        status = collector.status()
+        assert (status.position, status.gap_count) == (300, 0)
+
+
+async def test_an_upstream_that_cannot_resume_leaves_gaps(open_log: OpenLog) -> None:
+    gaps: list[Gap] = []
+    times = iter(range(10**15, 10**16, 10**12))
+    async with Upstream() as upstream:
+        log = open_log()
+        async with collecting(log, upstream, on_gap=gaps.append, clock=lambda: next(times)) as (collector, kafka):
+            upstream.limit = 10
+            await eventually(lambda: len(kafka.got) >= 10)
+            heard = log.lane("clicks/websocket/0", "clicks").last_at
+            assert collector.status().gap_count == 0, "the first connection follows nothing"
+            await upstream.connections[-1].close(1012, "restart")
+            await eventually(lambda: len(gaps) == 1)
+            assert gaps[0].since == heard
+            assert gaps[0].until == 10**12, "microseconds"
+            assert "1012 (service restart) restart" in gaps[0].reason
+            status = collector.status()
+            assert (status.gaps, status.gap_count, status.position) == (tuple(gaps), 1, None)
+        log = open_log()
+        async with collecting(log, upstream, on_gap=gaps.append) as (collector, _):
+            await eventually(lambda: len(gaps) == 2)
+            assert gaps[1].reason == "the collector was started again"
+            assert collector.status().gap_count == 2, "counted over restarts"
+
+
+async def test_pauses_grow_with_jitter_up_to_the_bound(open_log: OpenLog) -> None:
+    asked: list[float] = []
+
+    def jitter(most: float) -> float:
+        asked.append(most)
+        return 0.001
+
+    async with Upstream() as upstream, collecting(open_log(), upstream, jitter=jitter) as (collector, kafka):
+        upstream.limit = 1
+        await eventually(lambda: len(kafka.got) == 1)
+        upstream.limit = 0
+        server = upstream._server
+        assert server is not None
+        collector._backoff_max_s = 1.0
+        server.close()
+        await server.wait_closed()
+        await eventually(lambda: len(asked) >= 7)
+        assert asked[:7] == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0]
+        assert not collector.status().connected
+
+
+async def test_a_full_log_slows_the_upstream_down_and_nothing_is_lost(open_log: OpenLog) -> None:
+    total = 5000
+    log = open_log(limit=200_000)
+    async with Upstream() as upstream, collecting(log, upstream, resume_param="from") as (_, kafka):
+        kafka.acks = False
+        upstream.limit = total
+        await eventually(lambda: log.full)
+        await asyncio.sleep(0.3)
+        taken = len(kafka.got)
+        assert taken < 700
+        assert log.used <= 200_000
+        kafka.acks = True
+        kafka.ack()
+        await eventually(lambda: len(kafka.got) >= total)
+        assert kafka.payloads() == [event(n) for n in range(total)]
+        assert len(upstream.requests) == 1, "the connection was kept"
+
+
+async def test_after_a_crash_what_may_have_been_sent_is_suspect(open_log: OpenLog) -> None:
+    log = open_log()
+    log._commit.worker.shutdown()
+    os.close(log._lock)  # no clean close
+    async with Upstream() as upstream, collecting(open_log(), upstream, resume_param="from") as (_, kafka):
+        upstream.limit = AHEAD + 100
+        await eventually(lambda: len(kafka.got) >= AHEAD + 100)
+        assert [found.envelope.suspect for found in kafka.got] == [True] * AHEAD + [False] * 100
+
+
+async def test_malformed_messages_are_kept_as_rejected(open_log: OpenLog) -> None:
+    messages = [b'{"id":0,"who":"a"}', b"{", b'{"id":2,"who":"b"}', b'{"id":3}']
+    upstream = Upstream(messages.__getitem__)
+    async with upstream, collecting(open_log(), upstream, resume_param="from") as (_, kafka):
+        upstream.limit = 4
+        await eventually(lambda: len(kafka.got) == 4)
+        assert kafka.payloads() == messages
+        assert [found.envelope.reject is None for found in kafka.got] == [True, False, True, False]
+        assert kafka.got[1].lane.rejected == 2
+
+
+async def test_a_message_beyond_every_bound_does_not_stop_the_stream(
+    open_log: OpenLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(websocket, "MAX_MESSAGE_BYTES", 5_000)
+    messages = [event(0), b'{"id":1,"pad":"' + b"x" * 10_000 + b'"}', event(2)]
+    upstream = Upstream(messages.__getitem__)
+    async with upstream, collecting(open_log(), upstream, resume_param="from") as (_, kafka):
+        upstream.limit = 3
+        await eventually(lambda: len(kafka.got) == 3)
+        assert kafka.payloads() == [event(0), b"", event(2)]
+        assert kafka.got[1].envelope.reject == "message 1 of the upstream has more than 5000 bytes"
+        assert upstream.requests == ["/stream?from=0", "/stream?from=2"]
+
+
+def test_secrets_are_not_shown() -> None:
+    assert shown_url("wss://me:pw@example.org:1/a") == "wss://example.org:1/a"
+    with_key, other = shown_url("ws://h/a?key=s3cret"), shown_url("ws://h/a?key=other")
+    assert "s3cret" not in with_key
+    assert with_key != other

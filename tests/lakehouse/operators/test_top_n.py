@@ -1,0 +1,151 @@
+"""Top-n: exact below the capacity, inside its bounds above it, whatever the batches were."""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
+
+import datasketches
+import pyarrow as pa
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from lakehouse.contract.pipeline import Product
+from lakehouse.errors import BadProduct
+from lakehouse.operators import Operator, operator_of
+from lakehouse.operators.base import TIMESTAMP
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+PARTIAL = pa.schema([("window_start", TIMESTAMP), ("window_end", TIMESTAMP), ("sketch", pa.binary())])
+Event = tuple[int, str]  # minute, item
+
+items = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=3)
+events = st.lists(st.tuples(st.integers(0, 2), items | st.sampled_from("abc")), max_size=120)
+
+
+def top_n(n: int = 3) -> Operator:
+    return operator_of(Product("gold", "r", "SELECT t, i FROM r", operator="top_n", item="i", time="t", n=n, name="p"))
+
+
+def partial(batch: list[Event], lg_k: int = 10) -> pa.Table:
+    """What Spark gives for a batch."""
+    sketches: dict[int, datasketches.frequent_strings_sketch] = {}
+    for minute, item in batch:
+        sketches.setdefault(minute, datasketches.frequent_strings_sketch(lg_k)).update(item)
+    rows = [
+        {
+            "window_start": START + timedelta(minutes=minute),
+            "window_end": START + timedelta(minutes=minute + 1),
+            "sketch": sketch.serialize(),
+        }
+        for minute, sketch in sketches.items()
+    ]
+    return pa.Table.from_pylist(rows, schema=PARTIAL)
+
+
+def emptied(table: pa.Table) -> bool:
+    """Whether a sketch has nothing left in it."""
+    sketches = map(datasketches.frequent_strings_sketch.deserialize, table["sketch"].to_pylist())
+    return any(sketch.is_empty() for sketch in sketches)
+
+
+def split(batch: list[Event], cuts: list[int]) -> list[list[Event]]:
+    places = sorted({0, len(batch), *(cut % (len(batch) + 1) for cut in cuts)})
+    return [batch[a:b] for a, b in pairwise(places)] or [[]]
+
+
+def merged(operator: Operator, tables: list[pa.Table]) -> pa.Table:
+    """One after the other, as batches come."""
+    rows: pa.Table | None = None
+    for table in tables:
+        new = operator.merge(rows, table)
+        if rows is not None:  # the store keeps the windows that the batch did not touch
+            touched = set(new["window_start"].to_pylist())
+            kept = [row not in touched for row in rows["window_start"].to_pylist()]
+            new = pa.concat_tables([rows.filter(pa.array(kept, pa.bool_())), new])
+        rows = new
+    assert rows is not None
+    return rows
+
+
+def shown(rows: pa.Table) -> list[tuple[object, ...]]:
+    """Result rows without the sketch, in order."""
+    columns = ("window_start", "rank", "item", "count", "error")
+    return sorted(tuple(row[name] for name in columns) for row in rows.to_pylist())
+
+
+def exact(batch: list[Event], n: int) -> list[tuple[object, ...]]:
+    rows: list[tuple[object, ...]] = []
+    for minute in {minute for minute, _ in batch}:
+        counts = Counter(item for other, item in batch if other == minute)
+        best = sorted(counts.items(), key=lambda found: (-found[1], found[0]))[:n]
+        start = START + timedelta(minutes=minute)
+        rows += [(start, rank, item, count, 0) for rank, (item, count) in enumerate(best, 1)]
+    return sorted(rows)
+
+
+@settings(deadline=None, max_examples=60)
+@given(events, st.lists(st.integers(0, 200), max_size=6), st.randoms(use_true_random=False), st.integers(1, 5))
+def test_any_batches_in_any_order_count_exactly(batch: list[Event], cuts: list[int], random: object, n: int) -> None:
+    operator = top_n(n)
+    shuffled = list(batch)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    parts = [partial(part) for part in split(shuffled, cuts)]
+    assert shown(merged(operator, parts)) == exact(batch, n)
+    # At once, as a replay does; and rows of the product merged with rows of the product.
+    assert shown(operator.merge(None, pa.concat_tables(parts))) == exact(batch, n)
+    half = len(parts) // 2
+    left, right = (merged(operator, some) if some else None for some in (parts[:half], parts[half:]))
+    assert right is not None
+    assert shown(merged(operator, [left, right] if left is not None else [right])) == exact(batch, n)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.integers(0, 60).map(lambda k: f"i{int(60 * (k / 60) ** 2)}"), min_size=20, max_size=400),
+    st.lists(st.integers(0, 400), max_size=6),
+)
+def test_with_few_counters_the_bounds_hold_and_no_heavy_item_is_missing(found: list[str], cuts: list[int]) -> None:
+    """12 counters for up to 60 items."""
+    operator = top_n(1000)
+    merged_rows: pa.Table | None = None
+    for part in split([(0, item) for item in found], cuts):
+        batch = partial(part, lg_k=4)
+        merged_rows = operator.merge(merged_rows, batch)
+        # DataSketches writes a sketch whose counters were all purged as one that never saw anything (1 batch in 12,000
+        # of nothing but different items, at the default capacity): such a one says no error.
+        assume(not emptied(batch) and merged_rows.num_rows)
+    assert merged_rows is not None
+    rows = merged_rows.to_pylist()
+    truth = Counter(found)
+    error = rows[0]["error"]
+    for row in rows:
+        assert row["error"] == error
+        assert row["count"] - error <= truth[row["item"]] <= row["count"]
+    heavy = {item for item, count in truth.items() if count > error}
+    assert heavy <= {row["item"] for row in rows}
+    assert error <= len(found)
+
+
+def test_merging_nothing_changes_nothing() -> None:
+    operator = top_n()
+    rows = operator.merge(None, partial([(0, "a"), (0, "b"), (0, "a")]))
+    assert operator.merge(rows, PARTIAL.empty_table()) == rows
+    assert operator.merge(None, PARTIAL.empty_table()).num_rows == 0
+    assert operator.schema is not None
+    assert rows.schema == operator.schema
+
+
+def test_the_sketch_stands_with_the_first_rank_alone() -> None:
+    rows = top_n().merge(None, partial([(0, "a"), (0, "b"), (1, "c")])).to_pylist()
+    assert [(row["rank"], row["sketch"] is not None) for row in rows] == [(1, True), (2, False), (1, True)]
+
+
+@pytest.mark.parametrize(
+    "sql", ["SELECT DISTINCT i, t FROM r", "SELECT i, t FROM r LIMIT 3", "SELECT max(i) AS i FROM r", "SELECT i FROM"]
+)
+def test_input_that_is_not_row_by_row_is_refused(sql: str) -> None:
+    with pytest.raises(BadProduct):
+        operator_of(Product("gold", "r", sql, operator="top_n", item="i", name="p"))
