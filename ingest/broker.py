@@ -110,6 +110,14 @@ class EmbeddedBroker:
             raise
         return self.bootstrap
 
+    def settle(self) -> str:
+        """Choose its address before it is started, so that others can be told; returns it, ``host:port``."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self._read_identity() is None:
+            with self._claim():
+                self._settle_identity()
+        return self.bootstrap
+
     def stop(self, timeout_s: float = 15.0) -> None:
         """Stop it in order; after ``timeout_s`` seconds the hard way. Nothing happens if it does not run."""
         pid = self.pid

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 IN_FLIGHT_EVENTS = 50_000
 IN_FLIGHT_BYTES = 32 * 1024 * 1024
 TAIL_BYTES = 8 * 1024 * 1024
+HAND_OVER_S = 0.01  # waking the publisher for every event costs more than the event; Kafka's linger is this shorter
+HAND_OVER_EVENTS = 256
 READ_BYTES = 2 * 1024 * 1024
 _BACKOFF_MAX_S = 5.0
 
@@ -35,6 +37,7 @@ class Delivery:
         known: called for each event whose fate is known: with its outcome.
         in_flight_bytes: payload bytes handed to the publisher and not acknowledged, at most.
         tail_bytes: payload bytes that wait in memory, at most (as far as they are on the disk).
+        hand_over_s: the longest that an event waits to be handed to the publisher.
     """
 
     def __init__(
@@ -45,12 +48,15 @@ class Delivery:
         *,
         in_flight_bytes: int = IN_FLIGHT_BYTES,
         tail_bytes: int = TAIL_BYTES,
+        hand_over_s: float = HAND_OVER_S,
     ) -> None:
         self._log = log
         self._publisher = publisher
         self._known = known
         self._limit = in_flight_bytes
         self._tail_limit = tail_bytes
+        self._hand_over_s = hand_over_s
+        self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self._sent: dict[int, LoggedEvent] = {}  # by sequence number, which is also their order
         self._sent_bytes = 0
@@ -121,14 +127,18 @@ class Delivery:
         self._next = event.seq + 1
         self._sent[event.seq] = event
         self._sent_bytes += len(event.payload)
-        if not self._outbox:
-            self._loop.call_soon(self._flush)
         self._outbox.append(event)
+        if len(self._outbox) >= HAND_OVER_EVENTS:
+            self._flush()
+        elif self._timer is None:
+            self._timer = self._loop.call_later(self._hand_over_s, self._flush)
 
     def _flush(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         outbox, self._outbox = self._outbox, []
-        if outbox:
-            self._publisher.send(outbox)
+        self._publisher.send(outbox)
 
     async def _catch_up(self) -> None:
         """Send what waits while there is room; back to live when nothing waits."""

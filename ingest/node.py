@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from ingest.acks import RecentEvents
 from ingest.app import HttpServer, make_app
 from ingest.border import Border
 from ingest.collectors.websocket import WebSocketCollector, shown_url
-from ingest.delivery import Delivery
+from ingest.delivery import HAND_OVER_S, Delivery
 from ingest.errors import BrokerUnavailable
 from ingest.log import MessageLog
 from ingest.publish import ConfluentPublisher, KafkaPythonPublisher, ensure_topics
@@ -86,8 +87,11 @@ class _Node:
         self._ready = False
         self._stopping = False
         topics = {name: source.topic for name, source in pipeline.sources.items()}
+        hand_over_s = min(HAND_OVER_S, settings.kafka.linger_ms / 1000)
         publisher = ConfluentPublisher if client == "confluent-kafka" else KafkaPythonPublisher
-        self._publisher = publisher(bootstrap, settings.kafka, topics)
+        gathered_ms = round(1000 * hand_over_s)  # by the delivery; the client gathers for what is left of the linger
+        kafka = dataclasses.replace(settings.kafka, linger_ms=settings.kafka.linger_ms - gathered_ms)
+        self._publisher = publisher(bootstrap, kafka, topics)
         self._log = MessageLog.open(
             Lake(settings.lake).collector_log(node),
             node,
@@ -95,7 +99,7 @@ class _Node:
             group_commit_ms=collect.group_commit_ms,
         )
         self._recent = RecentEvents(topics)
-        self._delivery = Delivery(self._log, self._publisher, self._recent.known)
+        self._delivery = Delivery(self._log, self._publisher, self._recent.known, hand_over_s=hand_over_s)
         self._collectors: list[Collector] = []
         self._intakes: dict[str, Intake] = {}
         for source in pipeline.sources.values():

@@ -114,6 +114,7 @@ class _ThreadedPublisher:
         self._outcomes: _Outcomes
         self._limits: dict[str, int] = {}
         self._limits_stale = False
+        self._closing = False
         self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
 
     def start(self, deliver: Callable[[Sequence[Outcome]], None]) -> None:
@@ -127,6 +128,7 @@ class _ThreadedPublisher:
 
     def close(self, timeout_s: float) -> None:
         if self._thread.is_alive():
+            self._closing = True
             self._queue.put(None)
             self._thread.join(timeout_s)
         self._disconnect(timeout_s)
@@ -134,6 +136,8 @@ class _ThreadedPublisher:
     def _run(self) -> None:
         while (batch := self._queue.get()) is not None:
             for event in batch:
+                if self._closing:  # the log keeps the rest
+                    return
                 self._try_one(event)
 
     def _try_one(self, event: LoggedEvent) -> None:
@@ -273,6 +277,8 @@ class ConfluentPublisher(_ThreadedPublisher):
             if batch is None:
                 return
             for event in batch:
+                if self._closing:
+                    return
                 self._try_one(event)
             self._producer.poll(0)
 

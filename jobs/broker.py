@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import time
 
-from kafka import KafkaAdminClient
-from kafka.admin import NewTopic
-from kafka.errors import KafkaError, TopicAlreadyExistsError
-
+from ingest import publish
 from ingest.broker import EmbeddedBroker
+from ingest.errors import BrokerUnavailable
 from lakehouse.contract.errors import EnvironmentProblem
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline
@@ -44,31 +42,11 @@ def ensure_topics(pipeline: Pipeline, bootstrap: str, *, timeout_s: float = 60.0
         EnvironmentProblem: the broker did not answer in time.
     """
     deadline = time.monotonic() + timeout_s
-    topics = [
-        NewTopic(
-            s.topic,
-            num_partitions=s.partitions,
-            replication_factor=-1,
-            topic_configs={"retention.ms": str(s.retention_ms)},
-        )
-        for s in pipeline.sources.values()
-    ]
     while True:
         try:
-            admin = KafkaAdminClient(bootstrap_servers=bootstrap)
-            try:
-                known = set(admin.list_topics())
-                absent = [topic for topic in topics if topic.name not in known]
-                if absent:
-                    admin.create_topics(absent)
-                return
-            finally:
-                admin.close()
-        except TopicAlreadyExistsError:
+            publish.ensure_topics(bootstrap, list(pipeline.sources.values()))
             return
-        except KafkaError as error:
+        except BrokerUnavailable as error:
             if time.monotonic() > deadline:
-                raise EnvironmentProblem(
-                    f"the broker at {bootstrap} does not answer: {error}", "Is it running? millrace kafka status"
-                ) from None
+                raise EnvironmentProblem(str(error), "Is it running? millrace kafka status") from None
             time.sleep(0.5)

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jobs.broker import resolve_bootstrap
+from jobs.broker import ensure_topics, resolve_bootstrap
 from lakehouse.contract.errors import MillraceError
 from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.contract.settings import Settings, load_settings
@@ -48,10 +48,6 @@ def run_stages(
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     bootstrap = resolve_bootstrap(settings) if stages.bronze else ""
-    if stages.bronze:
-        from jobs.broker import ensure_topics
-
-        ensure_topics(pipeline, bootstrap)
     from lakehouse.rehearse import rehearse
     from lakehouse.session import build_session
 
@@ -59,6 +55,8 @@ def run_stages(
     try:
         if stages.layers and settings.spark.rehearse:
             log.info("rehearsed in %.1f s", rehearse(spark, settings, pipeline))
+        if stages.bronze:
+            ensure_topics(pipeline, bootstrap)
         run(
             spark,
             settings,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -52,6 +53,8 @@ class Stack:
         self._upstream = upstream
         self._broker: EmbeddedBroker | None = None
         self._broker_due = 0.0
+        # Beside the driver, which takes longer; both find the address settled.
+        self._broker_starting = threading.Thread(target=self._start_own_broker, name="start of the broker")
         self.supervisor = Supervisor()
         self.restarts_of_broker = 0
         self._parts: dict[str, int | None] = {}
@@ -89,14 +92,12 @@ class Stack:
         self.supervisor.tend()
         self._note_parts()
         broker = self._broker
-        if broker is not None and not broker.running() and time.monotonic() >= self._broker_due:
+        if broker is None or self._broker_starting.is_alive() or broker.running():
+            return
+        if time.monotonic() >= self._broker_due:
             log.warning("the broker ended; starting it again")
             self.restarts_of_broker += 1
-            try:
-                broker.start()
-            except EnvironmentProblem as error:
-                log.warning("%s", error)
-                self._broker_due = time.monotonic() + 2.0
+            self._start_own_broker()
 
     def stop(self, each: Callable[[str], None] = lambda _: None) -> None:
         """Stop every part, sources first; returns when nothing of them is left."""
@@ -105,6 +106,7 @@ class Stack:
             self.supervisor.stop(name)
         if self._broker is not None:
             each("broker")
+            self._broker_starting.join()
             self._broker.stop()
 
     def _note_parts(self) -> None:
@@ -126,11 +128,19 @@ class Stack:
         if self._settings.kafka.bootstrap:
             return self._settings.kafka.bootstrap
         broker = embedded(self._settings, die_with_parent=True)
-        bootstrap = broker.bootstrap if broker.running() else ""
-        if not bootstrap:
-            bootstrap = broker.start()
+        bootstrap = broker.settle()
+        if not broker.running():
             self._broker = broker  # ours to stop; one that ran before is left running
+            self._broker_starting.start()
         return bootstrap
+
+    def _start_own_broker(self) -> None:
+        assert self._broker is not None
+        try:
+            self._broker.start()
+        except EnvironmentProblem as error:
+            log.warning("%s", error)
+            self._broker_due = time.monotonic() + 2.0
 
     def _child(self, name: str, command: list[str]) -> None:
         self.supervisor.start(Child(name, command, self.log_file(name)))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -90,6 +91,24 @@ def _place(offset: str) -> tuple[int, int]:
     return int(found["reservoirVersion"]), int(found["index"])
 
 
+@dataclass(frozen=True, slots=True)
+class LiveQuery:
+    """A running live query.
+
+    Attributes:
+        query: Spark's handle.
+        writer: what it hands its batches to.
+    """
+
+    query: StreamingQuery
+    writer: LiveWriter
+
+    def stop(self) -> None:
+        """Stop it; when this returns, nothing is written any more and all files are closed."""
+        self.query.stop()
+        self.writer.close()
+
+
 def start_live(
     spark: SparkSession,
     settings: Settings,
@@ -100,7 +119,7 @@ def start_live(
     *,
     keep_rejected: bool = True,
     restore_rejected: bool = False,
-) -> StreamingQuery:
+) -> LiveQuery:
     """Start the query that keeps ``products`` of ``source``; bronze must exist.
 
     Products that the query's checkpoint does not cover (new ones, or kept by another query until now) are first built
@@ -128,7 +147,7 @@ def start_live(
         .option("maxBytesPerTrigger", settings.spark.max_bytes_per_trigger)
         .load(str(table.path))
     )
-    return (
+    query = (
         conform(rows, source)  # planned once for the whole query
         .writeStream.queryName(name)
         .option("checkpointLocation", str(folder))
@@ -136,6 +155,7 @@ def start_live(
         .foreachBatch(writer)
         .start()
     )
+    return LiveQuery(query, writer)
 
 
 def _catch_up(
@@ -190,6 +210,7 @@ class LiveWriter:
         self._checkpoint = checkpoint
         self._maintenance = maintenance
         self._query = ""
+        self._busy = threading.Lock()
         self._through: dict[str, int] = {}
         for store in stores:
             mark = store.mark()
@@ -197,6 +218,16 @@ class LiveWriter:
                 self._through = {**mark.through, **self._through}
 
     def __call__(self, events: DataFrame, batch: int) -> None:
+        with self._busy:  # Spark does not wait for us when it stops the query
+            self._take(events, batch)
+
+    def close(self) -> None:
+        """Wait for the batch in hand, and close the files."""
+        with self._busy:
+            self._maintenance.close()
+            self.seen.close()
+
+    def _take(self, events: DataFrame, batch: int) -> None:
         self._query = self._query or Checkpoint.read(self._checkpoint).query
         offset = offset_of(self._checkpoint, batch)
         events.persist()

@@ -41,6 +41,10 @@ class Maintenance:
             self._looked = self._now()
             self._running = self._worker.submit(self._look)
 
+    def close(self) -> None:
+        """Finish what is being done."""
+        self._worker.shutdown(cancel_futures=True)
+
     def _look(self) -> None:
         for table in self._lake.tables():
             try:

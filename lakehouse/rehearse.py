@@ -68,7 +68,7 @@ def _play(spark: SparkSession, settings: Settings, pipeline: Pipeline, source: S
                 frame.coalesce(1).write.format("delta").mode("append").save(str(table.path))
             else:
                 write_deltalake(str(table.path), made, mode="append")
-            query.processAllAvailable()
+            query.query.processAllAvailable()
             if time.monotonic() > deadline:
                 break
     finally:

@@ -38,6 +38,8 @@ _TUNED = {
     "spark.sql.streaming.metricsEnabled": "false",
     "spark.sql.streaming.numRecentProgressUpdates": "20",
     "spark.sql.streaming.minBatchesToRetain": "20",
+    # A checkpoint file less twice a batch; a torn one is no loss, because bronze and the products say how far they are.
+    "spark.sql.streaming.checkpoint.fileChecksum.enabled": "false",
     "spark.sql.execution.arrow.pyspark.enabled": "true",
     "spark.sql.parquet.compression.codec": "zstd",
     "spark.cleaner.periodicGC.interval": "5min",

@@ -23,7 +23,8 @@ from lakehouse.lock import WriterLocks
 log = logging.getLogger(__name__)
 
 LIVE = ("silver", "gold")
-_CONDITION = re.compile(r"\[[A-Z0-9_.]+\]|Error|Exception")
+_RAISED = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception)\b.*: ")  # the last line of a Python traceback, a Java cause
+_CONDITION = re.compile(r"\[[A-Z][A-Z0-9_.]+\]|Error|Exception")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +85,14 @@ def run(
     lake = Lake(settings.lake)
     with WriterLocks(lake, stages.tables(pipeline)):
         queries: list[StreamingQuery] = []
+        stops: list[Callable[[], None]] = []
         restore = not lake.quarantine().exists()
         try:
             for source in pipeline.sources.values():
                 create(lake.bronze(source.name))
                 products = stages.products(pipeline, source)
                 if products or stages.rejected:
-                    query = start_live(
+                    live = start_live(
                         spark,
                         settings,
                         pipeline,
@@ -100,15 +102,18 @@ def run(
                         keep_rejected=stages.rejected,
                         restore_rejected=stages.rejected and restore,
                     )
-                    queries.append(query)
+                    queries.append(live.query)
+                    stops.append(live.stop)
                 if stages.bronze:
-                    queries.append(start_bronze(spark, settings, source, bootstrap=bootstrap, accept_loss=accept_loss))
+                    bronze = start_bronze(spark, settings, source, bootstrap=bootstrap, accept_loss=accept_loss)
+                    queries.append(bronze)
+                    stops.append(bronze.stop)
             if started is not None:
                 started()
             _watch(queries, stop)
         finally:
-            for query in queries:
-                query.stop()
+            for end in reversed(stops):
+                end()
 
 
 def _watch(queries: Sequence[StreamingQuery], stop: threading.Event) -> None:
@@ -128,5 +133,6 @@ def _why(query: StreamingQuery) -> LakehouseError:
     if "failOnDataLoss" in text or "KAFKA_DATA_LOSS" in text or "OffsetOutOfRange" in text:
         return BronzeGap(name.removeprefix("bronze-"), text.splitlines()[0])
     condition = getattr(error, "getCondition", lambda: None)() or type(error).__name__
-    causes = [line for line in text.splitlines() if _CONDITION.search(line)] or text.splitlines()
-    return QueryFailed(name, condition, causes[0].strip())
+    lines = text.splitlines()
+    causes = [line for line in lines if _RAISED.match(line)] or [line for line in lines if _CONDITION.search(line)]
+    return QueryFailed(name, condition, (causes or lines)[0].strip())

@@ -46,7 +46,7 @@ def sent(events: Sequence[LoggedEvent]) -> list[Outcome]:
 @asynccontextmanager
 async def delivering(log: MessageLog, **limits: int) -> AsyncIterator[tuple[Delivery, ByHand, list[Outcome]]]:
     publisher, known = ByHand(), list[Outcome]()
-    delivery = Delivery(log, publisher, known.append, **limits)
+    delivery = Delivery(log, publisher, known.append, hand_over_s=0, **limits)
     task = asyncio.create_task(delivery.run())
     yield delivery, publisher, known
     task.cancel()
@@ -59,8 +59,8 @@ async def test_straight_through(open_log: OpenLog) -> None:
     async with delivering(log) as (delivery, publisher, known):
         for n in range(100):
             delivery.offer(append(log, lane, n))
-        await asyncio.sleep(0)
-        assert len(publisher.got) == 100, "sent before it is durable, in one batch"
+        await asyncio.sleep(0.001)
+        assert len(publisher.got) == 100, "sent before it is durable"
         assert log.durable_seq == 0
         delivery.deliver(sent(publisher.take()))
         await asyncio.wait_for(delivery.drained(), 1)
@@ -91,7 +91,7 @@ async def test_in_flight_is_bounded_and_the_rest_is_read_back_in_order(open_log:
         assert publisher.seen == list(range(1, 2001)), "each once, in order"
         assert not publisher.suspects
         delivery.offer(append(log, lane, 5000))
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
         assert publisher.seen[-1] == 2001, "straight through again"
         delivery.deliver(sent(publisher.take()))
 
@@ -116,7 +116,7 @@ async def test_what_failed_is_sent_again_before_anything_newer(open_log: OpenLog
     async with delivering(log) as (delivery, publisher, known):
         for n in range(10):
             delivery.offer(append(log, lane, n))
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
         first = publisher.take()
         failed = [Outcome(event, -1, -1, "epoch bump") for event in (first[5], first[2])]
         delivery.deliver([*sent(first[:2]), *failed])
@@ -139,7 +139,7 @@ async def test_what_kafka_will_never_take_goes_to_the_failed_store(open_log: Ope
     async with delivering(log) as (delivery, publisher, known):
         for n in range(3):
             delivery.offer(append(log, lane, n))
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
         one, two, three = publisher.take()
         delivery.deliver([*sent([one]), Outcome(two, -1, -1, "MessageSizeTooLarge", final=True), *sent([three])])
         await asyncio.wait_for(delivery.drained(), 1)

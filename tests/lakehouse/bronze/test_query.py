@@ -1,0 +1,182 @@
+"""Kafka records as bronze rows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deltalake import DeltaTable
+from pyspark.sql import Row, SparkSession
+
+from lakehouse.bronze.query import BronzeWriter, starting_offsets, to_bronze, without_known
+from lakehouse.bronze.table import COLUMNS, Progress, create, progress
+from lakehouse.contract.envelope import Envelope, fingerprint
+from lakehouse.contract.lake import Lake
+from tests.lakehouse.lakes import Site, eventually, mixture
+
+NOW = datetime(2026, 1, 2, 3, 4, 5, 678000, tzinfo=UTC)
+KAFKA = (
+    "key BINARY, value BINARY, headers ARRAY<STRUCT<key: STRING, value: BINARY>>, topic STRING, partition INT, "
+    "offset BIGINT, timestamp TIMESTAMP"
+)
+FULL = Envelope("e1", "clicks", "acme", 1_700_000_000_123_456, "n1", fingerprint(b"x"), suspect=True, reject="bad")
+
+
+@pytest.mark.parametrize(
+    ("offsets", "expected"),
+    [
+        ({}, "earliest"),
+        ({"t/0": 5, "t/1": 7}, {"0": 5, "1": 7}),
+        ({"t/1": 7}, {"0": -2, "1": 7}),
+        ({"t/0": 5, "t/3": 2}, {"0": 5, "1": -2, "2": -2, "3": 2}),
+        ({"other/0": 5}, {"0": -2, "1": -2}),
+        ({"t/0": 5, "a/t/1": 9}, {"0": 5, "1": -2}),
+    ],
+)
+def test_starting_offsets(offsets: Mapping[str, int], expected: str | dict[str, int]) -> None:
+    found = starting_offsets("t", 2, offsets)
+    assert found == expected if isinstance(expected, str) else json.loads(found) == {"t": expected}
+
+
+def rows(spark: SparkSession, *headers: list[tuple[str, bytes]] | None, value: bytes | None = b"x") -> list[Row]:
+    records = [
+        (b"k", bytearray(value) if value is not None else None, found, "t", 1, number, NOW)
+        for number, found in enumerate(headers)
+    ]
+    return (
+        to_bronze(spark.createDataFrame(records, KAFKA), source="clicks", tenant="default").orderBy("offset").collect()
+    )  # type: ignore[arg-type]
+
+
+@pytest.mark.spark
+def test_an_envelope_becomes_columns(spark: SparkSession) -> None:
+    (row,) = rows(spark, [*FULL.to_headers(), ("trace", b"\xff")])
+    assert (row.event_id, row.source, row.tenant, row.collector) == ("e1", "clicks", "acme", "n1")
+    assert row.received_at.timestamp() == 1_700_000_000.123456
+    assert (row.fingerprint, row.suspect, row.reject) == (FULL.fingerprint, True, "bad")
+    assert (bytes(row.key), bytes(row.payload), row.origin) == (b"k", b"x", "stream")
+    assert (row.topic, row.partition, row.offset, row.broker_time.timestamp()) == ("t", 1, 0, NOW.timestamp())
+    assert {name: bytes(value) for name, value in row.headers.items()} == {"trace": b"\xff"}
+
+
+@pytest.mark.spark
+def test_records_of_another_producer(spark: SparkSession) -> None:
+    found = rows(spark, None, [], [("trace", b"1")])
+    for offset, row in enumerate(found):
+        assert (row.event_id, row.source, row.tenant) == (f"@t/1/{offset}", "clicks", "default")
+        assert (row.collector, row.suspect, row.reject) == ("@broker", False, None)
+        assert row.received_at.timestamp() == NOW.timestamp()
+        assert row.fingerprint == "md5:9dd4e461268c8034f5c8564e155c67a6"
+
+
+@pytest.mark.spark
+def test_headers_that_are_sent_twice_or_are_odd(spark: SparkSession) -> None:
+    twice = [*FULL.to_headers(), ("id", b"e2"), ("trace", b"1"), ("trace", b"2")]
+    far = [("received_at", b"9000000000000000000")]
+    found = rows(spark, twice, [("received_at", b"soon")], far, [("id", None)])  # type: ignore[list-item]
+    assert found[0].event_id == "e2"
+    assert bytes(found[0].headers["trace"]) == b"2"
+    assert [row.received_at.timestamp() for row in found[1:3]] == [NOW.timestamp()] * 2
+    assert found[3].event_id == "@t/1/3"
+
+
+@pytest.mark.spark
+def test_a_record_without_a_value(spark: SparkSession) -> None:
+    (row,) = rows(spark, FULL.to_headers(), value=None)
+    assert (row.event_id, row.payload) == ("e1", None)
+
+
+@pytest.mark.spark
+def test_rows_have_the_columns_of_the_table(spark: SparkSession) -> None:
+    frame = to_bronze(spark.createDataFrame([], KAFKA), source="clicks", tenant="default")
+    assert [*frame.columns, "bronze_at", "date"] == COLUMNS.names
+
+
+@pytest.mark.spark
+def test_rows_that_bronze_has_already(spark: SparkSession) -> None:
+    places = [("t", 0, 4), ("t", 0, 5), ("t", 1, 0), ("t", 2, 0), ("u", 0, 0)]
+    frame = spark.createDataFrame(places, "topic STRING, partition INT, offset BIGINT")
+    left = without_known(frame, {"t/0": 5, "t/1": 1}).collect()
+    assert [tuple(row) for row in left] == [("t", 0, 5), ("t", 2, 0), ("u", 0, 0)]
+    assert without_known(frame, {}).count() == len(places)
+
+
+class Batches:
+    """Micro-batches of one topic as Spark's checkpoint and source give them."""
+
+    def __init__(self, spark: SparkSession, folder: Path) -> None:
+        self._spark = spark
+        self.checkpoint = folder / "checkpoint"
+        (self.checkpoint / "offsets").mkdir(parents=True)
+        self.table = Lake(folder / "lake").bronze("clicks")
+        create(self.table)
+
+    def writer(self, **options: Any) -> BronzeWriter:
+        return BronzeWriter(self.table, self.checkpoint, progress(self.table), **options)
+
+    def run(self, writer: BronzeWriter, batch: int, start: dict[int, int], end: dict[int, int]) -> None:
+        """Give the writer the records from ``start`` to ``end``."""
+        ends = {str(partition): offset for partition, offset in end.items()}
+        (self.checkpoint / "offsets" / str(batch)).write_text(f"v1\n{{}}\n{json.dumps({'t': ends})}\n")
+        records = [
+            (None, b"x", None, "t", partition, offset, NOW)
+            for partition, until in end.items()
+            for offset in range(start.get(partition, 0), until)
+        ]
+        frame = self._spark.createDataFrame(records, KAFKA)  # type: ignore[arg-type]
+        writer(to_bronze(frame, source="clicks", tenant="default"), batch)
+
+    def held(self) -> list[tuple[int, int]]:
+        found = DeltaTable(str(self.table.path)).to_pyarrow_table(columns=["partition", "offset"])
+        return sorted((row["partition"], row["offset"]) for row in found.to_pylist())
+
+
+@pytest.mark.spark
+def test_batches_that_come_again_are_dropped_in_whole_or_in_part(spark: SparkSession, tmp_path: Path) -> None:
+    batches = Batches(spark, tmp_path)
+    first = batches.writer()
+    batches.run(first, 0, {}, {0: 3, 1: 2})
+    batches.run(first, 1, {0: 3, 1: 2}, {0: 4, 1: 2})
+    version = DeltaTable(str(batches.table.path)).version()
+
+    again = batches.writer()  # after a crash before Spark noted the batch
+    batches.run(again, 1, {0: 3, 1: 2}, {0: 4, 1: 2})
+    assert DeltaTable(str(batches.table.path)).version() == version
+    batches.run(again, 2, {0: 4, 1: 2}, {0: 5, 1: 3})
+
+    other = batches.writer()  # with an older checkpoint: the second partition catches up more slowly
+    batches.run(other, 0, {}, {0: 2, 1: 1})
+    batches.run(other, 1, {0: 2, 1: 1}, {0: 7, 1: 2})
+    batches.run(other, 2, {0: 7, 1: 2}, {0: 8, 1: 4})
+    assert batches.held() == [(0, offset) for offset in range(8)] + [(1, offset) for offset in range(4)]
+    assert progress(batches.table).offsets == {"t/0": 8, "t/1": 4}
+
+
+@pytest.mark.spark
+def test_the_time_of_a_commit_never_goes_back(spark: SparkSession, tmp_path: Path) -> None:
+    batches = Batches(spark, tmp_path)
+    clock = iter([1000.0, 999.0, 999.5])
+    for number in range(3):
+        batches.run(batches.writer(now=lambda: next(clock)), number, {0: number}, {0: number + 1})
+    times = DeltaTable(str(batches.table.path)).to_pyarrow_table(columns=["offset", "bronze_at"]).sort_by("offset")
+    assert [value.timestamp() for value in times["bronze_at"].to_pylist()] == [1000.0, 1000.000001, 1000.000002]
+    assert progress(batches.table) == Progress({"t/0": 3}, 1_000_000_002)
+
+
+@pytest.mark.spark
+@pytest.mark.broker
+def test_bronze_alone_takes_everything_as_it_came(new_site: Callable[[], Site], spark: SparkSession) -> None:
+    from lakehouse.stream import Stages
+
+    place = new_site()
+    place.send(mixture(0, 40))
+    table = place.lake.bronze("clicks")
+    with place.running(spark, Stages(layers=())) as alive:
+        eventually(lambda: sum(progress(table).offsets.values()) == len(place.records), alive=alive)
+    payloads = DeltaTable(str(table.path)).to_pyarrow_table(columns=["payload"])["payload"].to_pylist()
+    assert sorted(payloads, key=str) == sorted((record.payload for record in place.records), key=str)
+    assert [ref.name for ref in place.lake.tables()] == ["clicks"]

@@ -1,0 +1,29 @@
+"""One Spark session for all tests of a run, and lakes on the embedded broker."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from pyspark.sql import SparkSession
+
+from ingest.broker import EmbeddedBroker
+from lakehouse.contract.settings import load_settings
+from lakehouse.session import build_session
+from tests.lakehouse.lakes import Site, site
+
+
+@pytest.fixture(scope="session")
+def spark() -> Iterator[SparkSession]:
+    """The session, as every driver makes it."""
+    session = build_session(load_settings({}, spark__driver_memory="1g"), "tests")
+    yield session
+    session.stop()
+
+
+@pytest.fixture
+def new_site(tmp_path: Path, broker: EmbeddedBroker) -> Callable[[], Site]:
+    """Makes a lake with a topic of its own."""
+    return lambda: site(tmp_path, broker.bootstrap, f"clicks-{uuid.uuid4().hex[:8]}")

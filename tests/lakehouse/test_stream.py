@@ -1,0 +1,208 @@
+"""Both queries, from a real broker to real tables: exact, whatever is lost or killed on the way."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from deltalake import DeltaTable
+from pyspark.sql import SparkSession
+
+from ingest.broker import EmbeddedBroker
+from lakehouse.contract.faults import CRASH_POINTS
+from lakehouse.errors import QueryFailed, TableBusy
+from lakehouse.lock import WriterLocks
+from lakehouse.replay import digest, verify
+from tests.lakehouse.lakes import (
+    Site,
+    assert_exact,
+    eventually,
+    mixture,
+    result,
+    site,
+)
+
+pytestmark = [pytest.mark.spark, pytest.mark.broker]
+ROOT = Path(__file__).parents[2]
+
+
+def verified(spark: SparkSession, place: Site) -> list[tuple[str, bool]]:
+    return [(found.table, found.equal) for found in verify(spark, place.settings, place.pipeline)]
+
+
+ALL_EQUAL = [(name, True) for name in ("per_city", "totals", "top_tags", "visitors", "quarantine")]
+
+
+def digests(place: Site) -> dict[str, str]:
+    return {name: digest(result(place.lake, place.pipeline, name)) for name in place.pipeline.products}
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory, broker: EmbeddedBroker, spark: SparkSession) -> Site:
+    """A lake that has run, for several tests: each leaves it whole."""
+    place = site(tmp_path_factory.mktemp("kept"), broker.bootstrap, f"clicks-{uuid.uuid4().hex[:8]}")
+    place.send(mixture(0, 150))
+    with place.running(spark) as alive:
+        eventually(place.arrived(), alive=alive)
+        place.send(mixture(100, 150))  # fifty ids again, among others
+        eventually(place.arrived(), alive=alive)
+    return place
+
+
+def test_products_are_exact(kept: Site, spark: SparkSession) -> None:
+    assert_exact(kept.lake, kept.pipeline, kept.records)
+    assert verified(spark, kept) == ALL_EQUAL
+
+
+def test_a_lost_checkpoint_a_lost_index_and_all_state_lost(kept: Site, spark: SparkSession) -> None:
+    state = kept.lake.state
+    for number, lost in enumerate([state / "checkpoints", state / "seen", state]):
+        before = digests(kept)
+        shutil.rmtree(lost)
+        with kept.running(spark) as alive:
+            eventually(kept.arrived(), alive=alive)
+            assert digests(kept) == before
+            kept.send(mixture(1_000 + 100 * number, 20))
+            kept.send(kept.records[:20])
+            eventually(kept.arrived(), alive=alive)
+        assert_exact(kept.lake, kept.pipeline, kept.records)
+    assert verified(spark, kept) == ALL_EQUAL
+    rows = DeltaTable(str(kept.lake.bronze("clicks").path)).to_pyarrow_table(columns=["partition", "offset"])
+    assert rows.num_rows == len(kept.records)  # bronze took nothing twice
+
+
+def test_lost_tables_are_built_again_and_kept_up_to_date(kept: Site, spark: SparkSession) -> None:
+    before = digests(kept)
+    for table in (kept.lake.table("gold", "top_tags"), kept.lake.table("silver", "per_city"), kept.lake.quarantine()):
+        shutil.rmtree(table.path)
+    with kept.running(spark) as alive:
+        assert digests(kept) == before
+        kept.send(mixture(2_000, 30))
+        eventually(kept.arrived(), alive=alive)
+    assert_exact(kept.lake, kept.pipeline, kept.records)
+    assert verified(spark, kept) == ALL_EQUAL
+
+
+def test_a_tampered_product_is_found(kept: Site, spark: SparkSession) -> None:
+    table = DeltaTable(str(kept.lake.table("gold", "totals").path))
+    start = min(table.to_pyarrow_table()["window_start"].to_pylist())
+    place = f"window_start = arrow_cast('{start.isoformat()}', 'Timestamp(Microsecond, Some(\"UTC\"))')"
+    try:
+        table.update({"n": "n + 1"}, predicate=place)
+        found = dict(verified(spark, kept))
+        assert found == {name: name != "totals" for name, _ in ALL_EQUAL}
+    finally:
+        table.update({"n": "n - 1"}, predicate=place)
+
+
+def test_a_tampered_quarantine_is_found(kept: Site, spark: SparkSession) -> None:
+    table = DeltaTable(str(kept.lake.quarantine().path))
+    before = table.version()
+    try:
+        table.delete("reason = 'expectation price_not_negative failed'")
+        assert dict(verified(spark, kept)) == {name: name != "quarantine" for name, _ in ALL_EQUAL}
+    finally:
+        table.restore(before)
+
+
+def test_a_second_writer_is_refused(kept: Site, spark: SparkSession) -> None:
+    refused = pytest.raises(TableBusy, match="another process writes visitors")
+    with WriterLocks(kept.lake, ["visitors"]), refused, kept.running(spark):
+        pytest.fail("it started")
+    with kept.running(spark):
+        command = [sys.executable, "jobs/run_gold.py", "--lake", str(kept.lake.root), "--pipeline"]
+        done = subprocess.run(
+            [*command, kept.settings.pipeline],
+            cwd=ROOT,
+            env={**os.environ, "MILLRACE_SPARK_REHEARSE": "false", "MILLRACE_SPARK_DRIVER_MEMORY": "512m"},
+            capture_output=True,
+            text=True,
+            timeout=180,
+            check=False,
+        )
+        assert done.returncode == 1
+        assert "another process writes" in done.stderr.splitlines()[-1]
+
+
+def test_a_query_that_fails_says_which_and_why(new_site: Callable[[], Site], spark: SparkSession) -> None:
+    place = new_site()
+    place.send(mixture(0, 5))
+    with pytest.raises(QueryFailed) as caught, place.running(spark) as alive:
+        eventually(place.arrived(), alive=alive)
+        # The rows that a batch must be merged with are gone: going on would make the product wrong.
+        shutil.rmtree(place.lake.table("gold", "visitors").path)
+        place.send(mixture(100, 5))
+        eventually(lambda: not alive())
+    assert caught.value.query == "live-clicks"
+    assert caught.value.detail.startswith("_internal.DeltaError")
+    assert "gold/visitors" in str(caught.value)
+    place.run_until_arrived(spark)  # built again from bronze
+    assert_exact(place.lake, place.pipeline, place.records)
+
+
+def driver(place: Site, crash_at: str) -> subprocess.Popen[bytes]:
+    """All stages in a process of their own."""
+    command = [sys.executable, "jobs/run_pipeline.py", "--lake", str(place.lake.root)]
+    command += ["--pipeline", place.settings.pipeline, "--kafka", place.bootstrap]
+    changed = {"MILLRACE_SPARK_REHEARSE": "false", "MILLRACE_SPARK_DRIVER_MEMORY": "1g", "MILLRACE_CRASH_AT": crash_at}
+    log = (place.lake.root.parent / "driver.log").open("ab")
+    with log:
+        return subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, **changed}, stdout=log, stderr=log, start_new_session=True
+        )
+
+
+def test_killed_at_every_crash_point_nothing_is_lost_or_counted_twice(
+    new_site: Callable[[], Site], spark: SparkSession
+) -> None:
+    place = new_site()
+    for number, point in enumerate(CRASH_POINTS):
+        place.send(mixture(100 * number, 60))
+        process = driver(place, point)
+        try:
+            assert process.wait(180) == -signal.SIGKILL, point
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    place.send(mixture(0, 30))
+    place.run_until_arrived(spark)
+    assert_exact(place.lake, place.pipeline, place.records)
+    assert verified(spark, place) == ALL_EQUAL
+
+
+def test_stages_in_drivers_of_their_own_by_spark_submit(new_site: Callable[[], Site], spark: SparkSession) -> None:
+    place = new_site()
+    place.send(mixture(0, 60))
+    binaries = Path(sys.executable).parent
+    environ = {**os.environ, "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}", "MILLRACE_SPARK_REHEARSE": "false"}
+    environ.pop("SPARK_HOME", None)
+    drivers = []
+    for name in ("bronze", "silver", "gold"):
+        command = [str(binaries / "spark-submit"), "--driver-memory", "512m", f"jobs/run_{name}.py"]
+        command += ["--lake", str(place.lake.root), "--pipeline", place.settings.pipeline]
+        if name == "bronze":
+            command += ["--kafka", place.bootstrap]
+        with (place.lake.root.parent / f"{name}.log").open("ab") as log:
+            drivers.append(
+                subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log, start_new_session=True)
+            )
+    try:
+        alive = lambda: all(process.poll() is None for process in drivers)  # noqa: E731
+        eventually(place.arrived(), 240, alive)
+        place.send(mixture(30, 60))
+        eventually(place.arrived(), 120, alive)
+    finally:
+        for process in drivers:
+            os.killpg(process.pid, signal.SIGTERM)
+        for process in drivers:
+            process.wait(60)
+    assert_exact(place.lake, place.pipeline, place.records)
+    assert verified(spark, place) == ALL_EQUAL
