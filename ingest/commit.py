@@ -72,6 +72,8 @@ class GroupCommit:
         self._group: Group | None = None
         self._writing: asyncio.Future[list[int]] | None = None
         self._backoff_s = 0.0
+        self._again: asyncio.TimerHandle | None = None
+        self._closing = False
 
     def add(self, segment: Segment, chunks: list[bytes], size: int) -> int:
         """Put bytes at the end of the segment; returns their offset."""
@@ -116,6 +118,9 @@ class GroupCommit:
 
     async def close(self) -> None:
         """Write what is pending and end the worker."""
+        self._closing = True
+        if self._again is not None:
+            self._again.cancel()
         while (self._parts or self._writing is not None) and not self.problem:
             if self._writing is None:
                 self._write()
@@ -179,5 +184,5 @@ class GroupCommit:
         self.problem = str(error)
         self._backoff_s = min(_RETRY_MAX_S, max(_RETRY_FIRST_S, self._backoff_s * 2))
         logger.error("the message log cannot be written: %s; next attempt in %.2f s", error, self._backoff_s)
-        loop = asyncio.get_running_loop()
-        loop.call_later(self._backoff_s, self._submit, job)
+        if not self._closing:
+            self._again = asyncio.get_running_loop().call_later(self._backoff_s, self._submit, job)

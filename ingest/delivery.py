@@ -65,6 +65,7 @@ class Delivery:
         self._tail_bytes = 0
         self._again: list[LoggedEvent] = []  # to be sent again once nothing else is in flight
         self._failing = 0
+        self._tasks: set[asyncio.Task[None]] = set()
         self._attempts = 0
         self._wake = asyncio.Event()
         self._change = asyncio.Event()
@@ -208,7 +209,8 @@ class Delivery:
             elif outcome.final:
                 self._failing += 1
                 task = self._loop.create_task(self._fail(outcome))
-                task.add_done_callback(_raise)
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
             else:
                 if not self._again:
                     logger.warning(
@@ -225,7 +227,13 @@ class Delivery:
     async def _fail(self, outcome: Outcome) -> None:
         event = outcome.event
         logger.error("Kafka refuses event %s of %s: %s", event.envelope.event_id, event.envelope.source, outcome.error)
-        await self._log.fail(event, outcome.error)
+        while True:
+            try:
+                await self._log.fail(event, outcome.error)
+                break
+            except OSError as error:  # it stays in the log until the failed store takes it
+                logger.error("the failed store cannot be written: %s", error)
+                await asyncio.sleep(_BACKOFF_MAX_S)
         self._failing -= 1
         if self._sent.pop(event.seq, None) is not None:
             self._sent_bytes -= len(event.payload)
@@ -252,10 +260,5 @@ class Delivery:
         await asyncio.sleep(min(_BACKOFF_MAX_S, 0.05 * 2**self._attempts))
         for event in again:
             event.envelope = dataclasses.replace(event.envelope, suspect=True)
-        self._publisher.send(again)
+        self._publisher.send(again, afresh=True)
         self._wake.set()
-
-
-def _raise(task: asyncio.Task[None]) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("an undeliverable event could not be kept; it stays in the log", exc_info=error)

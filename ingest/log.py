@@ -84,11 +84,12 @@ class MessageLog:
         self._full = False
         self._room: list[asyncio.Future[None]] = []
         self._closed = False
+        self._told: Callable[[], None] = lambda: None
         self._header_bytes = 0  # of the active segment; it holds more only when something was appended
         self._active = self._roll()
         self._drop([segment for segment in self.recovery.segments if segment.unacked == 0])
         self._commit.write_now()  # so that a crash from now on is known to be one
-        self._commit.on_durable = self._wake_room
+        self._commit.on_durable = self._written
 
     @classmethod
     def open(
@@ -219,7 +220,7 @@ class MessageLog:
             observe: called for each group with the seconds from its first event until it was durable.
         """
         if durable is not None:
-            self._commit.on_durable = lambda: (self._wake_room(), durable())[0]
+            self._told = durable
         if observe is not None:
             self._commit.observe = observe
 
@@ -353,6 +354,10 @@ class MessageLog:
         if self._acked > self._marked:
             self._append_mark()
             self._commit.flush_soon()
+
+    def _written(self) -> None:
+        self._wake_room()
+        self._told()
 
     def _wake_room(self) -> None:
         if self._room and not self.full and not self._commit.problem:

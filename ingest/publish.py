@@ -22,6 +22,7 @@ from kafka.admin import ConfigResource, ConfigResourceType
 
 from ingest.errors import BrokerUnavailable
 from ingest.events import LoggedEvent
+from lakehouse.contract.errors import EnvironmentProblem
 from lakehouse.contract.pipeline import Source
 from lakehouse.contract.settings import KafkaSettings
 
@@ -67,8 +68,16 @@ class Publisher(Protocol):
             BrokerUnavailable: no broker answers; ``start`` may be called again.
         """
 
-    def send(self, events: Sequence[LoggedEvent]) -> None:
-        """Hand events over; returns at once."""
+    def send(self, events: Sequence[LoggedEvent], *, afresh: bool = False) -> None:
+        """Hand events over; returns at once.
+
+        After an outcome that is not final, what comes behind that event is held back and has such an outcome too, so
+        that order is kept when they are sent again.
+
+        Args:
+            events: in the order of the log.
+            afresh: everything handed over earlier has its outcome; stop holding back.
+        """
 
     def close(self, timeout_s: float) -> None:
         """Flush for at most ``timeout_s`` and end; blocks. What is not acknowledged by then stays in the log."""
@@ -109,7 +118,8 @@ class _ThreadedPublisher:
         self._bootstrap = bootstrap
         self._settings = settings
         self._topics = topics
-        self._queue: queue.SimpleQueue[Sequence[LoggedEvent] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Sequence[LoggedEvent], bool] | None] = queue.SimpleQueue()
+        self._holding = False
         self._loop = asyncio.get_running_loop()
         self._outcomes: _Outcomes
         self._limits: dict[str, int] = {}
@@ -123,8 +133,8 @@ class _ThreadedPublisher:
         self._connect()
         self._thread.start()
 
-    def send(self, events: Sequence[LoggedEvent]) -> None:
-        self._queue.put(events)
+    def send(self, events: Sequence[LoggedEvent], *, afresh: bool = False) -> None:
+        self._queue.put((events, afresh))
 
     def close(self, timeout_s: float) -> None:
         if self._thread.is_alive():
@@ -135,17 +145,34 @@ class _ThreadedPublisher:
 
     def _run(self) -> None:
         while (batch := self._queue.get()) is not None:
-            for event in batch:
-                if self._closing:  # the log keeps the rest
-                    return
+            self._send_batch(*batch)
+
+    def _send_batch(self, events: Sequence[LoggedEvent], afresh: bool) -> None:
+        if afresh:
+            self._holding = False
+        for event in events:
+            if self._closing:  # the log keeps the rest
+                return
+            if self._holding:
+                self._again(event, "held back behind an event that is sent again")
+            else:
                 self._try_one(event)
+
+    def _again(self, event: LoggedEvent, reason: str) -> None:
+        self._holding = True
+        self._outcomes.put(Outcome(event, -1, -1, reason))
 
     def _try_one(self, event: LoggedEvent) -> None:
         try:
             if self._limits_stale:
                 self._limits_stale = False
                 self._limits = topic_limits(self._bootstrap, set(self._topics.values()))
-            limit = self._limits[self._topics[event.envelope.source]]
+            topic = self._topics.get(event.envelope.source)
+            if topic is None:
+                reason = f"the pipeline has no source {event.envelope.source!r} any more"
+                self._outcomes.put(Outcome(event, -1, -1, reason, final=True))
+                return
+            limit = self._limits[topic]
             if len(event.payload) + _FIELDS_BYTES > limit and (size := record_bytes(event)) > limit:
                 reason = f"the record has about {size} bytes, more than the {limit} that its topic takes"
                 self._outcomes.put(Outcome(event, -1, -1, reason, final=True))
@@ -153,7 +180,7 @@ class _ThreadedPublisher:
                 self._send_one(event)
         except Exception as error:  # whatever it is, the thread must live and the event must be sent again
             logger.exception("the Kafka client failed on event %d", event.seq)
-            self._outcomes.put(Outcome(event, -1, -1, _text(error)))
+            self._again(event, _text(error))
 
     def _connect(self) -> None:
         raise NotImplementedError
@@ -226,7 +253,10 @@ class KafkaPythonPublisher(_ThreadedPublisher):
 
     def _failed(self, event: LoggedEvent, error: BaseException) -> None:
         self._limits_stale |= isinstance(error, _TOO_LARGE)
-        self._outcomes.put(Outcome(event, -1, -1, _text(error), final=isinstance(error, _FINAL)))
+        if isinstance(error, _FINAL):
+            self._outcomes.put(Outcome(event, -1, -1, _text(error), final=True))
+        else:
+            self._again(event, _text(error))
 
 
 class ConfluentPublisher(_ThreadedPublisher):
@@ -235,8 +265,10 @@ class ConfluentPublisher(_ThreadedPublisher):
     _producer: Any = None
 
     def _connect(self) -> None:
-        from confluent_kafka import KafkaException, Producer
-
+        try:
+            from confluent_kafka import KafkaException, Producer
+        except ImportError:
+            raise EnvironmentProblem("confluent-kafka is not installed", "pip install 'millrace[fast]'") from None
         self._producer = Producer(
             {
                 "bootstrap.servers": self._bootstrap,
@@ -276,10 +308,7 @@ class ConfluentPublisher(_ThreadedPublisher):
                 continue
             if batch is None:
                 return
-            for event in batch:
-                if self._closing:
-                    return
-                self._try_one(event)
+            self._send_batch(*batch)
             self._producer.poll(0)
 
     def _send_one(self, event: LoggedEvent) -> None:
@@ -307,7 +336,10 @@ class ConfluentPublisher(_ThreadedPublisher):
             self._outcomes.put(Outcome(event, message.partition(), message.offset()))
         else:
             self._limits_stale |= error.name() in ("MSG_SIZE_TOO_LARGE", "RECORD_LIST_TOO_LARGE")
-            self._outcomes.put(Outcome(event, -1, -1, str(error), final=error.name() == "INVALID_RECORD"))
+            if error.name() == "INVALID_RECORD":
+                self._outcomes.put(Outcome(event, -1, -1, str(error), final=True))
+            else:
+                self._again(event, str(error))
 
 
 # Said of a batch, and so of its neighbours too: the limit has changed, the events are judged by it one by one.

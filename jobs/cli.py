@@ -262,7 +262,7 @@ def sql(
         return
     table = Table(*found.schema.names)
     for row in json.loads(rows_as_json(found)):
-        table.add_row(*["" if value is None else str(value) for value in row.values()])
+        table.add_row(*[_escaped("" if value is None else str(value)) for value in row.values()])
     out.print(table)
     err.print(f"{found.num_rows} rows", style="dim")
 

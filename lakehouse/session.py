@@ -50,7 +50,16 @@ _TUNED = {
     "spark.databricks.delta.autoCompact.enabled": "false",
     "spark.databricks.delta.properties.defaults.checkpointInterval": "1000000",
     "spark.databricks.delta.properties.defaults.enableDeletionVectors": "false",
+    # Hadoop without its native library starts a process (chmod, readlink) for each file that it makes or renames: some
+    # ten a micro-batch, the greater part of the time of a short one. FileSystem's rename does without.
+    "spark.sql.streaming.checkpointFileManagerClass": (
+        "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
+    ),
+    "spark.delta.logStore.file.impl": "io.delta.storage.LocalLogStore",
 }
+# The same for the files themselves. On the driver's own class path, because spark-submit uses it before any jar.
+_LOCAL_FILES = "com.globalmentor.apache.hadoop.fs.NakedLocalFileSystem"
+_LOCAL_FILES_JAR = "hadoop-bare-naked-local-fs"
 
 
 def build_session(settings: Settings, app: str) -> SparkSession:
@@ -63,7 +72,8 @@ def build_session(settings: Settings, app: str) -> SparkSession:
     if not submitted:
         builder = builder.master(settings.spark.master).config("spark.driver.memory", settings.spark.driver_memory)
     given = _given_on_submit() if submitted else {}
-    jars = ",".join(str(jar) for jar in jar_paths("spark"))
+    paths = jar_paths("spark")
+    jars = ",".join(str(jar) for jar in paths)
     if submitted and _onto_class_path(jars.split(",")) and "spark.jars" in given:
         builder = builder.config("spark.jars", f"{given['spark.jars']},{jars}")
     conf = {
@@ -72,6 +82,7 @@ def build_session(settings: Settings, app: str) -> SparkSession:
         "spark.driver.host": "127.0.0.1",
         "spark.driver.bindAddress": "127.0.0.1",
         **_TUNED,
+        **({} if submitted else _quick_files(settings, paths)),
         **settings.spark.conf,
     }
     for key, value in conf.items():
@@ -80,6 +91,14 @@ def build_session(settings: Settings, app: str) -> SparkSession:
     session = builder.getOrCreate()
     session.sparkContext.setLogLevel("ERROR")
     return session
+
+
+def _quick_files(settings: Settings, jars: Sequence[Path]) -> dict[str, str]:
+    """The local file system that starts no processes, where the driver is all there is."""
+    if not settings.spark.master.startswith("local"):
+        return {}
+    jar = next(path for path in jars if path.name.startswith(_LOCAL_FILES_JAR))
+    return {"spark.driver.extraClassPath": str(jar), "spark.hadoop.fs.file.impl": _LOCAL_FILES}
 
 
 def _given_on_submit() -> dict[str, str]:

@@ -123,7 +123,9 @@ class WebSocketCollector:
             self._gaps.append(gap)
             self._lane.gaps += 1
             seconds = (gap.until - gap.since) / 1e6
-            logger.warning("upstream %s was not heard for %.1f s and cannot resume: %s", self._shown, seconds, gap.reason)
+            logger.warning(
+                "upstream %s was not heard for %.1f s and cannot resume: %s", self._shown, seconds, gap.reason
+            )
             self._on_gap(gap)
 
     async def _read(self, connection: ClientConnection) -> None:

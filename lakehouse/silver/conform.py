@@ -61,7 +61,8 @@ def conform(bronze: DataFrame, source: Source) -> DataFrame:
     fields = [F.col("j")[name].alias(name) for name in schema.fieldNames()]
     kept = ["event_id", "source", "tenant", "received_at", "origin", "payload", "fingerprint", "suspect", "reject"]
     place = ["topic", "partition", "offset", "bronze_at"]
-    flat = parsed.select(*fields, F.col("j")[_CORRUPT].alias(_CORRUPT), *kept, *place)
+    corrupt = F.when(F.col("j").isNull(), text).otherwise(F.col("j")[_CORRUPT])  # null for an empty text
+    flat = parsed.select(*fields, corrupt.alias(_CORRUPT), *kept, *place)
     if source.event_id_template is not None:
         # Marked: the record came without an envelope, and bronze had only the broker's coordinates to name it by.
         given = F.when(F.col("event_id").startswith("@"), _from_template(source.event_id_template))
@@ -89,7 +90,6 @@ def _reason(source: Source, schema: StructType) -> Column:
         F.col("reject"),
         F.when(F.col("payload").isNull(), F.lit("no payload")),
         F.when(~F.expr("is_valid_utf8(payload)"), F.lit("not valid UTF-8")),
-        F.when(F.trim(F.col("payload").cast("string")) == "", F.lit("does not fit the schema: not JSON")),
         F.when(F.col(_CORRUPT).isNotNull(), F.concat(F.lit("does not fit the schema: "), _misfits(schema))),
     ]
     checks += [

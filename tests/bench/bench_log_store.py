@@ -289,9 +289,7 @@ def main(seconds: float = 2.0, below: Path | None = None) -> list[Result]:
     """All stores under all loads, printed as they come."""
     folder = Path(tempfile.mkdtemp(dir=below or Path.cwd(), prefix=".bench-log-"))
     results = []
-    print(
-        f"{'store':<11} {'asked/s':>8} {'events/s':>9} {'p50 ms':>7} {'p99 ms':>7} {'CPU s/M':>8} {'groups/s':>8} {'MB/s':>7}"
-    )
+    print("store        asked/s  events/s  p50 ms  p99 ms  CPU s/M groups/s    MB/s")
     try:
         for rate in RATES:
             for name in STORES:

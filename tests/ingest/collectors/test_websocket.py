@@ -35,7 +35,7 @@ class Kafka:
 
     def start(self, deliver: Callable[[Sequence[Outcome]], None]) -> None: ...
 
-    def send(self, events: Sequence[LoggedEvent]) -> None:
+    def send(self, events: Sequence[LoggedEvent], *, afresh: bool = False) -> None:
         self.got += events
         if self.acks:
             self.ack()

@@ -42,9 +42,7 @@ def test_progress_as_metadata(offsets: dict[str, int], bronze_at: int) -> None:
     assert Progress.from_metadata(Progress(offsets, bronze_at).to_metadata()) == Progress(offsets, bronze_at)
 
 
-@pytest.mark.parametrize(
-    "text", ["", "x", "[]", "{}", '"a"', '{"offsets": 1, "bronze_at": 1}', '{"offsets": {"a": 1}}']
-)
+@pytest.mark.parametrize("text", ["", "x", "[]", "{}", '"a"', '{"offsets": 1, "bronze_at": 1}', '{"offsets": {}}'])
 def test_metadata_of_somebody_else(text: str) -> None:
     assert Progress.from_metadata(text) is None
 

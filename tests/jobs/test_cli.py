@@ -1,0 +1,140 @@
+"""The ``millrace`` command, as a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import click
+import pyarrow as pa
+import pytest
+import typer
+from deltalake import write_deltalake
+from typer.testing import CliRunner
+
+from jobs.cli import app
+from lakehouse.contract.jars import jar_paths
+
+ROOT = Path(__file__).parents[2]
+
+
+def millrace(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    path = "/usr/bin:/bin"
+    return subprocess.run(
+        [sys.executable, "-m", "jobs.cli", *arguments],
+        cwd=ROOT,
+        env={"PATH": path, "HOME": str(Path.home()), "COLUMNS": "200", **environ},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def commands(command: click.Command, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    yield above
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from commands(inner, (*above, name))
+
+
+@pytest.mark.parametrize("command", list(commands(typer.main.get_command(app))), ids=" ".join)
+def test_every_command_has_help(command: tuple[str, ...]) -> None:
+    found = CliRunner().invoke(app, [*command, "--help"])
+    assert found.exit_code == 0, found.output
+    assert "Usage:" in found.output
+    assert found.output.splitlines()[3].strip().endswith((".", "…")) or len(found.output.splitlines()[3]) > 40
+
+
+@pytest.fixture
+def lake(tmp_path: Path) -> Path:
+    path = tmp_path / "lake" / "gold" / "tops"
+    path.mkdir(parents=True)
+    at = datetime(2026, 1, 1, tzinfo=UTC)
+    rows = pa.table({"day": pa.array([at], pa.timestamp("us", "UTC")), "item": ["Köln [x]"], "n": [3], "s": [b"\x00"]})
+    write_deltalake(str(path), rows)
+    return tmp_path / "lake"
+
+
+def test_sql_as_json(lake: Path) -> None:
+    done = millrace("sql", "SELECT day, item, n + 1 AS n FROM tops", "--lake", str(lake), "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [{"day": "2026-01-01T00:00:00Z", "item": "Köln [x]", "n": 4}]
+
+
+def test_sql_as_a_table(lake: Path) -> None:
+    done = millrace("sql", "SELECT item, n FROM tops", MILLRACE_LAKE=str(lake))
+    assert done.returncode == 0, done.stderr
+    assert "Köln [x]" in done.stdout
+    assert "1 rows" in done.stderr
+
+
+def test_tables(lake: Path) -> None:
+    done = millrace("tables", "--lake", str(lake), "--json")
+    (row,) = json.loads(done.stdout)
+    assert (row["layer"], row["table"], row["version"], row["files"]) == ("gold", "tops", 0, 1)
+    assert "tops" in millrace("tables", "--lake", str(lake)).stdout
+    assert json.loads(millrace("tables", "--lake", str(lake / "none"), "--json").stdout) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["sql", "SELECT * FROM absent"], "no table 'absent'; there are: tops"),
+        (["sql", "SELECT nothing FROM tops"], "nothing"),
+        (["sql", "DROP TABLE tops"], ""),
+        (["collect", "--pipeline", "meatup"], "there is no pipeline 'meatup'"),
+        (["run"], "millrace kafka start"),
+        (["replay"], "millrace replay --verify"),
+    ],
+)
+def test_an_error_is_one_line_and_status_1(lake: Path, arguments: list[str], says: str) -> None:
+    done = millrace(*arguments, "--lake", str(lake))
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr + done.stdout
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert lines[-1].startswith("error: ") or lines[0].startswith("error: ")
+    assert says in " ".join(lines)
+    assert done.stdout == ""
+
+
+def test_a_setting_that_is_wrong_names_its_variable() -> None:
+    done = millrace("tables", MILLRACE_SERVE_PORT="high")
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: configuration: MILLRACE_SERVE_PORT: 'high' is not of type int")
+
+
+def test_a_wrong_option_is_a_matter_of_usage() -> None:
+    assert millrace("sql", "--nothing").returncode == 2
+
+
+def test_subscribe_to_a_server_that_is_not_there_can_be_stopped() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "jobs.cli", "subscribe", "tops", "--url", "http://127.0.0.1:9"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        try:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(3)  # it goes on trying
+            process.terminate()
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+
+
+def test_kafka_status_without_a_broker(tmp_path: Path) -> None:
+    done = millrace("kafka", "status", "--lake", str(tmp_path), "--json")
+    assert done.returncode == 3
+    assert json.loads(done.stdout)["running"] is False
+    assert not list(tmp_path.iterdir())
+
+
+def test_jars_as_spark_submit_takes_them() -> None:
+    done = millrace("jars")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.rstrip("\n").split(",") == [str(path) for path in jar_paths("spark")]

@@ -1,0 +1,182 @@
+"""Product tables: each batch once, merged with what the table holds."""
+
+from __future__ import annotations
+
+import tempfile
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable
+from deltalake.exceptions import CommitFailedError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyspark.sql import SparkSession
+
+from lakehouse.contract import lake as names
+from lakehouse.contract.lake import Lake
+from lakehouse.contract.pipeline import Product
+from lakehouse.gold.store import HOT_UNITS, BatchMark, ProductStore
+from tests.lakehouse.operators.test_top_n import exact, partial, shown
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+COUNTS = "SELECT window.start AS window_start, city, count(*) AS n FROM r GROUP BY window(t, '1 minute'), city"
+WINDOWED = Product("gold", "r", COUNTS, name="counts")
+PARTIALS = Product("silver", "r", COUNTS, storage="append", name="partials")
+PLAIN = Product("gold", "r", "SELECT city, count(*) AS n FROM r GROUP BY city", name="plain")
+TOP = Product("gold", "r", "SELECT t, i FROM r", operator="top_n", item="i", time="t", n=3, name="top")
+
+
+def store(root: Path, product: Product = WINDOWED) -> ProductStore:
+    return ProductStore(product, Lake(root).table(product.layer, product.name), "test")
+
+
+def counts(*rows: tuple[int, str, int]) -> pa.Table:
+    """Partial rows: minute, city, events. Times without a zone, as Spark gives them."""
+    made = [{"window_start": START + timedelta(minutes=m), "city": city, "n": n} for m, city, n in rows]
+    schema = [("window_start", pa.timestamp("us", "UTC")), ("city", pa.string()), ("n", pa.int64())]
+    return pa.Table.from_pylist(made, schema=pa.schema(schema))
+
+
+def mark(batch: int, query: str = "q", **options: Any) -> BatchMark:
+    return BatchMark(query, batch, '{"reservoirVersion":2,"index":-1}', **options)
+
+
+def held(made: ProductStore) -> list[tuple[int, str, int]]:
+    rows = DeltaTable(str(made.table.path)).to_pyarrow_table().to_pylist()
+    return sorted(((row["window_start"] - START) // timedelta(minutes=1), row["city"], row["n"]) for row in rows)
+
+
+def test_a_repeated_batch_is_skipped(tmp_path: Path) -> None:
+    first = store(tmp_path)
+    version = first.apply(counts((0, "a", 1), (0, "b", 2)), mark(0))
+    assert first.apply(counts((0, "a", 1), (0, "b", 2)), mark(0)) == version
+    again = store(tmp_path)
+    assert again.holds("q", 0)
+    assert not again.holds("q", 1)
+    assert not again.holds("other", 0)
+    assert again.apply(counts((0, "a", 1)), mark(0)) == version
+    assert again.apply(counts((0, "a", 10)), mark(1)) == version + 1
+    assert held(again) == [(0, "a", 11), (0, "b", 2)]
+
+
+def test_an_old_window_is_read_back_from_the_table(tmp_path: Path) -> None:
+    made = store(tmp_path)
+    for batch in range(HOT_UNITS + 10):
+        made.apply(counts((batch, "a", 1)), mark(batch))
+    assert made.apply(counts((0, "a", 5), (0, "b", 1), (HOT_UNITS, "a", 1)), mark(1_000)) > 0  # forgotten by memory
+    again = store(tmp_path)
+    again.apply(counts((1, "a", 5)), mark(1_001))
+    found = {(minute, city): n for minute, city, n in held(again)}
+    assert (found[0, "a"], found[0, "b"], found[1, "a"], found[HOT_UNITS, "a"]) == (6, 1, 6, 2)
+    assert sum(found.values()) == HOT_UNITS + 10 + 12
+
+
+def test_a_window_of_long_ago(tmp_path: Path) -> None:
+    made = store(tmp_path)
+    year = timedelta(days=-365 * 2000) // timedelta(minutes=1)
+    made.apply(counts((year, "a", 1), (0, "a", 1)), mark(0))
+    store(tmp_path).apply(counts((year, "a", 2)), mark(1))
+    assert held(made) == [(year, "a", 3), (0, "a", 1)]
+
+
+def test_a_product_of_partials_is_folded_on_read(tmp_path: Path) -> None:
+    made = store(tmp_path, PARTIALS)
+    for batch in range(3):
+        made.apply(counts((0, "a", 1), (batch, "b", 2)), mark(batch))
+        made.apply(counts((0, "a", 1), (batch, "b", 2)), mark(batch))
+    assert made.folded
+    rows = DeltaTable(str(made.table.path)).to_pyarrow_table()
+    assert rows.num_rows == 6
+    made.operator.describe(rows.schema)
+    folded = made.operator.merge(None, rows).to_pylist()
+    assert sorted((row["city"], row["n"]) for row in folded) == [("a", 3), ("b", 2), ("b", 2), ("b", 2)]
+    properties = DeltaTable(str(made.table.path)).metadata().configuration
+    assert properties[names.PROPERTY_FOLD] == '{"n": "sum"}'
+    assert properties[names.PROPERTY_KEY] == "window_start,city"
+    assert properties[names.PROPERTY_PIPELINE] == "test"
+
+
+def test_a_product_without_windows_is_one_piece(tmp_path: Path) -> None:
+    made = store(tmp_path, PLAIN)
+    schema = pa.schema([("city", pa.string()), ("n", pa.int64())])
+    for batch, row in enumerate([("a", 1), ("b", 1), ("a", 2)]):
+        made.apply(pa.table([[row[0]], [row[1]]], schema=schema), mark(batch))
+    rows = DeltaTable(str(made.table.path)).to_pyarrow_table().to_pylist()
+    assert sorted((row["city"], row["n"]) for row in rows) == [("a", 3), ("b", 1)]
+
+
+def test_a_batch_without_rows_moves_the_position_on(tmp_path: Path) -> None:
+    made = store(tmp_path)
+    made.apply(counts((0, "a", 1)), mark(0))
+    version = made.apply(counts(), mark(1, through={"t/0": 9}))
+    assert version == 2
+    assert held(made) == [(0, "a", 1)]
+    found = store(tmp_path).mark()
+    assert found is not None
+    assert (found.batch, found.through) == (1, {"t/0": 9})
+    assert store(tmp_path).holds("q", 1)
+
+
+def test_the_mark_is_read_back(tmp_path: Path) -> None:
+    made = store(tmp_path)
+    assert made.mark() is None
+    written = mark(7, "a/b", through={"t/0": 5, "t/1": 0}, events=3, oldest=1_000, newest=2_000)
+    made.apply(counts((0, "a", 1)), written)
+    DeltaTable(str(made.table.path)).optimize.compact()
+    found = store(tmp_path).mark()
+    assert found == BatchMark("a/b", 7, written.bronze, {"t/0": 5, "t/1": 0}, 3)  # times are for subscribers
+    info = DeltaTable(str(made.table.path)).history()
+    commit = next(entry for entry in info if names.COMMIT_BATCH in entry)
+    assert (commit[names.COMMIT_OLDEST], commit[names.COMMIT_NEWEST]) == ("1000", "2000")
+
+
+def test_replace_puts_a_build_in_place_of_everything(tmp_path: Path) -> None:
+    made = store(tmp_path)
+    made.apply(counts((0, "a", 1), (1, "a", 1)), mark(0))
+    made.replace(counts((0, "a", 40), (0, "a", 2), (2, "b", 1)), mark(5, "build"))
+    assert held(made) == [(0, "a", 42), (2, "b", 1)]
+    assert made.holds("build", 5)
+    made.apply(counts((0, "a", 1)), mark(1))  # not merged with rows from before
+    assert held(made) == [(0, "a", 43), (2, "b", 1)]
+    made.replace(counts(), mark(6, "build"))
+    assert held(made) == []
+
+
+def test_a_second_writer_is_heard(tmp_path: Path) -> None:
+    one, other = store(tmp_path), store(tmp_path)
+    one.apply(counts((0, "a", 1)), mark(0))
+    other.apply(counts((0, "a", 1)), mark(1))
+    with pytest.raises(CommitFailedError):
+        one.apply(counts((0, "a", 1)), mark(2))
+    assert held(store(tmp_path)) == [(0, "a", 2)]
+
+
+@settings(deadline=None, max_examples=12)
+@given(
+    st.lists(st.lists(st.tuples(st.integers(0, 3), st.sampled_from("abcd")), max_size=8), min_size=1, max_size=5),
+    st.data(),
+)
+def test_any_repetition_and_restart_gives_the_same_rows(
+    batches: list[list[tuple[int, str]]], data: st.DataObject
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        made = store(Path(folder), TOP)
+        for number, batch in enumerate(batches):
+            for _ in range(data.draw(st.integers(1, 2))):
+                if data.draw(st.booleans()):
+                    made = store(Path(folder), TOP)
+                made.apply(partial(batch), mark(number))
+        rows = DeltaTable(str(made.table.path)).to_pyarrow_table()
+        assert shown(rows) == exact([event for batch in batches for event in batch], 3)
+
+
+@pytest.mark.spark
+def test_spark_reads_what_was_written(tmp_path: Path, spark: SparkSession) -> None:
+    made = store(tmp_path, TOP)
+    made.apply(partial([(0, "a"), (0, "a"), (1, "b")]), mark(0))
+    made.apply(partial([(0, "b"), (0, "a")]), mark(1))
+    rows = spark.read.format("delta").load(str(made.table.path)).toArrow()
+    assert shown(rows) == exact([(0, "a"), (0, "a"), (1, "b"), (0, "b"), (0, "a")], 3)

@@ -1,0 +1,188 @@
+"""Bronze rows as typed events, or refused with a reason."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyspark.sql import SparkSession
+
+from lakehouse.batch import rejected_rows
+from lakehouse.bronze.query import to_bronze
+from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.pipeline import Source, load_pipeline
+from lakehouse.contract.settings import conf_dir
+from lakehouse.silver.conform import ENVELOPE_COLUMNS, conform, payload_schema
+from tests.lakehouse.lakes import T0, bronze_rows, click
+
+pytestmark = pytest.mark.spark
+
+CLICKS = Source(
+    topic="clicks",
+    schema="id BIGINT, at BIGINT, who STRING, price INT, place STRUCT<city: STRING, lat: DOUBLE>, tags ARRAY<STRING>, "
+    "lines ARRAY<STRUCT<n: INT>>",
+    event_time="timestamp_millis(at)",
+    event_id="{id}",
+    required=("id", "at", "place.city"),
+    expectations={"cheap": "price IS NULL OR price < 100", "sound": "price IS NULL OR 10 div price >= 0"},
+    name="clicks",
+)
+LOOSE = Source(topic="clicks", schema="id BIGINT, at BIGINT", event_time="timestamp_millis(at)", name="clicks")
+
+
+def conformed(
+    spark: SparkSession, source: Source, payloads: list[bytes | None], **columns: Any
+) -> list[dict[str, Any]]:
+    rows = spark.createDataFrame(bronze_rows(payloads, **columns))
+    found: list[dict[str, Any]] = conform(rows, source).orderBy("offset").toArrow().to_pylist()
+    return found
+
+
+def valid(**changed: Any) -> bytes:
+    return json.dumps(click(7, tags=["a"], price=3, **changed)).encode()
+
+
+def test_a_valid_event(spark: SparkSession) -> None:
+    (row,) = conformed(spark, CLICKS, [valid()])
+    event = click(7)
+    assert row["reason"] is None
+    assert (row["id"], row["who"], row["place"], row["tags"]) == (7, event["who"], event["place"], ["a"])
+    assert row["event_time"] == datetime.fromtimestamp(event["at"] / 1000, UTC)
+    assert (row["event_id"], row["received_at"], row["tenant"]) == ("e0", T0, "default")
+    assert len(row["dedupe_key"]) == 16
+    assert set(ENVELOPE_COLUMNS) <= set(row)
+
+
+NOT_JSON = "does not fit the schema: not JSON"
+NO_OBJECT = "does not fit the schema: not a JSON object"
+
+
+REASONS: list[tuple[bytes | None, str | None]] = [
+    (None, "no payload"),
+    (b"", NOT_JSON),
+    (b"  \n", NOT_JSON),
+    (b"not json", NOT_JSON),
+    (b'{"id": 7', NOT_JSON),
+    (b"null", NO_OBJECT),
+    (b"5", NO_OBJECT),
+    (b'"text"', NO_OBJECT),
+    (b"[1, 2]", NO_OBJECT),
+    (b'[{"id": 7}]', NO_OBJECT),
+    (b'{"id": "seven"}', "does not fit the schema: id"),
+    (b'{"id": 1.5}', "does not fit the schema: id"),
+    (b'{"id": true, "price": "x"}', "does not fit the schema: id, price"),
+    (b'{"id": 99999999999999999999}', "does not fit the schema: id"),
+    (b'{"id": 7, "price": 3000000000}', "does not fit the schema: price"),
+    (b'{"id": 7, "place": 5}', "does not fit the schema: place"),
+    (b'{"id": 7, "place": {"city": "x", "lat": "north"}}', "does not fit the schema: place.lat"),
+    (b'{"id": 7, "tags": {"a": 1}}', "does not fit the schema: tags"),
+    (b'{"id": 7, "lines": [{"n": "x"}]}', "does not fit the schema: an element of an array"),
+    (b"\xff\xfe", "not valid UTF-8"),
+    (b'{"who": "\xff"}', "not valid UTF-8"),
+    (b"{}", "missing id"),
+    (b'{"id": null, "at": 5}', "missing id"),
+    (b'{"id": 7, "at": 5}', "missing place.city"),
+    (b'{"id": 7, "at": 5, "place": {}}', "missing place.city"),
+    (valid().replace(b'"price": 3', b'"price": 100'), "expectation cheap failed"),
+    (valid().replace(b'"price": 3', b'"price": 0'), "expectation sound failed"),
+    (valid().replace(b'"price": 3', b'"price": null'), None),
+    (valid() + b" ", None),
+    (valid().replace(b'{"id"', b'{"unknown": [{}], "id"'), None),
+]
+
+
+@pytest.fixture(scope="module")
+def reasons(spark: SparkSession) -> list[str | None]:
+    """Reasons of all the payloads, in one go."""
+    return [row["reason"] for row in conformed(spark, CLICKS, [payload for payload, _ in REASONS])]
+
+
+@pytest.mark.parametrize("number", range(len(REASONS)), ids=[str(payload) for payload, _ in REASONS])
+def test_reasons(reasons: list[str | None], number: int) -> None:
+    assert reasons[number] == REASONS[number][1]
+
+
+def test_what_the_border_refused_keeps_its_reason(spark: SparkSession) -> None:
+    rows = conformed(spark, CLICKS, [valid(), b"x"], reject=["too large", "too large"])
+    assert [row["reason"] for row in rows] == ["too large", "too large"]
+
+
+def test_a_time_out_of_range_goes_to_quarantine_and_stops_nothing(spark: SparkSession) -> None:
+    """Some of these make Spark's own function raise, others give a year that Python does not know."""
+    times = [2**63 - 1, -(2**63), 10**15, -(10**15), None, 1000]
+    rows = conformed(spark, LOOSE, [json.dumps({"id": 1, "at": at}).encode() for at in times])
+    assert [row["reason"] for row in rows] == ["no event_time, or one out of range"] * 5 + [None]
+    assert [row["event_time"] for row in rows] == [None] * 5 + [datetime(1970, 1, 1, 0, 0, 1, tzinfo=UTC)]
+
+
+def test_the_shipped_pipeline_refuses_a_time_out_of_range(spark: SparkSession) -> None:
+    source = load_pipeline(conf_dir() / "pipelines" / "meetup").sources["rsvps"]
+    group = {"group_city": "Ulm", "group_country": "de"}
+    rsvp = {"rsvp_id": 1, "mtime": 2**62, "response": "yes", "member": {"member_id": 1}, "group": group}
+    rows = conformed(spark, source, [json.dumps(rsvp).encode(), json.dumps({**rsvp, "mtime": 5}).encode()])
+    assert [row["reason"] for row in rows] == ["expectation mtime_is_a_time failed", None]
+
+
+def test_an_id_is_computed_for_records_without_an_envelope(spark: SparkSession) -> None:
+    kafka = "key BINARY, value BINARY, headers ARRAY<STRUCT<key: STRING, value: BINARY>>, topic STRING, "
+    kafka += "partition INT, offset BIGINT, timestamp TIMESTAMP"
+    values = [valid(), valid(), valid().replace(b'"id": 7', b'"id": 8'), b"{}"]
+    records = [(None, bytearray(value), None, "clicks", 0, offset, T0) for offset, value in enumerate(values)]
+    bronze = to_bronze(spark.createDataFrame(records, kafka), source="clicks", tenant="default")  # type: ignore[arg-type]
+    bronze = bronze.withColumn("bronze_at", bronze["broker_time"])
+
+    def ids(source: Source) -> list[str]:
+        found: list[str] = conform(bronze, source).orderBy("offset").toArrow()["event_id"].to_pylist()
+        return found
+
+    assert ids(CLICKS) == ["7", "7", "8", "@clicks/0/3"]
+    assert ids(dataclasses.replace(CLICKS, event_id="")) == [f"@clicks/0/{offset}" for offset in range(4)]
+    assert ids(dataclasses.replace(CLICKS, event_id="<{id}:{place.city}>"))[3] == "@clicks/0/3"
+    assert ids(dataclasses.replace(CLICKS, event_id="<{id}:{place.city}>"))[0].startswith("<7:")
+
+
+def test_which_events_are_one_and_the_same(spark: SparkSession) -> None:
+    bad = valid().replace(b'"price": 3', b'"price": 100')
+    rows = conformed(
+        spark,
+        CLICKS,
+        [valid(), valid().replace(b'"a"', b'"b"'), valid(), valid(), bad, bad],
+        event_id=["e", "e", "f", "e", "e", "e"],
+        tenant=["t", "t", "t", "u", "t", "t"],
+    )
+    keys = [row["dedupe_key"] for row in rows]
+    assert keys[0] == keys[1]  # the same id, whatever the payload
+    assert len({keys[0], keys[2], keys[3], keys[4]}) == 4  # another id, another tenant; a refused copy stands apart
+    assert keys[4] == keys[5]
+
+
+def test_rejected_rows_can_be_read(spark: SparkSession) -> None:
+    frame = spark.createDataFrame(bronze_rows([b"\xff{", None, valid(), b"{}"]))
+    found = rejected_rows(conform(frame, CLICKS)).sort_by("offset")
+    assert found["payload"].to_pylist() == ["\ufffd{", None, "{}"]
+    assert found["reason"].to_pylist() == ["not valid UTF-8", "no payload", "missing id"]
+    assert pa.types.is_string(found.schema.field("payload").type)
+
+
+def test_a_schema_that_is_none(spark: SparkSession) -> None:
+    with pytest.raises(ConfigError, match="not a Spark DDL schema") as caught:
+        payload_schema(dataclasses.replace(CLICKS, schema="id BIGINTEGER"))
+    assert caught.value.key == "sources.clicks.schema"
+
+
+@pytest.mark.parametrize("name", ["event_id", "tenant", "payload", "reason", "_corrupt_record", "dedupe_key"])
+def test_a_field_with_the_name_of_an_envelope_column(spark: SparkSession, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"field '{name}' has the name of an envelope column"):
+        payload_schema(dataclasses.replace(CLICKS, schema=f"id BIGINT, `{name}` STRING"))
+
+
+def test_it_reads_nothing_by_itself(spark: SparkSession, tmp_path: Path) -> None:
+    """A transform: an empty frame is enough to plan it."""
+    frame = conform(spark.createDataFrame(bronze_rows([])), CLICKS)
+    assert frame.schema["event_time"].dataType.simpleString() == "timestamp"
+    assert frame.count() == 0

@@ -1,0 +1,24 @@
+"""The Spark session."""
+
+from __future__ import annotations
+
+import pytest
+from pyspark.sql import SparkSession
+
+from lakehouse.contract.jars import jar_paths
+
+pytestmark = pytest.mark.spark
+
+
+def test_delta_and_kafka_are_there(spark: SparkSession) -> None:
+    jvm = spark._jvm
+    assert jvm is not None
+    loader = jvm.java.lang.Thread.currentThread().getContextClassLoader()
+    for name in ("io.delta.sql.DeltaSparkSessionExtension", "org.apache.spark.sql.kafka010.KafkaSourceProvider"):
+        assert loader.loadClass(name).getName() == name
+    assert spark.conf.get("spark.jars").split(",") == [str(path) for path in jar_paths("spark")]
+
+
+def test_a_bad_value_is_null_and_times_are_utc(spark: SparkSession) -> None:
+    (row,) = spark.sql("SELECT cast('x' AS INT) AS a, cast(timestamp_seconds(0) AS STRING) AS t").collect()
+    assert (row.a, row.t) == (None, "1970-01-01 00:00:00")
