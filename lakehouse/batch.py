@@ -12,7 +12,7 @@ from pyspark.sql.window import Window
 
 from lakehouse.contract.pipeline import Source
 from lakehouse.operators import Operator
-from lakehouse.silver.conform import conform
+from lakehouse.silver.conform import MISFIT, conform, misfits, payload_schema
 from lakehouse.silver.quarantine import COLUMNS as QUARANTINE_COLUMNS
 
 
@@ -34,7 +34,7 @@ class Build:
 
     def rejected(self) -> pa.Table:
         """Quarantine rows."""
-        return rejected_rows(self.events)
+        return rejected_rows(self.events, self.source)
 
 
 def build(spark: SparkSession, bronze: Path, source: Source, version: int) -> Build:
@@ -52,8 +52,22 @@ def run_partial(valid: DataFrame, view: str, operator: Operator) -> pa.Table:
     return valid.sparkSession.sql(operator.partial_sql()).toArrow()
 
 
-def rejected_rows(events: DataFrame) -> pa.Table:
+def rejected_rows(events: DataFrame, source: Source) -> pa.Table:
     """The rejected among conformed events, as quarantine keeps them."""
-    rejected = events.where(F.col("reason").isNotNull())
-    readable = F.expr("make_valid_utf8(payload)")  # with U+FFFD where it is not; bronze has the bytes
-    return rejected.withColumn("payload", readable).select(*QUARANTINE_COLUMNS.names).toArrow()
+    schema = payload_schema(source)
+    misfit = F.col("reason") == MISFIT
+    rows = (
+        events.where(F.col("reason").isNotNull())
+        .withColumn("taken", F.when(misfit, F.to_json(F.struct(*schema.fieldNames()))))
+        .withColumn("payload", F.expr("make_valid_utf8(payload)"))  # with U+FFFD where it is not; bronze has the bytes
+        .select(*QUARANTINE_COLUMNS.names, "taken")
+        .toArrow()
+    )
+    # Here and not in Spark: so many expressions cost every batch 50 ms to plan, and few rows need them.
+    columns = (rows[name].to_pylist() for name in ("reason", "payload", "taken"))
+    reasons = [
+        f"{reason}: {misfits(payload, taken, schema)}" if taken else reason
+        for reason, payload, taken in zip(*columns, strict=True)
+    ]
+    index = rows.schema.get_field_index("reason")
+    return rows.set_column(index, "reason", pa.array(reasons, pa.string())).drop_columns("taken")

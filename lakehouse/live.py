@@ -247,7 +247,7 @@ class LiveWriter:
         valid = fresh.where(F.col("reason").isNull())
         valid.createOrReplaceTempView(self.source.name)
         if rejected and self.quarantine is not None:
-            self.quarantine.apply(rejected_rows(fresh), mark.query, mark.batch)
+            self.quarantine.apply(rejected_rows(fresh, self.source), mark.query, mark.batch)
 
         def keep(store: ProductStore) -> None:
             if not store.holds(mark.query, mark.batch):
@@ -299,7 +299,7 @@ class LiveWriter:
                 store.replace(run_partial(valid, self.source.name, store.operator), mark)
             # A query that goes on keeps it already, and knows which batches it holds.
             if self.quarantine is not None and (done is None or restore_rejected):
-                self.quarantine.replace(rejected_rows(events), self.source.name)
+                self.quarantine.replace(rejected_rows(events, self.source), self.source.name)
             self._through.update(through)
         finally:
             events.unpersist()

@@ -5,8 +5,11 @@ A transform: DataFrame in, DataFrame out, no action. Nothing is dropped here; wh
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from functools import reduce
+from typing import Any
 
 from pyspark import SparkContext
 from pyspark.sql import Column, DataFrame
@@ -21,6 +24,7 @@ ENVELOPE_COLUMNS = ("event_id", "source", "tenant", "received_at", "event_time",
 # Used by the machinery, not promised to SQL.
 _HIDDEN = ("reason", "payload", "fingerprint", "suspect", "topic", "partition", "offset", "bronze_at", "dedupe_key")
 _CORRUPT = "_corrupt_record"
+MISFIT = "does not fit the schema"
 _FIRST_TIME, _LAST_TIME = datetime(1, 1, 2, tzinfo=UTC), datetime(9999, 1, 1, tzinfo=UTC)
 
 
@@ -90,7 +94,7 @@ def _reason(source: Source, schema: StructType) -> Column:
         F.col("reject"),
         F.when(F.col("payload").isNull(), F.lit("no payload")),
         F.when(~F.expr("is_valid_utf8(payload)"), F.lit("not valid UTF-8")),
-        F.when(F.col(_CORRUPT).isNotNull(), F.concat(F.lit("does not fit the schema: "), _misfits(schema))),
+        F.when(F.col(_CORRUPT).isNotNull(), F.lit(MISFIT)),
     ]
     checks += [
         F.when(_path(path).isNull(), F.lit(f"missing {path}"))
@@ -107,29 +111,29 @@ def _reason(source: Source, schema: StructType) -> Column:
     return F.coalesce(*checks)
 
 
-def _misfits(schema: StructType) -> Column:
-    """The fields that are there but did not parse as their type, by path."""
-    text = F.col("payload").cast("string")
-    found = F.concat_ws(", ", *_misfit_paths(schema, (), text))
-    return (
-        F.when(F.get_json_object(text, "$").isNull(), F.lit("not JSON"))
-        .when(~F.ltrim(text).startswith("{"), F.lit("not a JSON object"))
-        .when(found == "", F.lit("an element of an array"))
-        .otherwise(found)
-    )
+def misfits(payload: str, taken: str, schema: StructType) -> str:
+    """Which fields of a payload did not fit the schema, by path.
+
+    Args:
+        payload: JSON, or what should have been.
+        taken: JSON of the fields as they were parsed, without those that are null.
+    """
+    try:
+        given = json.loads(payload)
+    except (ValueError, RecursionError):
+        return "not JSON"
+    if not isinstance(given, dict):
+        return "not a JSON object"
+    return ", ".join(_misfit_paths(given, json.loads(taken), schema)) or "an element of an array"
 
 
-def _misfit_paths(schema: StructType, above: tuple[str, ...], text: Column) -> list[Column]:
-    found: list[Column] = []
+def _misfit_paths(given: dict[str, Any], taken: dict[str, Any], schema: StructType, at: str = "") -> Iterator[str]:
     for field in schema:
-        path = (*above, field.name)
-        value = reduce(lambda column, step: column[step], path[1:], F.col(path[0]))
-        json_path = "$" + "".join(f"['{step}']" for step in path)
-        misfit = value.isNull() & F.get_json_object(text, json_path).isNotNull()
-        found.append(F.when(misfit, F.lit(".".join(path))))
-        if isinstance(field.dataType, StructType):
-            found += [F.when(value.isNotNull(), inner) for inner in _misfit_paths(field.dataType, path, text)]
-    return found
+        value, parsed = given.get(field.name), taken.get(field.name)
+        if value is not None and parsed is None:
+            yield at + field.name
+        elif isinstance(field.dataType, StructType) and isinstance(value, dict) and isinstance(parsed, dict):
+            yield from _misfit_paths(value, parsed, field.dataType, f"{at}{field.name}.")
 
 
 def _attempt(expression: str) -> Column:

@@ -31,6 +31,7 @@ from tests.lakehouse.lakes import (
 
 pytestmark = [pytest.mark.spark, pytest.mark.broker]
 ROOT = Path(__file__).parents[2]
+QUICK = ("--driver-java-options", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")  # what a driver of ours has by itself
 
 
 def verified(spark: SparkSession, place: Site) -> list[tuple[str, bool]]:
@@ -186,7 +187,7 @@ def test_stages_in_drivers_of_their_own_by_spark_submit(new_site: Callable[[], S
     environ.pop("SPARK_HOME", None)
     drivers = []
     for name in ("bronze", "silver", "gold"):
-        command = [str(binaries / "spark-submit"), "--driver-memory", "512m", f"jobs/run_{name}.py"]
+        command = [str(binaries / "spark-submit"), "--driver-memory", "512m", *QUICK, f"jobs/run_{name}.py"]
         command += ["--lake", str(place.lake.root), "--pipeline", place.settings.pipeline]
         if name == "bronze":
             command += ["--kafka", place.bootstrap]

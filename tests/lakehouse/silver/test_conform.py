@@ -17,7 +17,7 @@ from lakehouse.bronze.query import to_bronze
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline import Source, load_pipeline
 from lakehouse.contract.settings import conf_dir
-from lakehouse.silver.conform import ENVELOPE_COLUMNS, conform, payload_schema
+from lakehouse.silver.conform import ENVELOPE_COLUMNS, conform, misfits, payload_schema
 from tests.lakehouse.lakes import T0, bronze_rows, click
 
 pytestmark = pytest.mark.spark
@@ -97,14 +97,23 @@ REASONS: list[tuple[bytes | None, str | None]] = [
 
 
 @pytest.fixture(scope="module")
-def reasons(spark: SparkSession) -> list[str | None]:
-    """Reasons of all the payloads, in one go."""
-    return [row["reason"] for row in conformed(spark, CLICKS, [payload for payload, _ in REASONS])]
+def reasons(spark: SparkSession) -> dict[int, str]:
+    """Reason of each refused payload by its number, of all in one go."""
+    frame = spark.createDataFrame(bronze_rows([payload for payload, _ in REASONS]))
+    return {row["offset"]: row["reason"] for row in rejected_rows(conform(frame, CLICKS), CLICKS).to_pylist()}
 
 
 @pytest.mark.parametrize("number", range(len(REASONS)), ids=[str(payload) for payload, _ in REASONS])
-def test_reasons(reasons: list[str | None], number: int) -> None:
-    assert reasons[number] == REASONS[number][1]
+def test_reasons(reasons: dict[int, str], number: int) -> None:
+    assert reasons.get(number) == REASONS[number][1]
+
+
+def test_odd_payloads_have_a_reason_too(spark: SparkSession) -> None:
+    schema = payload_schema(dataclasses.replace(CLICKS, schema="a STRUCT<b: STRUCT<c: INT, d: INT>, e: INT>, id INT"))
+    assert misfits("[" * 100_000, "{}", schema) == "not JSON"
+    assert misfits('{"id": ' + "9" * 5_000 + "}", "{}", schema) == "not JSON"
+    payload = '{"a": {"b": {"c": 1, "d": 2, "x": 5}, "e": null}, "unknown": 1}'
+    assert misfits(payload, '{"a": {"b": {"d": 2}}}', schema) == "a.b.c"
 
 
 def test_what_the_border_refused_keeps_its_reason(spark: SparkSession) -> None:
@@ -162,10 +171,15 @@ def test_which_events_are_one_and_the_same(spark: SparkSession) -> None:
 
 
 def test_rejected_rows_can_be_read(spark: SparkSession) -> None:
-    frame = spark.createDataFrame(bronze_rows([b"\xff{", None, valid(), b"{}"]))
-    found = rejected_rows(conform(frame, CLICKS)).sort_by("offset")
-    assert found["payload"].to_pylist() == ["\ufffd{", None, "{}"]
-    assert found["reason"].to_pylist() == ["not valid UTF-8", "no payload", "missing id"]
+    frame = spark.createDataFrame(bronze_rows([b"\xff{", None, valid(), b"{}", b'{"id": "x"}']))
+    found = rejected_rows(conform(frame, CLICKS), CLICKS).sort_by("offset")
+    assert found["payload"].to_pylist() == ["\ufffd{", None, "{}", '{"id": "x"}']
+    assert found["reason"].to_pylist() == [
+        "not valid UTF-8",
+        "no payload",
+        "missing id",
+        "does not fit the schema: id",
+    ]
     assert pa.types.is_string(found.schema.field("payload").type)
 
 
