@@ -42,6 +42,7 @@ from lakehouse.silver.quarantine import Quarantine
 log = logging.getLogger(__name__)
 
 _JUDGED = ("dedupe_key", "topic", "partition", "offset", "bronze_at", "received_at")
+SMALL_BATCH = 5_000  # events
 _FEW = 500  # duplicates named one by one in a filter; more are joined
 
 
@@ -245,6 +246,8 @@ class LiveWriter:
     def _commit(self, fresh: DataFrame, mark: BatchMark, rejected: bool) -> None:
         crash_point("live.before_commit")
         valid = fresh.where(F.col("reason").isNull())
+        if mark.events < SMALL_BATCH:
+            valid = valid.coalesce(1)  # one task a product, and no shuffle
         valid.createOrReplaceTempView(self.source.name)
         if rejected and self.quarantine is not None:
             self.quarantine.apply(rejected_rows(fresh, self.source), mark.query, mark.batch)

@@ -32,7 +32,9 @@ _TUNED = {
     "spark.sql.mapKeyDedupPolicy": "LAST_WIN",  # a header sent twice
     "spark.sql.shuffle.partitions": "1",
     "spark.sql.adaptive.enabled": "false",
+    # Interpreted: writing and formatting Java source for each task costs a short micro-batch more than it saves.
     "spark.sql.codegen.wholeStage": "false",
+    "spark.sql.codegen.factoryMode": "NO_CODEGEN",
     "spark.scheduler.mode": "FAIR",
     "spark.sql.streaming.noDataMicroBatches.enabled": "false",
     "spark.sql.streaming.metricsEnabled": "false",
