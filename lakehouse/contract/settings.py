@@ -85,7 +85,7 @@ class SparkSettings:
     Attributes:
         master: as of spark-submit; ignored where spark-submit gives one.
         driver_memory: heap of the driver.
-        bronze_interval_ms: pause between bronze micro-batches; 0: one after the other.
+        bronze_interval_ms: from the start of one bronze micro-batch to that of the next, at least.
         max_offsets_per_trigger: events a bronze micro-batch takes at most.
         max_bytes_per_trigger: bytes of bronze that a live micro-batch takes at most, e.g. ``256m``.
         rehearse: run the queries once on a scratch lake before the driver says that it is ready.
@@ -94,7 +94,7 @@ class SparkSettings:
 
     master: str = "local[4]"
     driver_memory: str = "2g"
-    bronze_interval_ms: int = 0
+    bronze_interval_ms: int = 400
     max_offsets_per_trigger: int = 200_000
     max_bytes_per_trigger: str = "256m"
     rehearse: bool = True
