@@ -39,6 +39,7 @@ class Comparison:
         rows: result rows, live and replayed.
         live: canonical digest of the live table.
         replayed: canonical digest of the same built from bronze.
+        within_bounds: of a lossy top-n, whose counts depend on the order of merging: whether they agree all the same.
     """
 
     table: str
@@ -48,10 +49,12 @@ class Comparison:
     live: str
     replayed: str
 
+    within_bounds: bool = False
+
     @property
     def equal(self) -> bool:
-        """Whether the digests are the same."""
-        return self.live == self.replayed
+        """Whether the digests are the same, or the estimates agree within the errors that they state."""
+        return self.live == self.replayed or self.within_bounds
 
 
 def verify(
@@ -88,7 +91,7 @@ def verify(
             store.operator.describe(partial.schema)
             live = _result(store, delta.to_pyarrow_table())
             again = _result(store, partial)
-            yield _compare(product.name, delta.version(), bronze, live, again)
+            yield compare(product.name, delta.version(), bronze, live, again)
         if builds and lake.quarantine().exists():
             oldest = min(builds)  # which quarantine has reached, whatever query keeps it
             yield _quarantine(lake, source, oldest, builds[oldest])
@@ -129,8 +132,40 @@ def _result(store: ProductStore, rows: pa.Table) -> pa.Table:
     return store.operator.merge(None, rows) if rows.num_rows else store.operator.schema.empty_table()
 
 
-def _compare(table: str, version: int, bronze: int, live: pa.Table, again: pa.Table) -> Comparison:
-    return Comparison(table, version, bronze, (live.num_rows, again.num_rows), digest(live), digest(again))
+def compare(table: str, version: int, bronze: int, live: pa.Table, again: pa.Table) -> Comparison:
+    """Compare two sets of result rows of a table."""
+    rows, digests = (live.num_rows, again.num_rows), (digest(live), digest(again))
+    return Comparison(table, version, bronze, rows, *digests, within_bounds=_agree(live, again))
+
+
+def _agree(live: pa.Table, again: pa.Table) -> bool:
+    """Whether two top-n tables, one of them lossy, can both be true.
+
+    In each window the count of an item that both name lies in both intervals ``[count - error, count]``, and an item
+    that one of them leaves out is no more frequent for certain than the last one it names.
+    """
+    if not {"item", "count", "error"} <= set(live.schema.names):
+        return False
+    tables = [_intervals(live), _intervals(again)]
+    if tables[0].keys() != tables[1].keys() or all(
+        low == high for t in tables for w in t.values() for low, high in w.values()
+    ):
+        return False  # exact counts must be equal, and the digests have said that they are not
+    for one, other in (tables, tables[::-1]):
+        for window, items in one.items():
+            least = min(high for _, high in other[window].values())
+            for item, (low, high) in items.items():
+                found = other[window].get(item)
+                if low > (found[1] if found else least) or (found and high < found[0]):
+                    return False
+    return True
+
+
+def _intervals(rows: pa.Table) -> dict[object, dict[str, tuple[int, int]]]:
+    found: dict[object, dict[str, tuple[int, int]]] = {}
+    for row in rows.select(["window_start", "item", "count", "error"]).to_pylist():
+        found.setdefault(row["window_start"], {})[row["item"]] = (row["count"] - row["error"], row["count"])
+    return found
 
 
 def _quarantine(lake: Lake, source: Source, bronze: int, whole: Build) -> Comparison:
@@ -140,4 +175,4 @@ def _quarantine(lake: Lake, source: Source, bronze: int, whole: Build) -> Compar
     live = live.filter(pc.equal(live["source"], source.name))
     if newest.is_valid:  # the live table may be ahead of the products
         live = live.filter(pc.less_equal(live["bronze_at"], newest.cast(live.schema.field("bronze_at").type)))
-    return _compare(lake.quarantine().name, delta.version(), bronze, live, whole.rejected().cast(live.schema))
+    return compare(lake.quarantine().name, delta.version(), bronze, live, whole.rejected().cast(live.schema))
