@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 from ingest.broker import EmbeddedBroker
+
+# A busy machine is no failure; and what CI says of a commit stays what it said.
+hypothesis.settings.register_profile("millrace", deadline=None, derandomize=bool(os.environ.get("CI")))
+hypothesis.settings.load_profile("millrace")
 
 
 @pytest.fixture(scope="session")
