@@ -351,6 +351,7 @@ def demo(settings: Settings, options: Options) -> int:
     """The command: board and messages on standard error, one JSON object as the last line of standard output."""
     console = Console(stderr=True)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
+    logging.getLogger("serve.client").setLevel(logging.ERROR)  # the board says how old results are
     result = asyncio.run(run_demo(settings, options, console))
     sys.stdout.write(json.dumps(result) + "\n")
     sys.stdout.flush()
