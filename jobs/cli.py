@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 import signal
 import sys
 import time
@@ -16,6 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from jobs.log import log_to_stderr
 from jobs.supervise import follow_parent
 from lakehouse.contract.errors import ConfigError, MillraceError
 from lakehouse.contract.lake import Lake
@@ -178,7 +178,7 @@ def run(
         marker.write_text(json.dumps({"started": time.time()}), encoding="utf-8")
         err.print("the pipeline runs")
 
-    _log_to_stderr()
+    log_to_stderr()
     run_stages(settings, Stages(), accept_loss=accept_loss, started=started)
 
 
@@ -205,7 +205,7 @@ def up(
     from jobs.up import Stack
 
     settings = load_settings(lake=lake, pipeline=pipeline)
-    _log_to_stderr()
+    log_to_stderr()
     stack = Stack(settings, upstream=upstream or "")
     stopping: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -398,12 +398,6 @@ def _print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value) + "\n")
 
 
-def _log_to_stderr() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    for noisy in ("py4j", "kafka"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-
-
 def _run_async(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
     """Run until it ends by itself, or SIGINT or SIGTERM sets the event it was given."""
 
@@ -414,7 +408,7 @@ def _run_async(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
             loop.add_signal_handler(number, stop.set)
         await main(stop)
 
-    _log_to_stderr()
+    log_to_stderr()
     import uvloop
 
     uvloop.run(guarded())

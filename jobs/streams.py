@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jobs.broker import ensure_topics, resolve_bootstrap
+from jobs.log import log_to_stderr
 from lakehouse.contract.errors import MillraceError
 from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.contract.settings import Settings, load_settings
@@ -27,9 +28,7 @@ def main(description: str, stages: Stages, argv: Sequence[str] | None = None) ->
     parser.add_argument("--kafka", help="host:port of the broker; default: the lake's embedded one")
     parser.add_argument("--accept-loss", action="store_true", help="go on where Kafka lost what bronze had not taken")
     options = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    for noisy in ("py4j", "kafka"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    log_to_stderr()
     try:
         settings = load_settings(lake=options.lake, pipeline=options.pipeline, kafka__bootstrap=options.kafka)
         run_stages(settings, stages, accept_loss=options.accept_loss)

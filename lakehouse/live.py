@@ -28,6 +28,7 @@ from pyspark.sql import functions as F
 from pyspark.sql.streaming.query import StreamingQuery
 
 from lakehouse.batch import build, rejected_rows, run_partial
+from lakehouse.bronze.query import SMALL_BATCH
 from lakehouse.bronze.seen import SeenIndex
 from lakehouse.bronze.table import touch
 from lakehouse.contract.faults import crash_point
@@ -42,7 +43,6 @@ from lakehouse.silver.quarantine import Quarantine
 log = logging.getLogger(__name__)
 
 _JUDGED = ("dedupe_key", "topic", "partition", "offset", "bronze_at", "received_at")
-SMALL_BATCH = 5_000  # events
 _FEW = 500  # duplicates named one by one in a filter; more are joined
 
 

@@ -61,11 +61,9 @@ def _play(spark: SparkSession, settings: Settings, pipeline: Pipeline, source: S
         deadline = time.monotonic() + _LIMIT_S
         for batch in range(BATCHES):
             rows = [_row(source, batch * 10 + i, payload) for i in range(10)]
-            # Through Spark, because bronze is written by Spark.
             made = pa.Table.from_pylist(rows, schema=COLUMNS)
-            frame = spark.createDataFrame(made)
-            if batch % 2:
-                frame.coalesce(1).write.format("delta").mode("append").save(str(table.path))
+            if batch % 2:  # as bronze is written; the others only have to be there quickly
+                spark.createDataFrame(made).coalesce(1).write.format("delta").mode("append").save(str(table.path))
             else:
                 write_deltalake(str(table.path), made, mode="append")
             query.query.processAllAvailable()

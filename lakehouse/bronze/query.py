@@ -29,7 +29,7 @@ from lakehouse.contract.pipeline import Source
 from lakehouse.contract.settings import Settings
 
 _LAST_MICROS = 253_370_764_800_000_000  # the year 9999; anybody may send a header
-SMALL_BATCH = 5_000  # events; below it one file is quicker to write, and to read, than one a partition
+SMALL_BATCH = 5_000  # events; below it one task is quicker than several, for a file as for an aggregate
 
 
 def start_bronze(
