@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+
+import pytest
 
 from ingest.delivery import Delivery
 from ingest.events import LoggedEvent
@@ -93,16 +97,27 @@ async def test_in_flight_is_bounded_and_the_rest_is_read_back_in_order(open_log:
         delivery.deliver(sent(publisher.take()))
 
 
-async def test_no_more_than_so_many_go_ahead_of_the_disk(open_log: OpenLog) -> None:
-    log = open_log(group_commit_ms=100)
+async def test_no_more_than_so_many_go_ahead_of_the_disk(open_log: OpenLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, sync = threading.Event(), os.fdatasync
+
+    def when_the_disk_is_ready(handle: int) -> None:
+        disk.wait(30)
+        sync(handle)
+
+    log = open_log()
+    monkeypatch.setattr("ingest.segments.os.fdatasync", when_the_disk_is_ready)
     lane = log.lane("rsvps/http/0", "rsvps")
     async with delivering(log) as (delivery, publisher, _):
-        for n in range(AHEAD + 300):
-            delivery.offer(append(log, lane, n))
-        await asyncio.sleep(0.02)
-        assert len(publisher.got) == AHEAD
+        try:
+            for n in range(AHEAD + 300):
+                delivery.offer(append(log, lane, n))
+            await eventually(lambda: len(publisher.got) >= AHEAD)
+            await asyncio.sleep(0.1)
+            assert len(publisher.got) == AHEAD
+        finally:
+            disk.set()
         await eventually(lambda: len(publisher.got) == AHEAD + 300)
-        assert log.durable_seq == AHEAD + 300
+        await eventually(lambda: log.durable_seq == AHEAD + 300)
         assert publisher.seen == sorted(publisher.seen)
         delivery.deliver(sent(publisher.take()))
 
