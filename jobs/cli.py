@@ -7,14 +7,13 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from jobs.console import JsonOption, KafkaOption, LakeOption, PipelineOption, err, out, print_json, run_async
 from jobs.log import log_to_stderr
 from jobs.supervise import follow_parent
 from lakehouse.contract.errors import ConfigError, MillraceError
@@ -30,17 +29,6 @@ app = typer.Typer(
 )
 kafka_app = typer.Typer(help="The embedded Kafka broker of a lake.", no_args_is_help=True)
 app.add_typer(kafka_app, name="kafka")
-out = Console()
-err = Console(stderr=True)
-
-LakeOption = Annotated[Path | None, typer.Option("--lake", help="Root folder of the tables.", show_default="lake")]
-PipelineOption = Annotated[
-    str | None, typer.Option("--pipeline", help="Folder below conf/pipelines, or a path.", show_default="meetup")
-]
-KafkaOption = Annotated[
-    str | None, typer.Option("--kafka", help="host:port of the broker.", show_default="the lake's embedded one")
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, for scripts.")]
 
 
 @app.command()
@@ -52,7 +40,7 @@ def doctor(as_json: JsonOption = False) -> None:
 
     found = checks()
     if as_json:
-        _print_json([dataclasses.asdict(check) for check in found])
+        print_json([dataclasses.asdict(check) for check in found])
     else:
         table = Table(box=None, show_header=False)
         for check in found:
@@ -111,7 +99,7 @@ def simulate(
     def ready(url: str) -> None:
         err.print(f"playing at {url} (ws …/stream, {url}/sse, {url}/lines)")
 
-    _run_async(
+    run_async(
         lambda stop: play_source(
             _source(settings),
             input=input,
@@ -144,7 +132,7 @@ def collect(
     loaded = load_pipeline(settings.pipeline_folder())
     bootstrap = resolve_bootstrap(settings)
     urls = dict.fromkeys(loaded.sources, url) if url else None
-    _run_async(
+    run_async(
         lambda stop: run_collector(
             settings,
             loaded,
@@ -192,7 +180,7 @@ def serve(
     from serve.app import run_server
 
     settings = load_settings(lake=lake, pipeline=pipeline, serve__port=port)
-    _run_async(lambda stop: run_server(settings, ready=lambda base: err.print(f"serving at {base}/"), stop=stop))
+    run_async(lambda stop: run_server(settings, ready=lambda base: err.print(f"serving at {base}/"), stop=stop))
 
 
 @app.command()
@@ -282,7 +270,7 @@ def tables(lake: LakeOption = None, as_json: JsonOption = False) -> None:
             {"layer": ref.layer, "table": ref.name, "version": version, "files": len(sizes), "bytes": sum(sizes)}
         )
     if as_json:
-        _print_json(found)
+        print_json(found)
         return
     table = Table("layer", "table", "version", "files", "bytes")
     for row in found:
@@ -298,7 +286,7 @@ def subscribe(
     count: Annotated[int | None, typer.Option(help="End after so many messages.", min=1)] = None,
 ) -> None:
     """Follow a table: one JSON object a line on standard output, a snapshot and then each change."""
-    _run_async(lambda stop: _print_changes(stop, table, url, position_file, count))
+    run_async(lambda stop: _print_changes(stop, table, url, position_file, count))
 
 
 @app.command()
@@ -328,7 +316,7 @@ def replay(
         finally:
             spark.stop()
     if as_json:
-        _print_json([{**dataclasses.asdict(item), "equal": item.equal} for item in found])
+        print_json([{**dataclasses.asdict(item), "equal": item.equal} for item in found])
     else:
         shown = Table("table", "version", "bronze", "rows live", "rows replayed", "digest", "equal")
         for item in found:
@@ -387,31 +375,11 @@ def _kafka_say(broker: Any, as_json: bool) -> None:
     running = broker.running()
     state = {"running": running, "bootstrap": broker.bootstrap if running else None, "pid": broker.pid}
     if as_json:
-        _print_json({**state, "folder": str(broker.folder)})
+        print_json({**state, "folder": str(broker.folder)})
     elif running:
         out.print(f"running at {state['bootstrap']} (process {state['pid']}), folder {broker.folder}")
     else:
         out.print("not running")
-
-
-def _print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value) + "\n")
-
-
-def _run_async(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
-    """Run until it ends by itself, or SIGINT or SIGTERM sets the event it was given."""
-
-    async def guarded() -> None:
-        stop = asyncio.Event()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, stop.set)
-        await main(stop)
-
-    log_to_stderr()
-    import uvloop
-
-    uvloop.run(guarded())
 
 
 def main() -> None:
