@@ -8,7 +8,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 READY  := $(VENV)/.installed
 ARGS   ?=
 
-.PHONY: demo test check bench bench-log soak chaos setup java lock clean
+.PHONY: demo test check bench bench-log bench-collect bench-sketches bench-fanout bench-lookup soak cluster crashes chaos setup java lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -32,8 +32,28 @@ bench: setup
 bench-log: setup
 	@$(PY) -m tests.bench.bench_log_store $(ARGS)
 
+bench-fanout: setup
+	@$(PY) -m tests.bench.bench_fanout $(ARGS)
+
+bench-lookup: setup
+	@$(PY) -m tests.bench.bench_lookup $(ARGS)
+
+bench-sketches: $(READY)
+	@$(PY) -m tests.bench.bench_sketches $(ARGS)
+
+bench-collect: setup
+	@$(PY) -m tests.bench.bench_collect $(ARGS)
+
 soak: setup
 	@$(PY) -m pytest -m soak $(ARGS)
+
+# A Spark standalone cluster on this machine, a worker killed in the middle.
+cluster: setup
+	@$(PY) -m pytest -m soak tests/lakehouse/test_cluster.py $(ARGS)
+
+# kill -9 at every point of the write path, at each of the first three times.
+crashes: setup
+	@$(PY) -m pytest -m soak tests/lakehouse/test_crashes.py $(ARGS)
 
 chaos: setup
 	@$(PY) -m pytest -m chaos $(ARGS)

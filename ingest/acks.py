@@ -1,4 +1,4 @@
-"""Acknowledgement tokens, and what has become of the event behind one.
+"""What has become of the event behind an acknowledgement token.
 
 A token carries the event's coordinates (source, tenant, event id, time), so that any node can answer for it, also after
 a restart: from memory while the event is recent, else from the bronze table.
@@ -6,65 +6,19 @@ a restart: from memory while the event is recent, else from the bronze table.
 
 from __future__ import annotations
 
-import base64
-import binascii
+import asyncio
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from zlib import crc32
 
-import orjson
-
-from ingest.errors import BadToken
+from ingest.front import RAW_SUFFIX
 from ingest.lakestate import Coordinates, LakeState
 from ingest.publish import Outcome
+from ingest.tokens import Token
 from lakehouse.contract.envelope import Envelope
 
 REMEMBERED = 100_000
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """What an acknowledgement token says.
-
-    Attributes:
-        source: name of the source.
-        tenant: whose event it is.
-        event_id: of the event.
-        received_at: microseconds since the epoch.
-    """
-
-    source: str
-    tenant: str
-    event_id: str
-    received_at: int
-
-    @classmethod
-    def of(cls, envelope: Envelope) -> Token:
-        """The token of an event."""
-        return cls(envelope.source, envelope.tenant, envelope.event_id, envelope.received_at)
-
-    def encode(self) -> str:
-        """Opaque text, safe in URLs."""
-        body = orjson.dumps((self.source, self.tenant, self.event_id, self.received_at))
-        return base64.urlsafe_b64encode(crc32(body).to_bytes(4, "big") + body).rstrip(b"=").decode()
-
-    @classmethod
-    def decode(cls, text: str) -> Token:
-        """The token in the text.
-
-        Raises:
-            BadToken: it is none.
-        """
-        try:
-            data = base64.b64decode(text.encode() + b"=" * (-len(text) % 4), altchars=b"-_", validate=True)
-            check, body = data[:4], data[4:]
-            if crc32(body).to_bytes(4, "big") != check:
-                raise BadToken(text)
-            source, tenant, event_id, received_at = orjson.loads(body)
-        except (binascii.Error, ValueError, TypeError):
-            raise BadToken(text) from None
-        return cls(source, tenant, event_id, received_at)
 
 
 @dataclass(slots=True)
@@ -86,6 +40,7 @@ class RecentEvents:
         self._topics = topics
         self._size = size
         self._events: OrderedDict[tuple[str, str, str], _Remembered] = OrderedDict()
+        self._waiting: dict[tuple[str, str, str], asyncio.Future[None]] = {}
 
     def logged(self, envelope: Envelope) -> None:
         """An event was appended to the log."""
@@ -105,6 +60,19 @@ class RecentEvents:
             found.failed = outcome.error
         elif found.coordinates is None:
             found.coordinates = Coordinates(self._topics[envelope.source], outcome.partition, outcome.offset)
+        if self._waiting:
+            waiting = self._waiting.pop((envelope.source, envelope.tenant, envelope.event_id), None)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(None)
+
+    async def decided(self, token: Token) -> None:
+        """Return when Kafka has the token's event or refuses it for good; at once where nothing is remembered."""
+        found = self.get(token)
+        if found is None or found.coordinates is not None or found.failed:
+            return
+        key = (token.source, token.tenant, token.event_id)
+        future = self._waiting.setdefault(key, asyncio.get_running_loop().create_future())
+        await asyncio.shield(future)  # one waiter that is cancelled must not cancel it for the others
 
     def get(self, token: Token) -> _Remembered | None:
         """What is remembered of the token's event."""
@@ -147,6 +115,12 @@ def ack_state(token: Token, recent: RecentEvents, lake: LakeState, products: Seq
         if found is None:
             return AckState("unknown")
         coordinates, reject = found.coordinates, found.reject
+    if coordinates is not None and coordinates.topic.endswith(RAW_SUFFIX):  # the first step of two
+        refined = lake.find_refined(token.source, coordinates, token.received_at)
+        if refined is None or refined.coordinates is None:
+            return AckState("queued", coordinates)
+        coordinates, reject = refined.coordinates, refined.reject
+        token = dataclasses.replace(token, event_id=refined.event_id)
     if reject is None and (remembered is None or coordinates is not None):
         reject = lake.quarantine_reason(token.source, token.tenant, token.event_id)
     if reject is not None:

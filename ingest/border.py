@@ -1,25 +1,31 @@
 """The border between untrusted and trusted: what a collector checks of an event, and the envelope it gives it.
 
-Only what the envelope needs is looked at here: that the payload is a JSON object of bounded size, its id and its key.
-The schema and the expectations are checked in bronze's readers. Nothing is dropped: an event that does not pass goes on
-with ``envelope.reject`` set, and ends in quarantine.
+Looked at here: that the payload is a JSON object of bounded size and depth, its id, its key, that the required fields
+are there, and that these are of the JSON type that the schema asks for. The whole schema and the expectations are
+checked in bronze's readers, by Spark's own rules. Nothing is dropped: an event that does not pass goes on with
+``envelope.reject`` set, and ends in quarantine.
 """
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
+from ingest.ddl import Field, find_field, parse_ddl
+from ingest.shed import TAKEN, Shedder
 from lakehouse.contract.envelope import Envelope, fingerprint, new_event_id
-from lakehouse.contract.pipeline import Source
+from lakehouse.contract.pipeline import Source, Template
 
 MAX_ID_BYTES = 512
 KEPT_BYTES = 65_536  # of an event that is larger than its source allows
+_SHORT = MAX_ID_BYTES // 4  # characters that cannot have more bytes than that
+MAX_DEPTH = 100  # of objects and arrays in each other
+_EXACT = 2**53  # from here on a JSON number that came as a float may stand for several
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,27 +35,31 @@ class Refusal:
     Attributes:
         reason: for its sender, and for the quarantine table.
         status: of the HTTP answer.
+        code: names the kind of refusal, for programs.
     """
 
     reason: str
     status: int
+    code: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Admitted:
-    """An event with its envelope.
+    """An event with its envelope. (Not frozen: one is made for each event, and freezing triples what that costs.)
 
     Attributes:
         envelope: with ``reject`` where ``refusal`` is set.
         key: Kafka key.
         payload: untouched, but the beginning only of an event that is too large.
         refusal: why it does not pass, or None.
+        shed: it is not taken, for there is too much (:mod:`ingest.shed`).
     """
 
     envelope: Envelope
     key: bytes
     payload: bytes
     refusal: Refusal | None
+    shed: bool = False
 
 
 class Border:
@@ -60,15 +70,33 @@ class Border:
         tenant: whose events they are.
         collector: id of this node.
         clock: nanoseconds since the epoch.
+
+    Attributes:
+        source: whose events it admits.
+        shedder: leaves events out when there are too many; None: never.
     """
 
     def __init__(self, source: Source, *, tenant: str, collector: str, clock: Callable[[], int] = time.time_ns) -> None:
         self.source = source
+        self.shedder: Shedder | None = None
+        self._name = source.name
         self._tenant = tenant
         self._collector = collector
         self._clock = clock
+        self._id_of = None if source.event_id_template is None else _renderer(source.event_id_template)
+        self._key_of = None if source.key_template is None else _renderer(source.key_template)
+        declared = parse_ddl(source.schema)
+        self._required = [(path, *_step_names(path, declared)) for path in source.required]
 
-    def admit(self, payload: bytes, *, suspect: bool = False, origin: str | None = None) -> Admitted:
+    def admit(
+        self,
+        payload: bytes,
+        *,
+        suspect: bool = False,
+        origin: str | None = None,
+        tenant: str | None = None,
+        max_bytes: int | None = None,
+    ) -> Admitted:
         """The event with its envelope; never raises on what the payload is.
 
         Args:
@@ -76,83 +104,162 @@ class Border:
             suspect: Kafka may hold it already.
             origin: names the event where its upstream can send it again (lane and index), so that an id that is not in
                 the payload comes out the same then.
+            tenant: that it belongs to; None: the node's.
+            max_bytes: a limit below the source's, or None.
         """
-        refusal: Refusal | None = None
+        event_id = key = None
         fields: dict[str, Any] | None = None
-        if len(payload) > self.source.max_event_bytes:
-            limit = self.source.max_event_bytes
-            refusal = Refusal(f"the event has {len(payload)} bytes, more than the {limit} that are allowed", 413)
-            kept = payload[:KEPT_BYTES]
+        refusal: Refusal | None
+        limit = self.source.max_event_bytes
+        if max_bytes is not None and max_bytes < limit:
+            limit = max_bytes
+        if len(payload) > limit:
+            refusal = _too_large(len(payload), limit)
+            payload = payload[:KEPT_BYTES]
         else:
-            kept = payload
             fields, refusal = _parse(payload)
-        event_id, key = None, None
-        if fields is not None:
-            event_id, key, refusal = self._identify(fields)
-        return self._seal(kept, event_id, key, refusal, suspect=suspect, origin=origin)
+            if fields is not None:
+                event_id, key, refusal = self._identify(fields)
+                if refusal is None and self._required:
+                    refusal = self._lacks(fields)
+        if event_id is None:
+            event_id = new_event_id() if origin is None else repeatable_id(origin, payload)
+        fate = TAKEN
+        if self.shedder is not None and refusal is None and fields is not None:
+            fate = self.shedder.judge(event_id, fields)
+        envelope = Envelope(
+            event_id,
+            self._name,
+            tenant or self._tenant,
+            self._clock() // 1000,
+            self._collector,
+            fingerprint(payload),
+            suspect,
+            None if refusal is None else refusal.reason,
+            fate.extra,
+        )
+        return Admitted(envelope, (key or event_id).encode(), payload, refusal, fate.shed)
 
     def refuse(self, reason: str, *, origin: str) -> Admitted:
         """An event of which only its place in the upstream is known, kept as rejected."""
-        return self._seal(b"", None, None, Refusal(reason, 413), suspect=False, origin=origin)
-
-    def _seal(
-        self,
-        kept: bytes,
-        event_id: str | None,
-        key: str | None,
-        refusal: Refusal | None,
-        *,
-        suspect: bool,
-        origin: str | None,
-    ) -> Admitted:
-        if event_id is None:
-            event_id = new_event_id() if origin is None else _repeatable_id(origin, kept)
-        envelope = Envelope(
-            event_id=event_id,
-            source=self.source.name,
-            tenant=self._tenant,
-            received_at=self._clock() // 1000,
-            collector=self._collector,
-            fingerprint=fingerprint(kept),
-            suspect=suspect,
-            reject=None if refusal is None else refusal.reason,
-        )
-        return Admitted(envelope, (key or event_id).encode(), kept, refusal)
+        event_id = repeatable_id(origin, b"")
+        at = self._clock() // 1000
+        envelope = Envelope(event_id, self._name, self._tenant, at, self._collector, fingerprint(b""), reject=reason)
+        return Admitted(envelope, event_id.encode(), b"", Refusal(reason, 413, "too-large"))
 
     def _identify(self, fields: dict[str, Any]) -> tuple[str | None, str | None, Refusal | None]:
         """Event id, key and refusal; the id is None where the payload has none (of a usable length)."""
-        source = self.source
         event_id = key = None
-        if source.event_id_template is not None:
-            event_id = source.event_id_template.render(fields)
+        if self._id_of is not None:
+            event_id = self._id_of(fields)
             if event_id is None:
-                return None, None, _missing("event id", source.event_id)
-            if len(event_id.encode()) > MAX_ID_BYTES:
-                return None, None, Refusal(f"the event id is longer than {MAX_ID_BYTES} bytes", 422)
-        if source.key_template is not None:
-            key = source.key_template.render(fields)
+                return None, None, _missing("event id", self.source.event_id)
+            if len(event_id) > _SHORT and len(event_id.encode()) > MAX_ID_BYTES:
+                return None, None, _too_long("event id")
+            if "e+" in event_id and _inexact(self.source.event_id_template, fields):
+                return None, None, _ambiguous("event id")
+        if self._key_of is not None:
+            key = self._key_of(fields)
             if key is None:
-                return event_id, None, _missing("key", source.key)
-            if len(key.encode()) > MAX_ID_BYTES:
-                return event_id, None, Refusal(f"the key is longer than {MAX_ID_BYTES} bytes", 422)
+                return event_id, None, _missing("key", self.source.key)
+            if len(key) > _SHORT and len(key.encode()) > MAX_ID_BYTES:
+                return event_id, None, _too_long("key")
         return event_id, key, None
+
+    def _lacks(self, fields: dict[str, Any]) -> Refusal | None:
+        """The first required field that is absent, null, or of a type that the schema rules out."""
+        path = ""
+        try:
+            for path, steps, types in self._required:
+                value: Any = fields
+                for step in steps:
+                    value = value[step]
+                if value is None:
+                    raise KeyError
+                if types and type(value) not in types:
+                    kind = _JSON_NAMES.get(type(value), "an object")
+                    return Refusal(f"does not fit the schema: {path} is {kind}", 422, "schema")
+        except (KeyError, TypeError):
+            return Refusal(f"missing {path}", 422, "missing-field")
+        return None
+
+
+def _step_names(path: str, declared: Mapping[str, Field]) -> tuple[tuple[str, ...], frozenset[type]]:
+    steps = tuple(path.split("."))
+    found = find_field(declared, steps)
+    return steps, found.json if found is not None else frozenset()
 
 
 def _parse(payload: bytes) -> tuple[dict[str, Any] | None, Refusal | None]:
     try:
         fields = orjson.loads(payload)
     except orjson.JSONDecodeError as error:
-        return None, Refusal(f"not JSON: {error}", 400)
+        return None, Refusal(f"not JSON: {error}", 400, "not-json")
     if not isinstance(fields, dict):
-        return None, Refusal(f"an event is a JSON object, not {_JSON_NAMES.get(type(fields), 'that')}", 422)
+        name = _JSON_NAMES.get(type(fields), "that")
+        return None, Refusal(f"an event is a JSON object, not {name}", 422, "not-an-object")
+    # Counting what opens is cheap, and an upper bound of the depth.
+    if payload.count(b"{") + payload.count(b"[") > MAX_DEPTH and _depth(fields) > MAX_DEPTH:
+        return None, Refusal(f"nested more than {MAX_DEPTH} deep", 422, "too-deep")
     return fields, None
 
 
+def _depth(value: Any) -> int:
+    """How deep objects and arrays are in each other; no deeper than one past the limit is looked."""
+    level, depth = [value], 0
+    while level and depth <= MAX_DEPTH:
+        depth += 1
+        inner: list[Any] = []
+        for item in level:
+            inner += item.values() if isinstance(item, dict) else item
+        level = [item for item in inner if isinstance(item, (dict, list))]
+    return depth
+
+
+def _renderer(template: Template) -> Callable[[dict[str, Any]], str | None]:
+    """:meth:`Template.render`, without its loop where the template is one field of the event itself."""
+    path = template.fields[0]
+    if template.text != "{" + path + "}" or "." in path:
+        return template.render
+
+    def render_field(fields: dict[str, Any]) -> str | None:
+        value = fields.get(path)
+        kind = type(value)
+        if kind is str:
+            return value
+        return str(value) if kind is int else template.render(fields)
+
+    return render_field
+
+
+def _inexact(template: Template | None, fields: dict[str, Any]) -> bool:
+    """Whether a number in the template is a float that may stand for several integers: two events would be one."""
+    for path in template.fields if template is not None else ():
+        value: Any = fields
+        for step in path.split("."):
+            value = value[step]
+        if isinstance(value, float) and abs(value) >= _EXACT:
+            return True
+    return False
+
+
+def _too_large(size: int, limit: int) -> Refusal:
+    return Refusal(f"the event has {size} bytes, more than the {limit} that are allowed", 413, "too-large")
+
+
+def _too_long(what: str) -> Refusal:
+    return Refusal(f"the {what} is longer than {MAX_ID_BYTES} bytes", 422, "bad-id")
+
+
+def _ambiguous(what: str) -> Refusal:
+    return Refusal(f"the {what} has a number that is too large to be exact; send it as a string", 422, "bad-id")
+
+
 def _missing(what: str, template: str) -> Refusal:
-    return Refusal(f"the {what} {template} needs fields that are absent, null or not plain values", 422)
+    return Refusal(f"the {what} {template} needs fields that are absent, null or not plain values", 422, "bad-id")
 
 
-def _repeatable_id(origin: str, payload: bytes) -> str:
+def repeatable_id(origin: str, payload: bytes) -> str:
     digest = hashlib.blake2b(payload, digest_size=16, key=hashlib.blake2b(origin.encode(), digest_size=32).digest())
     return f"~{digest.hexdigest()}"
 

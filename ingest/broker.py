@@ -8,6 +8,7 @@ Everything it owns lies in one folder::
     FOLDER/broker.lock          locked by the running JVM itself (it inherits the file), so it is never stale
     FOLDER/broker.pid           whom to signal, from this or another process
     FOLDER/broker.log           what the broker says; that of the last run is broker.log.1
+    FOLDER/secrets              certificates and passwords of a secure one (:mod:`ingest.broker_security`)
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ from typing import IO
 from kafka import KafkaAdminClient
 from kafka.errors import KafkaError
 
+from ingest.broker_security import Secrets, set_passwords
 from lakehouse.contract.errors import EnvironmentProblem
 from lakehouse.contract.jars import jar_paths
 from lakehouse.contract.java import find_java
+from lakehouse.contract.kafkasecurity import ClientSecurity
 from lakehouse.contract.settings import conf_dir
 
 logger = logging.getLogger(__name__)
@@ -63,6 +66,7 @@ class _Identity:
     port: int
     controller_port: int
     cluster_id: str
+    inner_port: int = 0  # of a secure one
 
 
 class EmbeddedBroker:
@@ -74,10 +78,21 @@ class EmbeddedBroker:
         heap_mb: Java heap in MiB; the whole process takes about 150 MiB more.
         die_with_parent: whether the broker is to stop when this process ends, however it ends (Linux; elsewhere it
             has no effect).
+        secure: TLS, passwords and access rules (:mod:`ingest.broker_security`); data of an insecure run stays.
     """
 
-    def __init__(self, folder: Path, *, port: int = 0, heap_mb: int = 320, die_with_parent: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        port: int = 0,
+        heap_mb: int = 320,
+        die_with_parent: bool = False,
+        secure: bool = False,
+    ) -> None:
         self.folder = folder.resolve()
+        self.secrets = Secrets(self.folder / "secrets")
+        self._secure = secure
         self._port = port
         self._heap_mb = heap_mb
         self._die_with_parent = die_with_parent
@@ -104,7 +119,7 @@ class EmbeddedBroker:
                 self._process = self._launch(lock, log)
             (self.folder / "broker.pid").write_text(str(self._process.pid), encoding="ascii")
         try:
-            self._await_ready(self._process, self.bootstrap, deadline)
+            self._await_ready(self._process, identity, deadline)
         except BaseException:
             self.kill()
             raise
@@ -117,6 +132,10 @@ class EmbeddedBroker:
             with self._claim():
                 self._settle_identity()
         return self.bootstrap
+
+    def security(self, user: str) -> ClientSecurity:
+        """How a client logs in as one of the users of :mod:`ingest.broker_security`; an insecure one asks nobody."""
+        return self.secrets.client(user) if self._secure else ClientSecurity()
 
     def stop(self, timeout_s: float = 15.0) -> None:
         """Stop it in order; after ``timeout_s`` seconds the hard way. Nothing happens if it does not run."""
@@ -146,6 +165,10 @@ class EmbeddedBroker:
             self._process.wait(timeout=10)  # it is ending; reap it
             self._process = None
         return alive
+
+    def exists(self) -> bool:
+        """Whether it was ever started in this folder, or its address settled."""
+        return self._read_identity() is not None
 
     @property
     def pid(self) -> int | None:
@@ -198,15 +221,19 @@ class EmbeddedBroker:
     def _settle_identity(self) -> _Identity:
         old = self._read_identity()
         port = self._port or (old.port if old else _free_port())
-        controller_port = old.controller_port if old else _free_port(other_than=port)
+        controller_port = old.controller_port if old else _free_port(port)
         cluster_id = old.cluster_id if old else _new_cluster_id()
-        for number in (port, controller_port):
-            if not _is_free(number):
+        inner_port = old.inner_port if old else 0
+        if self._secure:
+            self.secrets.make()
+            inner_port = inner_port or _free_port(port, controller_port)
+        for number in (port, controller_port, inner_port):
+            if number and not _is_free(number):
                 raise EnvironmentProblem(
                     f"port {number} of the broker in {self.folder} is taken by another process",
                     f"Stop that process, or change the port in {self.folder / 'broker.json'}",
                 )
-        identity = _Identity(port, controller_port, cluster_id)
+        identity = _Identity(port, controller_port, cluster_id, inner_port)
         if identity != old:
             draft = self.folder / "broker.json.new"
             draft.write_text(json.dumps(asdict(identity)), encoding="ascii")
@@ -214,9 +241,10 @@ class EmbeddedBroker:
         return identity
 
     def _write_properties(self, identity: _Identity) -> None:
-        template = Template((conf_dir() / "kafka" / "server.properties").read_text(encoding="utf-8"))
-        text = template.substitute(asdict(identity), data=self.folder / "data")
-        self._properties.write_text(text, encoding="utf-8")
+        files = ("server.properties", "secure.properties" if self._secure else "plain.properties")
+        text = "\n".join((conf_dir() / "kafka" / name).read_text(encoding="utf-8") for name in files)
+        places = {"data": self.folder / "data", "ca_pem": self.secrets.ca, "broker_pem": self.secrets.broker}
+        self._properties.write_text(Template(text).substitute(asdict(identity), **places), encoding="utf-8")
 
     def _open_log(self) -> IO[bytes]:
         path = self.folder / "broker.log"
@@ -255,14 +283,16 @@ class EmbeddedBroker:
 
         return _spawner().submit(spawn).result()
 
-    def _await_ready(self, process: subprocess.Popen[bytes], bootstrap: str, deadline: float) -> None:
+    def _await_ready(self, process: subprocess.Popen[bytes], identity: _Identity, deadline: float) -> None:
+        bootstrap = f"127.0.0.1:{identity.inner_port if self._secure else identity.port}"
+        found = self.secrets if self._secure else None
         while time.monotonic() < deadline:
             if process.poll() is not None:
                 raise EnvironmentProblem(
                     f"the broker ended with code {process.returncode} while starting: {self._last_words()}",
                     f"See {self.folder / 'broker.log'}",
                 )
-            if _answers(bootstrap, deadline):
+            if _answers(bootstrap, deadline, found):
                 return
             time.sleep(_POLL_S)
         raise EnvironmentProblem(
@@ -289,8 +319,11 @@ def _spawner() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="broker-spawner")
 
 
-def _answers(bootstrap: str, deadline: float) -> bool:
-    """Whether the broker gives metadata, and its group coordinator answers for a group that nobody uses."""
+def _answers(bootstrap: str, deadline: float, found: Secrets | None) -> bool:
+    """Whether the broker gives metadata, and its group coordinator answers for a group that nobody uses.
+
+    A secure one (``found``) is then told its passwords.
+    """
     host, _, port = bootstrap.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=1).close()
@@ -299,9 +332,16 @@ def _answers(bootstrap: str, deadline: float) -> bool:
     left_ms = max(1_000, int((deadline - time.monotonic()) * 1_000))
     admin: KafkaAdminClient | None = None
     try:
-        admin = KafkaAdminClient(bootstrap_servers=bootstrap, bootstrap_timeout_ms=left_ms, request_timeout_ms=left_ms)
+        admin = KafkaAdminClient(
+            bootstrap_servers=bootstrap,
+            bootstrap_timeout_ms=left_ms,
+            request_timeout_ms=left_ms,
+            **(found.itself() if found else ClientSecurity()).for_kafka_python(),
+        )
         admin.list_topics()
         admin.list_group_offsets("millrace-probe")
+        if found is not None:
+            set_passwords(admin, found)
     except KafkaError as error:
         if not error.retriable:
             raise
@@ -344,9 +384,9 @@ def _new_cluster_id() -> str:
     return "M" + text[1:]  # a dash in front would look like an option
 
 
-def _free_port(other_than: int = 0) -> int:
+def _free_port(*others: int) -> int:
     for port in random.sample(_PORTS, 200):
-        if port != other_than and _is_free(port):
+        if port not in others and _is_free(port):
             return port
     raise EnvironmentProblem(f"no free port between {_PORTS.start} and {_PORTS.stop}")
 

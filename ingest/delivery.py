@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from ingest.events import Cursor, LoggedEvent
 from ingest.log import AHEAD, MessageLog
 from ingest.publish import Outcome, Publisher
+from ingest.publish.seam import HELD_BACK
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,10 @@ class Delivery:
         in_flight_bytes: payload bytes handed to the publisher and not acknowledged, at most.
         tail_bytes: payload bytes that wait in memory, at most (as far as they are on the disk).
         hand_over_s: the longest that an event waits to be handed to the publisher.
+        guarantee: of a source, by its name (:attr:`lakehouse.contract.source.Source.guarantee`).
+
+    Attributes:
+        to_replay: events of an earlier run that Kafka has not acknowledged yet.
     """
 
     def __init__(
@@ -49,7 +54,10 @@ class Delivery:
         in_flight_bytes: int = IN_FLIGHT_BYTES,
         tail_bytes: int = TAIL_BYTES,
         hand_over_s: float = HAND_OVER_S,
+        guarantee: Callable[[str], str] = lambda _: "exactly_once",
     ) -> None:
+        self._guarantee = guarantee
+        self._renew = False  # the publisher holds back and waits for a new beginning
         self._log = log
         self._publisher = publisher
         self._known = known
@@ -70,6 +78,7 @@ class Delivery:
         self._wake = asyncio.Event()
         self._change = asyncio.Event()
         self._recovered = asyncio.Event()
+        self.to_replay = log.recovery.to_replay
         self._suspect_before = log.next_seq if log.recovery.to_replay else 0
         self._next = log.recovery.acked if log.recovery.to_replay else log.next_seq  # first event that is not sent
         self._cursor: Cursor | None = log.cursor() if log.recovery.to_replay else None
@@ -84,6 +93,12 @@ class Delivery:
     def in_flight(self) -> int:
         """Events handed to the publisher and not acknowledged."""
         return len(self._sent)
+
+    @property
+    def oldest_at(self) -> int:
+        """received_at of the oldest event that Kafka has not acknowledged, microseconds; 0 where none is in memory."""
+        oldest = next(iter(self._sent.values()), self._tail[0] if self._tail else None)
+        return oldest.envelope.received_at if oldest is not None else 0
 
     async def recovered(self) -> None:
         """Return when Kafka has what an earlier run left in the log."""
@@ -100,6 +115,7 @@ class Delivery:
             self._send(event)
             return
         self._live = False
+        self._log.sending(event.seq)
         self._tail.append(event)
         self._tail_bytes += len(event.payload)
         self._trim()
@@ -110,7 +126,7 @@ class Delivery:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            if self._again:
+            if self._again or self._renew:
                 await self._send_again()
             elif not self._live:
                 await self._catch_up()
@@ -139,15 +155,20 @@ class Delivery:
             self._timer.cancel()
             self._timer = None
         outbox, self._outbox = self._outbox, []
-        self._publisher.send(outbox)
+        if outbox:
+            self._log.sending(outbox[-1].seq)
+            self._publisher.send(outbox)
 
     async def _catch_up(self) -> None:
         """Send what waits while there is room; back to live when nothing waits."""
+        tail, ahead = self._tail, self._log.durable_seq + AHEAD
         while not self._again and self._sent_bytes < self._limit and len(self._sent) < IN_FLIGHT_EVENTS:
-            if self._tail and self._tail[0].seq == self._next:
-                if self._tail[0].seq - self._log.durable_seq > AHEAD:
-                    return  # the next write wakes us
-                event = self._tail.popleft()
+            if tail and tail[0].seq == self._next:
+                if tail[0].seq > ahead:
+                    ahead = self._log.durable_seq + AHEAD
+                    if tail[0].seq > ahead:
+                        return  # the next write wakes us
+                event = tail.popleft()
                 self._tail_bytes -= len(event.payload)
                 self._cursor = None
                 self._send(event)
@@ -166,7 +187,10 @@ class Delivery:
         self._cursor = after
         for event in events:
             if event.seq < self._suspect_before:
-                event.envelope = dataclasses.replace(event.envelope, suspect=True)
+                if self._guarantee(event.envelope.source) == "at_most_once":
+                    self._give_up(event, "a run that crashed may have sent it")
+                    continue
+                self._mark(event)
             self._send(event)
         if events:
             return True
@@ -207,10 +231,10 @@ class Delivery:
                 self._known(outcome)
                 done.append(event)
             elif outcome.final:
-                self._failing += 1
-                task = self._loop.create_task(self._fail(outcome))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._fail_soon(outcome)
+            elif self._guarantee(event.envelope.source) == "at_most_once" and outcome.error != HELD_BACK:
+                self._renew, self._live = True, False
+                self._give_up(event, outcome.error)
             else:
                 if not self._again:
                     logger.warning(
@@ -223,6 +247,25 @@ class Delivery:
             self._acked(done)
         if not self._live:
             self._wake.set()
+
+    def _give_up(self, event: LoggedEvent, reason: str) -> None:
+        """At most once: Kafka may have the event, so it is not sent again."""
+        if event.seq not in self._sent:
+            self._next = event.seq + 1
+            self._sent[event.seq] = event
+            self._sent_bytes += len(event.payload)
+        self._fail_soon(Outcome(event, -1, -1, f"at most once: {reason}", final=True))
+
+    def _fail_soon(self, outcome: Outcome) -> None:
+        self._failing += 1
+        task = self._loop.create_task(self._fail(outcome))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _mark(self, event: LoggedEvent) -> None:
+        """Kafka may have the event already; by the mark and the id a reader finds the copy."""
+        if self._guarantee(event.envelope.source) == "exactly_once":
+            event.envelope = dataclasses.replace(event.envelope, suspect=True)
 
     async def _fail(self, outcome: Outcome) -> None:
         event = outcome.event
@@ -244,21 +287,25 @@ class Delivery:
 
     def _acked(self, events: list[LoggedEvent]) -> None:
         self._log.acked(events, next(iter(self._sent), self._next))
+        if self.to_replay:
+            self.to_replay -= sum(event.seq < self._suspect_before for event in events)
         self._check_recovered()
 
     def _check_recovered(self) -> None:
         self._change.set()
         if not self._recovered.is_set() and next(iter(self._sent), self._next) >= self._suspect_before:
+            self.to_replay = 0  # what was corrupt is not there to be sent
             self._recovered.set()
 
     async def _send_again(self) -> None:
         """Once nothing else is in flight, send what failed, in order: so order within a key is kept."""
         if len(self._sent) > len(self._again):
             return  # the next outcome wakes us
+        self._renew = False
         again, self._again = sorted(self._again, key=lambda event: event.seq), []
         self._attempts += 1
         await asyncio.sleep(min(_BACKOFF_MAX_S, 0.05 * 2**self._attempts))
         for event in again:
-            event.envelope = dataclasses.replace(event.envelope, suspect=True)
+            self._mark(event)
         self._publisher.send(again, afresh=True)
         self._wake.set()

@@ -8,7 +8,10 @@
         ├── LogUnavailable      push back and try again: the disk refuses writes
         ├── BrokerUnavailable   try again: Kafka cannot be reached, or its topics are not there yet
         ├── EventRefused        tell the sender: a request or an event does not pass the border
-        └── BadToken            tell the sender: not an acknowledgement token of ours
+        ├── BadToken            tell the sender: not an acknowledgement token of ours
+        ├── LookupRefused       tell the sender: what it looks up is not there, or is not asked for rightly
+        ├── TooManyWaiters      push back and try again: as many senders wait for an answer as may
+        └── UpstreamEnded       connect again: an upstream ended its stream, or there is no connection
 """
 
 from __future__ import annotations
@@ -77,13 +80,17 @@ class EventRefused(IngestError):
     Attributes:
         reason: what is wrong with it, for its sender.
         status: the HTTP status that says so.
+        code: names the kind of refusal, for programs; it does not change.
+        retry_after: seconds after which another try is worth it; 0: it is not.
         members: what else the answer says.
     """
 
-    def __init__(self, reason: str, status: int, **members: Any) -> None:
+    def __init__(self, reason: str, status: int, *, code: str = "", retry_after: int = 0, **members: Any) -> None:
         super().__init__(reason, status)
         self.reason = reason
         self.status = status
+        self.code = code
+        self.retry_after = retry_after
         self.members = members
 
     def __str__(self) -> str:
@@ -95,3 +102,39 @@ class BadToken(IngestError):
 
     def __str__(self) -> str:
         return "this is not an acknowledgement token"
+
+
+class UpstreamEnded(IngestError):
+    """The connection to an upstream ended, or did not come about; the text says why."""
+
+
+class LookupRefused(IngestError):
+    """What is looked up is not there, or is not asked for rightly.
+
+    Attributes:
+        reason: for who asked.
+        status: the HTTP status that says so.
+    """
+
+    def __init__(self, reason: str, status: int) -> None:
+        super().__init__(reason, status)
+        self.reason = reason
+        self.status = status
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+class TooManyWaiters(IngestError):
+    """As many senders wait for an answer as may.
+
+    Attributes:
+        most: how many may.
+    """
+
+    def __init__(self, most: int) -> None:
+        super().__init__(most)
+        self.most = most
+
+    def __str__(self) -> str:
+        return f"{self.most} senders wait for an answer, which is as many as may"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,9 @@ class Lane:
         name: ``SOURCE/KIND/ORDINAL``.
         source: name of the source.
         position: where the upstream is to be read next (index of the next message), or None.
+        cursor: the upstream's own name of the place after which to read on (Last-Event-ID), or None.
         received: events appended.
+        shed: events that were left out because there were too many; they were never appended.
         durable: events that are on the disk.
         rejected: of those received, the ones the border refused.
         failed: events that Kafka will never take, now in the failed store.
@@ -61,6 +64,8 @@ class Lane:
     gaps: int = 0
     last_at: int = 0
     suspect_left: int = 0
+    cursor: str | None = None
+    shed: int = 0
 
     @property
     def published(self) -> int:
@@ -79,13 +84,15 @@ class Lane:
             "gaps": self.gaps,
             "last_at": self.last_at,
             "suspect_left": self.suspect_left,
+            "cursor": self.cursor,
+            "shed": self.shed,
         }
 
 
 class Group:
     """Events that become durable together."""
 
-    __slots__ = ("_closed", "_future", "counts", "opened", "unacked")
+    __slots__ = ("_closed", "_future", "_then", "counts", "opened", "unacked")
 
     def __init__(self) -> None:
         self.opened = time.perf_counter()
@@ -93,6 +100,7 @@ class Group:
         self.unacked = 0
         self._closed = False
         self._future: asyncio.Future[None] | None = None
+        self._then: list[Callable[[], None]] = []
 
     @property
     def acknowledgeable(self) -> bool:
@@ -107,10 +115,17 @@ class Group:
             self._future = asyncio.get_running_loop().create_future()
         await asyncio.shield(self._future)  # one waiter that is cancelled must not cancel it for the others
 
+    def then(self, call: Callable[[], None]) -> None:
+        """Call this when its events may be acknowledged, which is not yet so; it must not raise."""
+        self._then.append(call)
+
     def close(self) -> None:
         """The group is durable, or Kafka has all of it."""
         if not self._closed:
             self._closed = True
+            for call in self._then:
+                call()
+            self._then.clear()
             if self._future is not None and not self._future.done():
                 self._future.set_result(None)
 

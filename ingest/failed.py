@@ -1,12 +1,13 @@
 """The failed store: events that Kafka will never take, and bytes that cannot be read, each with the reason.
 
-One file of frames beside the segments. It is only ever appended to; it counts towards the bound of the log.
+One file of frames beside the segments. A node only ever appends to it; `millrace log retry` takes away what went
+through at last. It counts towards the bound of the log.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,10 +41,12 @@ class FailedStore:
     Args:
         folder: of the message log.
         node: id of the collecting node.
+        mend: False: change nothing, for a look at a log that may be in use.
     """
 
-    def __init__(self, folder: Path, node: str) -> None:
+    def __init__(self, folder: Path, node: str, *, mend: bool = True) -> None:
         self._path = folder / FILE_NAME
+        self._mend = mend
         self._node = node
         self._seqs: set[int] = set()
         self._raw: set[str] = set()
@@ -66,10 +69,26 @@ class FailedStore:
 
     def add_corrupt(self, corrupt: Corrupt) -> None:
         """Keep bytes of a segment that cannot be read."""
-        reason = f"corrupt bytes in {corrupt.segment} at {corrupt.offset}"
-        if reason not in self._raw:
+        reason = str(corrupt)
+        if _place(reason) not in self._raw:
             self._append(0, _body(RAW, reason, corrupt.data))
-            self._raw.add(reason)
+            self._raw.add(_place(reason))
+
+    def remove(self, seqs: Collection[int]) -> None:
+        """Forget these events, which are in Kafka by now; the file is written anew and changed at once."""
+        draft = self._path.with_suffix(".draft")
+        with draft.open("wb") as file:
+            file.write(SEGMENT_MAGIC)
+            for item in scan(self._path.read_bytes()):
+                if isinstance(item, Damage) or (item.kind == FAILED and item.seq in seqs):
+                    continue
+                for chunk in frame_chunks(item.seq, item.body):
+                    file.write(chunk)
+            file.flush()
+            os.fdatasync(file.fileno())
+        draft.replace(self._path)
+        self._seqs.difference_update(seqs)
+        self.bytes = self._path.stat().st_size
 
     def __len__(self) -> int:
         return len(self._seqs) + len(self._raw)
@@ -100,8 +119,8 @@ class FailedStore:
             elif item.kind == FAILED:
                 self._seqs.add(item.seq)
             elif item.kind == RAW:
-                self._raw.add(read_reason(item.body)[0])
-        if end < len(data):  # an interrupted write; its event is still in a segment
+                self._raw.add(_place(read_reason(item.body)[0]))
+        if end < len(data) and self._mend:  # an interrupted write; its event is still in a segment
             os.truncate(self._path, end)
         self.bytes = end
 
@@ -114,3 +133,8 @@ class FailedStore:
             file.flush()
             os.fdatasync(file.fileno())
             self.bytes = file.tell()
+
+
+def _place(reason: str) -> str:
+    """What of a reason names the damage; the rest is what was known of it then."""
+    return reason.partition(" are ")[0]

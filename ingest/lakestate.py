@@ -7,6 +7,7 @@ Bronze commits carry ``userMetadata`` ``{"offsets": {"TOPIC/PARTITION": next off
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,9 +15,12 @@ from typing import Any
 
 import deltalake
 import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.dataset as ds
 from deltalake.exceptions import TableNotFoundError
 
+from ingest.front import RAW_PLACE
 from lakehouse.contract.lake import COMMIT_THROUGH, Lake, TableRef
 
 _LOOK_BACK = 1_000  # commits that are searched for the newest offsets when a table is first asked
@@ -38,10 +42,14 @@ class BronzeEvent:
     Attributes:
         coordinates: where it was in Kafka, or None for an event from a file.
         reject: why the border refused it, or None.
+        payload: the event itself.
+        event_id: of the event.
     """
 
     coordinates: Coordinates | None
     reject: str | None
+    payload: bytes | None = None
+    event_id: str = ""
 
 
 class LakeState:
@@ -68,18 +76,41 @@ class LakeState:
                 return self._of(table).holds(at)
         return None
 
+    def progress(self, name: str) -> tuple[int, dict[str, int]]:
+        """Current version of a product (-1 before it exists), and ``TOPIC/PARTITION`` to the next offset it lacks."""
+        for layer in ("gold", "silver"):
+            table = self._lake.table(layer, name)
+            if table.exists():
+                return self._of(table).now()
+        return -1, {}
+
     def find_event(self, source: str, tenant: str, event_id: str, received_at: int) -> BronzeEvent | None:
         """The event in bronze, found by its id; reads about a day of the table."""
         row = self._first_row(
             self._lake.bronze(source),
-            ["topic", "partition", "offset", "reject"],
+            ["topic", "partition", "offset", "reject", "payload"],
             {"event_id": event_id, "source": source, "tenant": tenant},
             received_at,
         )
         if row is None:
             return None
         at = None if row["offset"] is None else Coordinates(row["topic"], row["partition"], row["offset"])
-        return BronzeEvent(at, row["reject"])
+        return BronzeEvent(at, row["reject"], row.get("payload"), event_id)
+
+    def find_refined(self, source: str, raw: Coordinates, received_at: int) -> BronzeEvent | None:
+        """The event in bronze that the second step of a collection made of the one at ``raw``; reads about a day."""
+        columns = ["event_id", "topic", "partition", "offset", "reject", "headers"]
+        rows = self._scan(self._lake.bronze(source), columns, {"source": source}, received_at)
+        if rows is None:
+            return None
+        place = f"{raw.topic}/{raw.partition}/{raw.offset}".encode()
+        for batch in rows:
+            found = batch.filter(pc.equal(pc.map_lookup(batch["headers"], RAW_PLACE, "first"), place))
+            if found.num_rows:
+                row = found.slice(0, 1).drop_columns(["headers"]).to_pylist()[0]
+                at = Coordinates(row["topic"], row["partition"], row["offset"])
+                return BronzeEvent(at, row["reject"], event_id=row["event_id"])
+        return None
 
     def quarantine_reason(self, source: str, tenant: str, event_id: str) -> str | None:
         """Why the event is in quarantine, or None."""
@@ -94,6 +125,16 @@ class LakeState:
     def _first_row(
         self, table: TableRef, columns: list[str], wanted: dict[str, str], received_at: int | None = None
     ) -> dict[str, Any] | None:
+        batches = self._scan(table, columns, wanted, received_at)
+        for batch in batches or ():
+            if batch.num_rows:
+                return dict(batch.slice(0, 1).to_pylist()[0])
+        return None
+
+    def _scan(
+        self, table: TableRef, columns: list[str], wanted: dict[str, str], received_at: int | None
+    ) -> Iterable[pa.RecordBatch] | None:
+        """Rows in which the columns have the wanted values, or None where there is no table."""
         try:
             data = deltalake.DeltaTable(str(table.path)).to_pyarrow_dataset()
         except TableNotFoundError:
@@ -107,8 +148,9 @@ class LakeState:
         if received_at is not None and "date" in names:
             day = datetime.fromtimestamp(received_at / 1e6, UTC).date()
             match = match & ds.field("date").isin(_days(data.schema.field("date").type, day))
-        rows = data.scanner(columns=columns, filter=match).head(1).to_pylist()
-        return rows[0] if rows else None
+        chosen = [column for column in columns if column in names]
+        batches: Iterable[pa.RecordBatch] = data.scanner(columns=chosen, filter=match).to_batches()
+        return batches
 
 
 class _Progress:
@@ -125,6 +167,12 @@ class _Progress:
         with self._lock:
             self._refresh()
             return self._version if at.offset < self._offsets.get(f"{at.topic}/{at.partition}", 0) else None
+
+    def now(self) -> tuple[int, dict[str, int]]:
+        """The current version and its end offsets."""
+        with self._lock:
+            self._refresh()
+            return self._version, dict(self._offsets)
 
     def _refresh(self) -> None:
         if self._version >= 0 and not self._path(self._version).exists():  # the table was dropped and made again

@@ -1,6 +1,7 @@
-"""The hybrid message log (HML): one local store, asynchronous group commit, deletion on Kafka's acknowledgement.
+"""The message log: one local store for what Kafka has not acknowledged.
 
-How an event goes through it:
+When an event's record is written is the matter of a logging protocol (:mod:`ingest.protocols`). How an event goes
+through with the hybrid one:
 
 1. :meth:`MessageLog.append` gives it a sequence number and puts its bytes into the open *group*.
 2. At latest ``group_commit_ms`` later the group is sealed; a worker thread makes all sealed groups durable with one
@@ -24,15 +25,16 @@ from pathlib import Path
 
 import orjson
 
-from ingest.commit import GroupCommit
 from ingest.errors import LogFull, LogUnavailable
 from ingest.events import Cursor, Lane, LoggedEvent, Segment
 from ingest.failed import FailedStore
+from ingest.protocols import PROTOCOLS, LoggingProtocol, MakeProtocol
 from ingest.records import (
-    EVENT,
     EVENT_OVERHEAD,
+    EVENTS,
     SEGMENT_MAGIC,
     Damage,
+    event_chunks,
     event_head,
     frame_chunks,
     mark_body,
@@ -40,7 +42,7 @@ from ingest.records import (
 )
 from ingest.recovery import Recovery, recover
 from ingest.segments import lock_folder, read_frames, segment_path
-from lakehouse.contract.envelope import Envelope
+from lakehouse.contract.envelope import UPSTREAM_ID, Envelope
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +61,16 @@ class MessageLog:
         next_seq: sequence number of the next event.
     """
 
-    def __init__(self, folder: Path, node: str, *, limit: int, group_commit_ms: int, segment_bytes: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        node: str,
+        *,
+        limit: int,
+        group_commit_ms: int,
+        segment_bytes: int,
+        protocol: MakeProtocol,
+    ) -> None:
         self._lock = lock_folder(folder)
         self._folder = folder
         self._node = node
@@ -78,7 +89,7 @@ class MessageLog:
         self._acked = self.recovery.acked if self.recovery.to_replay else self.next_seq
         self._marked = -1
         self._mark_timer: asyncio.TimerHandle | None = None
-        self._commit = GroupCommit(folder, group_commit_ms / 1000, self.next_seq - 1)
+        self._commit: LoggingProtocol = protocol(folder, group_commit_ms / 1000, self.next_seq - 1)
         self._segments = {segment.number: segment for segment in self.recovery.segments}
         self._used = sum(segment.size for segment in self._segments.values())
         self._full = False
@@ -93,7 +104,14 @@ class MessageLog:
 
     @classmethod
     def open(
-        cls, folder: Path, node: str, *, limit: int, group_commit_ms: int = 5, segment_bytes: int = SEGMENT_BYTES
+        cls,
+        folder: Path,
+        node: str,
+        *,
+        limit: int,
+        group_commit_ms: int = 5,
+        segment_bytes: int = SEGMENT_BYTES,
+        protocol: str | MakeProtocol = "hml",
     ) -> MessageLog:
         """Lock the folder, read what an earlier run left, and be ready to append.
 
@@ -103,12 +121,16 @@ class MessageLog:
             limit: bound in bytes on the disk.
             group_commit_ms: the longest that an event waits for its group to be sealed.
             segment_bytes: size at which a segment is closed; an eighth of the limit at most.
+            protocol: when events are made durable: one of :data:`ingest.protocols.PROTOCOLS`, or another of that kind.
 
         Raises:
             EnvironmentProblem: another process has the log open.
         """
         segment_bytes = min(segment_bytes, max(4096, limit // 8))
-        return cls(folder, node, limit=limit, group_commit_ms=group_commit_ms, segment_bytes=segment_bytes)
+        make = PROTOCOLS[protocol] if isinstance(protocol, str) else protocol
+        return cls(
+            folder, node, limit=limit, group_commit_ms=group_commit_ms, segment_bytes=segment_bytes, protocol=make
+        )
 
     # --- lanes
 
@@ -142,16 +164,21 @@ class MessageLog:
             LogFull: the bound is reached; wait for :meth:`room`.
             LogUnavailable: the disk refuses writes, or the log is closed.
         """
-        if self._commit.problem or self._closed:
-            raise LogUnavailable(self._commit.problem or "it is closed")
+        commit = self._commit
+        if commit.problem or self._closed:
+            raise LogUnavailable(commit.problem or "it is closed")
         seq = self.next_seq
-        chunks = frame_chunks(seq, event_head(lane.index, position, envelope, key), payload)
-        size = len(chunks[0]) + len(payload)
-        if self.used + size > self._most:
+        chunks, size = event_chunks(seq, lane.index, position, envelope, key, payload)
+        if self._used + self.failed.bytes + size > self._most:
             self._full = True
             raise LogFull(self.used, self._limit)
-        segment, offset = self._place(chunks, size)
-        group = self._commit.group(seq)
+        segment = self._active
+        if segment.size + size > self._segment_bytes:
+            segment, offset = self._place(chunks, size)
+        else:
+            self._used += size
+            offset = commit.add(segment, chunks, size)
+        group = commit.group(seq)
         self.next_seq = seq + 1
         segment.unacked += 1
         group.unacked += 1
@@ -163,6 +190,9 @@ class MessageLog:
             lane.rejected += 1
         if position is not None:
             lane.position = position
+        if envelope.extra:
+            lane.cursor = dict(envelope.extra).get(UPSTREAM_ID, lane.cursor)
+        commit.received()
         return LoggedEvent(seq, lane, envelope, key, payload, segment, offset, group)
 
     def has_room(self, payload_bytes: int, events: int = 1) -> bool:
@@ -224,7 +254,11 @@ class MessageLog:
         if observe is not None:
             self._commit.observe = observe
 
-    # --- acknowledgement by Kafka
+    # --- sending, and acknowledgement by Kafka
+
+    def sending(self, seq: int) -> None:
+        """The events up to this one are handed to Kafka's client now, or put aside."""
+        self._commit.sending(seq)
 
     def acked(self, events: Iterable[LoggedEvent], first_outstanding: int) -> None:
         """Kafka has these events, or the failed store has.
@@ -234,11 +268,12 @@ class MessageLog:
             first_outstanding: the lowest sequence number that is neither acknowledged nor failed.
         """
         drop: list[Segment] = []
+        active = self._active
         for event in events:
             segment = event.segment
             segment.unacked -= 1
             event.lane.in_log -= 1
-            if segment.unacked == 0 and segment is not self._active:
+            if segment.unacked == 0 and segment is not active:
                 drop.append(segment)
             group = event.group
             if group is not None:
@@ -248,7 +283,9 @@ class MessageLog:
         self._acked = first_outstanding
         if drop:
             self._drop(drop)
-        if self._mark_timer is None and not self._closed and self._acked > self._marked:
+        if self._commit.acked() and not self._closed and self._acked > self._marked:
+            self._mark_now()
+        elif self._mark_timer is None and not self._closed and self._acked > self._marked:
             self._mark_timer = asyncio.get_running_loop().call_later(MARK_INTERVAL_S, self._mark_now)
 
     async def fail(self, event: LoggedEvent, reason: str) -> None:
@@ -283,9 +320,9 @@ class MessageLog:
                 for frame in read_frames(segment, at, max_bytes):
                     if isinstance(frame, Damage):
                         logger.error("%s: bytes %d to %d cannot be read back", segment.path, frame.offset, frame.end)
-                    elif frame.kind == EVENT and frame.seq >= until_seq:
+                    elif frame.kind in EVENTS and frame.seq >= until_seq:
                         return events, Cursor(number, frame.offset)
-                    elif frame.kind == EVENT and frame.seq >= from_seq:
+                    elif frame.kind in EVENTS and frame.seq >= from_seq:
                         events.append(self._logged(frame.seq, frame.body, lanes, segment, frame.offset))
                     at = frame.end
             cursor = Cursor(number, at)

@@ -6,6 +6,7 @@ A segment file is ``SEGMENT_MAGIC`` and then frames, all numbers little-endian::
     body    kind u8 · …
     EVENT   lane u16 · position i64 · received_at i64 · lengths of event id, tenant, key and reject (u16 each) ·
             those four · payload
+    EVENT_X an EVENT with further headers: length u16 and JSON of them stand before the payload
     MARK    JSON: the cumulative state of every lane, and the first sequence number that Kafka has not acknowledged
     FAILED  length of reason u32 · reason · an EVENT body
     RAW     length of reason u32 · reason · bytes that could not be read
@@ -18,18 +19,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from zlib import crc32
 
+import orjson
+
 from lakehouse.contract.envelope import Envelope, fingerprint
 
 SEGMENT_MAGIC = b"MRLOG\x00\x00\x01"
 FRAME_MAGIC = b"\xa7MR\x9e"
 MAX_FIELD = 0xFFFF
 
-EVENT, MARK, FAILED, RAW = 1, 2, 3, 4
+EVENT, MARK, FAILED, RAW, EVENT_X = 1, 2, 3, 4, 5
+EVENTS = (EVENT, EVENT_X)
 
 _FRAME = struct.Struct("<4sIIQ")
 _SEQ = struct.Struct("<Q")
+_START = struct.Struct("<4sII")  # of a frame, up to the sequence number
 _EVENT = struct.Struct("<BHqqHHHH")
 _REASON = struct.Struct("<BI")
+_LENGTH = struct.Struct("<H")
 _NO_POSITION = -1
 FRAME_OVERHEAD = _FRAME.size
 EVENT_OVERHEAD = _FRAME.size + _EVENT.size
@@ -43,7 +49,7 @@ class Frame:
         offset: of its first byte in the file.
         end: of the byte after it.
         seq: sequence number of an event; for a mark, of the next event.
-        kind: EVENT, MARK, FAILED or RAW.
+        kind: EVENT, EVENT_X, MARK, FAILED or RAW.
         body: with the kind in its first byte.
     """
 
@@ -94,14 +100,26 @@ def frame_chunks(seq: int, head: bytes, payload: bytes = b"") -> list[bytes]:
     return [_FRAME.pack(FRAME_MAGIC, len(head) + len(payload), crc, seq) + head, payload]
 
 
+def event_chunks(
+    seq: int, lane: int, position: int | None, envelope: Envelope, key: bytes, payload: bytes
+) -> tuple[list[bytes], int]:
+    """The frame of an event, as chunks to be written one after the other, and its size."""
+    head = event_head(lane, position, envelope, key)
+    rest = _SEQ.pack(seq) + head
+    length = len(head) + len(payload)
+    start = _START.pack(FRAME_MAGIC, length, crc32(payload, crc32(rest)))
+    return [start + rest, payload], FRAME_OVERHEAD + length
+
+
 def event_head(lane: int, position: int | None, envelope: Envelope, key: bytes) -> bytes:
     """The body of an event up to its payload. The caller has bounded every field to 65,535 bytes."""
     event_id = envelope.event_id.encode()
     tenant = envelope.tenant.encode()
     reject = envelope.reject.encode()[:MAX_FIELD] if envelope.reject is not None else b""
+    extra = orjson.dumps(envelope.extra) if envelope.extra else b""
     return (
         _EVENT.pack(
-            EVENT,
+            EVENT_X if extra else EVENT,
             lane,
             _NO_POSITION if position is None else position,
             envelope.received_at,
@@ -114,11 +132,12 @@ def event_head(lane: int, position: int | None, envelope: Envelope, key: bytes) 
         + tenant
         + key
         + reject
+        + (_LENGTH.pack(len(extra)) + extra if extra else b"")
     )
 
 
 def read_event(body: bytes, *, source: str, collector: str) -> StoredEvent:
-    """The event in an EVENT body.
+    """The event in an EVENT or EVENT_X body.
 
     Args:
         body: of the frame.
@@ -130,11 +149,12 @@ def read_event(body: bytes, *, source: str, collector: str) -> StoredEvent:
     """
     if len(body) < _EVENT.size:
         raise ValueError("an event's body is cut off")
-    _, lane, position, received_at, n_id, n_tenant, n_key, n_reject = _EVENT.unpack_from(body)
+    kind, lane, position, received_at, n_id, n_tenant, n_key, n_reject = _EVENT.unpack_from(body)
     tenant_at = _EVENT.size + n_id
     key_at = tenant_at + n_tenant
     reject_at = key_at + n_key
-    payload_at = reject_at + n_reject
+    reject_end = reject_at + n_reject
+    extra, payload_at = _extra(body, reject_end) if kind == EVENT_X else ((), reject_end)
     if payload_at > len(body):
         raise ValueError("an event's body is cut off")
     payload = body[payload_at:]
@@ -145,7 +165,8 @@ def read_event(body: bytes, *, source: str, collector: str) -> StoredEvent:
         received_at=received_at,
         collector=collector,
         fingerprint=fingerprint(payload),
-        reject=body[reject_at:payload_at].decode("utf-8", "replace") if n_reject else None,
+        reject=body[reject_at:reject_end].decode("utf-8", "replace") if n_reject else None,
+        extra=extra,
     )
     return StoredEvent(lane, None if position == _NO_POSITION else position, envelope, body[key_at:reject_at], payload)
 
@@ -154,6 +175,30 @@ def event_fields(body: bytes) -> tuple[int, int | None, int, bool]:
     """Lane, position, received_at and whether it was rejected, without touching the payload."""
     _, lane, position, received_at, _, _, _, n_reject = _EVENT.unpack_from(body)
     return lane, None if position == _NO_POSITION else position, received_at, n_reject > 0
+
+
+def event_extra(body: bytes) -> tuple[tuple[str, str], ...]:
+    """The further headers of an EVENT_X body; none of an EVENT."""
+    kind, _, _, _, *lengths = _EVENT.unpack_from(body)
+    return _extra(body, _EVENT.size + sum(lengths))[0] if kind == EVENT_X else ()
+
+
+def _extra(body: bytes, at: int) -> tuple[tuple[tuple[str, str], ...], int]:
+    """Further headers from ``at``, and where the payload begins."""
+    if at + _LENGTH.size > len(body):
+        raise ValueError("an event's body is cut off")
+    start = at + _LENGTH.size
+    end = start + _LENGTH.unpack_from(body, at)[0]
+    return tuple((name, value) for name, value in orjson.loads(body[start:end])), end
+
+
+def frame_heads(data: bytes) -> Iterator[tuple[int, int]]:
+    """Sequence number and lane of what looks like an event's frame in damaged bytes; either may be damaged too."""
+    at = -1
+    while (at := data.find(FRAME_MAGIC, at + 1)) >= 0:
+        head = data[at : at + _FRAME.size + 3]
+        if len(head) == _FRAME.size + 3 and head[_FRAME.size] in EVENTS:
+            yield _FRAME.unpack_from(head)[3], int.from_bytes(head[-2:], "little")
 
 
 def mark_body(state: bytes) -> bytes:

@@ -64,9 +64,11 @@ class SegmentWriter:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._open: dict[int, int] = {}  # segment number to file descriptor
+        self._created = False  # a file whose name is not on the disk yet
+        self._newest = 0  # segment that has its first bytes, and so the state before it, on the disk
 
     def write(self, parts: Sequence[Part], remove: Sequence[Segment]) -> list[int]:
-        """Make the parts durable, then remove the segments. May be repeated with the same parts after an error.
+        """Make the parts durable, and remove the segments. May be repeated with the same parts after an error.
 
         Each part goes to its own offset, so that repeating a write makes the same bytes dirty again: after a failed
         fsync the kernel may have dropped them.
@@ -75,24 +77,30 @@ class SegmentWriter:
             the number of bytes in each part.
         """
         sizes = []
-        created = False
+        # On a full disk nothing can be written before something goes. What a durable segment comes after, may.
+        self._remove([segment for segment in remove if segment.number < self._newest])
         for number, part in enumerate(parts):
             handle = self._open.get(part.segment.number)
             if handle is None:
                 handle = os.open(part.segment.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
                 self._open[part.segment.number] = handle
-                created = True
+                self._created = True
             sizes.append(_write_all(handle, b"".join(part.chunks), part.offset))
             os.fdatasync(handle)
             if number < len(parts) - 1 and parts[number + 1].segment is not part.segment:
                 os.close(self._open.pop(part.segment.number))
-        if created:
+        if self._created:
             self._sync_folder()
-        for segment in remove:  # after the newest segment, which carries the state, is on the disk
+            self._created = False
+        self._newest = max(self._newest, *(part.segment.number for part in parts)) if parts else self._newest
+        self._remove(remove)  # after the newest segment, which carries the state, is on the disk
+        return sizes
+
+    def _remove(self, segments: Sequence[Segment]) -> None:
+        for segment in segments:
             with suppress(KeyError):
                 os.close(self._open.pop(segment.number))
             segment.path.unlink(missing_ok=True)
-        return sizes
 
     def close(self) -> None:
         """Close what is open."""

@@ -6,14 +6,21 @@ A collector is two verbs: ``run`` (receive until cancelled) and ``status`` (what
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from ingest.acks import RecentEvents
 from ingest.border import Admitted, Border
 from ingest.delivery import Delivery
-from ingest.events import Lane, LoggedEvent
+from ingest.events import Lane, LoggedEvent, Segment
 from ingest.log import MessageLog
+from lakehouse.contract.envelope import UPSTREAM_ID
+
+Extra = tuple[tuple[str, str], ...]
+_NOWHERE = Segment(-1, Path())  # of events that are shed
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,9 @@ class UpstreamStatus:
         position: index of the next message to read, or None where it has none.
         gaps: the newest ones.
         gap_count: all there ever were.
+        cursor: the upstream's own name of the last message's place (Last-Event-ID), or None.
+        counts: what else this kind counts, e.g. datagrams lost.
+        ended: why it is not connected; empty while it is.
     """
 
     lane: str
@@ -50,6 +60,9 @@ class UpstreamStatus:
     position: int | None
     gaps: tuple[Gap, ...]
     gap_count: int
+    cursor: str | None = None
+    counts: Mapping[str, int] = field(default_factory=dict)
+    ended: str = ""
 
 
 class Collector(Protocol):
@@ -61,6 +74,9 @@ class Collector(Protocol):
     def status(self) -> UpstreamStatus:
         """The state of its upstream now."""
 
+    def close(self) -> None:
+        """Let go of what it bound when it was made; it does not run any more, or never did."""
+
 
 class Intake:
     """What one lane's events go through: border, log, delivery.
@@ -71,30 +87,57 @@ class Intake:
         log: where the events become durable.
         delivery: how they reach Kafka.
         recent: remembers events whose senders may ask for them; None for one-way lanes.
+        enrich: adds reference data to the event's headers.
     """
 
     def __init__(
-        self, border: Border, lane: Lane, log: MessageLog, delivery: Delivery, recent: RecentEvents | None = None
+        self,
+        border: Border,
+        lane: Lane,
+        log: MessageLog,
+        delivery: Delivery,
+        recent: RecentEvents | None = None,
+        enrich: Callable[[Admitted], Extra] | None = None,
     ) -> None:
         self.border = border
         self.lane = lane
         self.log = log
         self._delivery = delivery
         self._recent = recent
+        self._enrich = enrich
 
-    def take(self, event: Admitted, position: int | None = None) -> LoggedEvent:
+    def take(self, event: Admitted, position: int | None = None, extra: Extra = ()) -> LoggedEvent:
         """Append an event and send it on.
 
         Args:
             event: as the border let it in.
             position: where the upstream is to be read next.
+            extra: further headers.
 
         Raises:
             LogFull: the log has reached its bound; the event was not taken.
             LogUnavailable: the disk refuses writes; the event was not taken.
+
+        Returns:
+            the event in the log; one that is shed is in none, has the sequence number -1 and no group.
         """
-        logged = self.log.append(self.lane, event.envelope, event.key, event.payload, position)
+        envelope = event.envelope
+        if event.shed:
+            return self._leave_out(event, position, extra)
+        if self._enrich is not None and event.refusal is None:
+            extra += self._enrich(event)
+        if extra:
+            envelope = dataclasses.replace(envelope, extra=envelope.extra + extra)
+        logged = self.log.append(self.lane, envelope, event.key, event.payload, position)
         if self._recent is not None:
-            self._recent.logged(event.envelope)
+            self._recent.logged(envelope)
         self._delivery.offer(logged)
         return logged
+
+    def _leave_out(self, event: Admitted, position: int | None, extra: Extra) -> LoggedEvent:
+        lane = self.lane
+        lane.shed += 1
+        if position is not None:
+            lane.position = position
+        lane.cursor = dict(extra).get(UPSTREAM_ID, lane.cursor)
+        return LoggedEvent(-1, lane, event.envelope, event.key, event.payload, _NOWHERE, 0, None)

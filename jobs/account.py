@@ -41,7 +41,7 @@ class Account:
 
     Attributes:
         in_bronze: rows of the record, of this and earlier runs.
-        in_gold: distinct events that the products hold, of this and earlier runs.
+        in_gold: distinct events that the products hold, of this and earlier runs; None: no product counts them.
         quarantined: rows of the quarantine table of this source.
         duplicates: events of this run that are repeated copies, and so count once.
         resent: rows that bronze holds because a collector sent them again after a crash.
@@ -52,7 +52,7 @@ class Account:
     """
 
     in_bronze: int
-    in_gold: int
+    in_gold: int | None
     quarantined: int
     duplicates: int
     resent: int
@@ -107,21 +107,28 @@ def take_account(
         quarantined=rejected.num_rows,
         duplicates=len(named) - len(missing) - len(refused_now) - len(counted - before),
         resent=int(pc.sum(bronze["suspect"]).as_py() or 0),
-        lost=len(missing) + nameless_lost + max(0, len(held) - in_gold),
-        counted_twice=max(0, in_gold - len(held)),
+        lost=len(missing) + nameless_lost + (0 if in_gold is None else max(0, len(held) - in_gold)),
+        counted_twice=0 if in_gold is None else max(0, in_gold - len(held)),
         latency_ms=measured[:, 1],
         sent_ms=measured[:, 0],
     )
 
 
-def events_held(lake: Lake, pipeline: Pipeline, source: Source) -> int:
-    """Distinct events that the source's products hold, by the product that counts events; 0 before it exists."""
+def events_held(lake: Lake, pipeline: Pipeline, source: Source) -> int | None:
+    """Distinct events that the source's products hold, by the product that counts events; 0 before it exists.
+
+    None: there is no such product (one of ``distinct``, over every event).
+    """
     for product in pipeline.products_of(source.name):
-        table = lake.table(product.layer, product.name)
-        if product.operator == "distinct" and table.exists():
+        if product.slide or product.lateness:  # it holds events several times, or not all
+            continue
+        if product.operator == "distinct" and " where " not in f" {product.sql.lower()} ".replace("\n", " "):
+            table = lake.table(product.layer, product.name)
+            if not table.exists():
+                return 0
             rows = DeltaTable(str(table.path)).to_pyarrow_table(columns=[source.name])
             return int(pc.sum(rows[source.name]).as_py() or 0)
-    return 0
+    return None
 
 
 def latencies(

@@ -14,9 +14,11 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from lakehouse.contract.pipeline import Product
 from serve.client import Change, Message, TableView
 
 _BAR = 32
+_ROWS, _COLUMNS = 10, 6
 _PLAIN_EVERY_S = 5.0
 
 
@@ -36,9 +38,14 @@ class Figures:
 
 
 class Board:
-    """Top ten, rates and latency, redrawn a few times a second; plain lines where there is no terminal."""
+    """A product's newest rows, rates and latency, a few times a second; plain lines where there is no terminal.
 
-    def __init__(self, console: Console, *, quiet: bool = False) -> None:
+    Args:
+        product: whose rows are shown, best ten of a ``top_n`` with bars.
+    """
+
+    def __init__(self, console: Console, product: Product, *, quiet: bool = False) -> None:
+        self._product = product
         self._console = console
         self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
         self._quiet = quiet
@@ -95,7 +102,15 @@ class Board:
         return (n1 - n0) / (t1 - t0) if t1 > t0 else 0.0
 
     def _render(self) -> RenderableType:
-        rows = sorted(self._latest(), key=lambda row: row["rank"])
+        rows = self._latest()
+        window = rows[0].get("window_start") if rows else None
+        when = f", {window[11:19]} UTC" if isinstance(window, str) else "" if rows else ": waiting for the first result"
+        title = Text(f"{self._product.name.replace('_', ' ').capitalize()}{when}", style="bold")
+        table = self._ranking(rows) if self._product.operator == "top_n" else _plain(rows)
+        return Group(title, table, Text(self._line(), style="dim"))
+
+    def _ranking(self, rows: list[Mapping[str, Any]]) -> Table:
+        rows = sorted(rows, key=lambda row: row["rank"])
         table = Table(box=None, padding=(0, 1), show_header=False)
         table.add_column(justify="right", style="dim")
         table.add_column(max_width=34, overflow="ellipsis", no_wrap=True)
@@ -105,10 +120,20 @@ class Board:
         for row in rows:
             bar = "█" * max(1, round(_BAR * row["count"] / most))
             table.add_row(str(row["rank"]), Text(str(row["item"])), f"{row['count']:,}", bar)
-        when = rows[0]["window_start"][11:16] + " UTC" if rows else "waiting for the first result"
-        return Group(Text(f"Top topics, minute of {when}", style="bold"), table, Text(self._line(), style="dim"))
+        return table
 
     def _latest(self) -> list[Mapping[str, Any]]:
         rows = list(self._view.rows.values())
-        newest = max((row["window_start"] for row in rows), default=None)
-        return [row for row in rows if row["window_start"] == newest]
+        newest = max((str(row.get("window_start", "")) for row in rows), default="")
+        return [row for row in rows if str(row.get("window_start", "")) == newest]
+
+
+def _plain(rows: list[Mapping[str, Any]]) -> Table:
+    names = [name for name in (rows[0] if rows else {}) if not name.startswith("window_")][:_COLUMNS]
+    numbers = [name for name in names if isinstance(rows[0][name], int | float)]
+    if numbers:
+        rows = sorted(rows, key=lambda row: -(row[numbers[0]] or 0))
+    table = Table(*names, box=None, padding=(0, 1))
+    for row in rows[:_ROWS]:
+        table.add_row(*[Text(f"{row[n]:,}" if isinstance(row[n], int) else str(row[n])) for n in names])
+    return table

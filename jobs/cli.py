@@ -13,12 +13,39 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from jobs.console import JsonOption, KafkaOption, LakeOption, PipelineOption, err, out, print_json, run_async
+from jobs.commands import (
+    alert,
+    audit,
+    feeds,
+    keys,
+    load,
+    log,
+    maintain,
+    quality,
+    query,
+    refine,
+    sketch,
+    staging,
+    state,
+    tables,
+    topics,
+)
+from jobs.console import (
+    JsonOption,
+    KafkaOption,
+    LakeOption,
+    PipelineOption,
+    err,
+    out,
+    print_json,
+    run_async,
+    upstream_urls,
+)
 from jobs.log import log_to_stderr
 from jobs.supervise import follow_parent
 from lakehouse.contract.errors import ConfigError, MillraceError
 from lakehouse.contract.lake import Lake
-from lakehouse.contract.settings import Settings, load_settings
+from lakehouse.contract.settings import load_settings
 
 app = typer.Typer(
     name="millrace",
@@ -29,6 +56,22 @@ app = typer.Typer(
 )
 kafka_app = typer.Typer(help="The embedded Kafka broker of a lake.", no_args_is_help=True)
 app.add_typer(kafka_app, name="kafka")
+app.add_typer(query.app, name="query")
+app.add_typer(log.app, name="log")
+app.add_typer(keys.app, name="keys")
+app.add_typer(alert.app, name="alert")
+app.add_typer(sketch.app, name="sketch")
+app.add_typer(feeds.app, name="feeds")
+app.add_typer(staging.app, name="staging")
+app.command()(load.load)
+app.add_typer(quality.app, name="quality")
+app.command()(tables.tables)
+app.command()(topics.topics)
+app.command()(topics.latest)
+app.command()(audit.audit)
+app.command()(maintain.maintain)
+app.command()(refine.refine)
+app.command()(state.state)
 
 
 @app.command()
@@ -50,14 +93,18 @@ def doctor(as_json: JsonOption = False) -> None:
 
 
 @kafka_app.command("start")
-def kafka_start(lake: LakeOption = None, as_json: JsonOption = False) -> None:
-    """Start the broker in the background and wait until it serves."""
-    from jobs.broker import embedded
+def kafka_start(lake: LakeOption = None, pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
+    """Start the broker in the background and wait until it serves; a secure one gets the pipeline's access rules."""
+    from jobs.broker import apply_topics, embedded
+    from lakehouse.contract.pipeline import load_pipeline
 
-    broker = embedded(load_settings(lake=lake))
+    settings = load_settings(lake=lake, pipeline=pipeline)
+    broker = embedded(settings)
     if not broker.running():
         with err.status("Starting the broker …"):
             broker.start()
+            if settings.kafka.secure:
+                apply_topics(settings, load_pipeline(settings.pipeline_folder()))
     _kafka_say(broker, as_json)
 
 
@@ -83,7 +130,7 @@ def kafka_status(lake: LakeOption = None, as_json: JsonOption = False) -> None:
 
 @app.command()
 def simulate(
-    input: Annotated[Path | None, typer.Option(help="JSON-lines file to play; without one, made-up RSVPs.")] = None,
+    input: Annotated[Path | None, typer.Option(help="JSON-lines file to play; without one, made-up events.")] = None,
     rate: Annotated[float, typer.Option(help="Events a second.", min=0.001)] = 100.0,
     loop: Annotated[bool, typer.Option("--loop", help="Play the file again and again, with new ids.")] = False,
     count: Annotated[int | None, typer.Option(help="Stop after so many made-up events.", min=1)] = None,
@@ -92,7 +139,8 @@ def simulate(
     pipeline: PipelineOption = None,
 ) -> None:
     """Play a recording as a live upstream: WebSocket (/stream), SSE (/sse) and chunked JSON lines (/lines)."""
-    from ingest.simulate.play import play_source
+    from ingest.simulate.play import play_pipeline
+    from lakehouse.contract.pipeline import load_pipeline
 
     settings = load_settings(pipeline=pipeline)
 
@@ -100,8 +148,8 @@ def simulate(
         err.print(f"playing at {url} (ws …/stream, {url}/sse, {url}/lines)")
 
     run_async(
-        lambda stop: play_source(
-            _source(settings),
+        lambda stop: play_pipeline(
+            load_pipeline(settings.pipeline_folder()),
             input=input,
             rate=rate,
             loop=loop,
@@ -120,18 +168,30 @@ def collect(
     pipeline: PipelineOption = None,
     kafka: KafkaOption = None,
     port: Annotated[int | None, typer.Option(help="HTTP port; 0: any free one.", show_default="8401")] = None,
-    url: Annotated[str | None, typer.Option(help="WebSocket upstream, instead of the pipeline's.")] = None,
+    url: Annotated[
+        list[str] | None,
+        typer.Option(help="Upstream instead of the pipeline's: URL for every source, or SOURCE=URL; may be repeated."),
+    ] = None,
     node: Annotated[str, typer.Option(help="Id of this node; each has a log of its own.")] = "collector-1",
+    front: Annotated[
+        bool, typer.Option("--front", help="Take payloads in unread, into TOPIC.raw; millrace refine does the rest.")
+    ] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Start, stop and change sources when the pipeline's file changes.")
+    ] = False,
 ) -> None:
-    """Run a collecting node: the pipeline's upstreams and HTTP, into the log and Kafka."""
+    """Run a collecting node: the pipeline's upstreams, UDP and HTTP, into the log and Kafka."""
+    from ingest.memory import calm_garbage_collector
     from ingest.node import run_collector
-    from jobs.broker import resolve_bootstrap
+    from jobs.broker import resolve_kafka
     from lakehouse.contract.pipeline import load_pipeline
 
     settings = load_settings(lake=lake, pipeline=pipeline, kafka__bootstrap=kafka, collect__port=port)
     loaded = load_pipeline(settings.pipeline_folder())
-    bootstrap = resolve_bootstrap(settings)
-    urls = dict.fromkeys(loaded.sources, url) if url else None
+    settings = resolve_kafka(settings, "collector")
+    bootstrap = settings.kafka.bootstrap
+    urls = upstream_urls(url or [], list(loaded.sources))
+    calm_garbage_collector()
     run_async(
         lambda stop: run_collector(
             settings,
@@ -140,6 +200,8 @@ def collect(
             bootstrap=bootstrap,
             urls=urls,
             ready=lambda base: err.print(f"collecting; HTTP at {base}"),
+            front=front,
+            watch=watch,
             stop=stop,
         )
     )
@@ -175,19 +237,35 @@ def serve(
     lake: LakeOption = None,
     pipeline: PipelineOption = None,
     port: Annotated[int | None, typer.Option(help="Port; 0: any free one.", show_default="8400")] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="Server processes on the port.", min=1, show_default="1")
+    ] = None,
+    mark: Annotated[Path | None, typer.Option(hidden=True, help="Of one of several: written when it is up.")] = None,
 ) -> None:
     """Serve the lake's products: WebSocket subscriptions, HTTP, the dashboard."""
     from serve.app import run_server
 
-    settings = load_settings(lake=lake, pipeline=pipeline, serve__port=port)
-    run_async(lambda stop: run_server(settings, ready=lambda base: err.print(f"serving at {base}/"), stop=stop))
+    settings = load_settings(lake=lake, pipeline=pipeline, serve__port=port, serve__processes=processes)
+
+    def ready(base: str) -> None:
+        if mark is not None:
+            mark.write_text(json.dumps({"url": base}), encoding="utf-8")
+        err.print(f"serving at {base}/")
+
+    if settings.serve.processes > 1:
+        from jobs.serving import serve_many
+
+        common = ["--lake", str(settings.lake), "--pipeline", settings.pipeline]
+        run_async(lambda stop: serve_many(settings, common, ready=ready, stop=stop))
+        return
+    run_async(lambda stop: run_server(settings, ready=ready, stop=stop, shared=mark is not None))
 
 
 @app.command()
 def up(
     lake: LakeOption = None,
     pipeline: PipelineOption = None,
-    upstream: Annotated[str | None, typer.Option(help="WebSocket upstream, instead of the pipeline's.")] = None,
+    upstream: Annotated[str | None, typer.Option(help="Upstream of every source, instead of the pipeline's.")] = None,
 ) -> None:
     """Run everything, supervised: broker, collector, Spark driver and server; Ctrl-C stops it all."""
     from jobs.up import Stack
@@ -218,20 +296,24 @@ def demo(
     rate: Annotated[float, typer.Option(help="Events a second.", min=0.1)] = 500.0,
     input: Annotated[
         Path | None,
-        typer.Option(help="JSON-lines file of RSVPs; without one, made-up ones.", exists=True, dir_okay=False),
+        typer.Option(help="JSON-lines file of events; without one, made-up ones.", exists=True, dir_okay=False),
     ] = None,
     loop: Annotated[bool, typer.Option("--loop", help="Play the input again and again, with new ids.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the made-up RSVPs.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of the made-up events.")] = 1,
     lake: LakeOption = None,
+    pipeline: PipelineOption = None,
+    live: Annotated[
+        bool, typer.Option("--live", help="Read the upstreams that the pipeline names, and play nothing.")
+    ] = False,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Do not open the dashboard.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="No live board; only the figures at the end.")] = False,
 ) -> None:
-    """Play a Meetup stream through all of Millrace and show its results; prints one JSON object at the end."""
+    """Play a stream through all of Millrace and show its results; prints one JSON object at the end."""
     from jobs.demo import Options
     from jobs.demo import demo as run_demo
 
-    settings = load_settings(lake=lake)
-    options = Options(seconds, rate, input, seed, loop, browser=not no_browser, quiet=as_json)
+    settings = load_settings(lake=lake, pipeline=pipeline)
+    options = Options(seconds, rate, input, seed, loop, browser=not no_browser, quiet=as_json, live=live)
     raise typer.Exit(run_demo(settings, options))
 
 
@@ -253,29 +335,6 @@ def sql(
         table.add_row(*[_escaped("" if value is None else str(value)) for value in row.values()])
     out.print(table)
     err.print(f"{found.num_rows} rows", style="dim")
-
-
-@app.command()
-def tables(lake: LakeOption = None, as_json: JsonOption = False) -> None:
-    """List the lake's tables with their version, rows and size."""
-    from deltalake import DeltaTable
-
-    found = []
-    for ref in Lake(load_settings(lake=lake).lake).tables():
-        adds = DeltaTable(str(ref.path)).get_add_actions(flatten=True)
-        names = adds.schema.names
-        sizes = adds.column(names.index("size_bytes")).to_pylist()
-        version = DeltaTable(str(ref.path)).version()
-        found.append(
-            {"layer": ref.layer, "table": ref.name, "version": version, "files": len(sizes), "bytes": sum(sizes)}
-        )
-    if as_json:
-        print_json(found)
-        return
-    table = Table("layer", "table", "version", "files", "bytes")
-    for row in found:
-        table.add_row(*[f"{value:,}" if isinstance(value, int) else value for value in row.values()])
-    out.print(table)
 
 
 @app.command()
@@ -363,12 +422,6 @@ async def _print_changes(stop: asyncio.Event, table: str, url: str, file: Path |
         await asyncio.gather(task, return_exceptions=True)
     else:
         task.result()
-
-
-def _source(settings: Settings) -> Any:
-    from lakehouse.contract.pipeline import load_pipeline
-
-    return next(iter(load_pipeline(settings.pipeline_folder()).sources.values()))
 
 
 def _kafka_say(broker: Any, as_json: bool) -> None:

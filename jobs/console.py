@@ -6,7 +6,7 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 from jobs.log import log_to_stderr
+from lakehouse.contract.errors import ConfigError
 
 out = Console()
 err = Console(stderr=True)
@@ -47,3 +48,21 @@ def run_async(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
     import uvloop
 
     uvloop.run(guarded())
+
+
+def upstream_urls(given: Sequence[str], sources: Sequence[str]) -> dict[str, str]:
+    """Upstream by source from ``URL`` (every source) and ``SOURCE=URL``.
+
+    Raises:
+        ConfigError: there is no such source.
+    """
+    found: dict[str, str] = {}
+    for text in given:
+        name, equals, url = text.partition("=")
+        if not equals or "/" in name:
+            found |= dict.fromkeys(sources, text)
+        elif name in sources:
+            found[name] = url
+        else:
+            raise ConfigError(f"there is no source {name!r}", key="--url", remedy=f"Sources: {', '.join(sources)}")
+    return found

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from jobs.broker import ensure_topics, resolve_bootstrap
+from jobs.broker import ensure_topics, resolve_kafka
 from jobs.log import log_to_stderr
 from lakehouse.contract.errors import MillraceError
 from lakehouse.contract.pipeline import load_pipeline
@@ -46,7 +46,9 @@ def run_stages(
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    bootstrap = resolve_bootstrap(settings) if stages.bronze else ""
+    if stages.bronze:
+        settings = resolve_kafka(settings, "lakehouse")
+    bootstrap = settings.kafka.bootstrap if stages.bronze else ""
     from lakehouse.rehearse import rehearse
     from lakehouse.session import build_session
 
@@ -55,7 +57,7 @@ def run_stages(
         if stages.layers and settings.spark.rehearse:
             log.info("rehearsed in %.1f s", rehearse(spark, settings, pipeline))
         if stages.bronze:
-            ensure_topics(pipeline, bootstrap)
+            ensure_topics(pipeline, bootstrap, security=settings.kafka.security)
         run(
             spark,
             settings,

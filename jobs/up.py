@@ -9,16 +9,18 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ingest.broker import EmbeddedBroker
-from jobs.broker import embedded
+from jobs.broker import apply_topics, embedded, resolve_kafka
 from jobs.supervise import Child, Supervisor
-from lakehouse.contract.errors import EnvironmentProblem
+from lakehouse.contract.errors import MillraceError
+from lakehouse.contract.kafkasecurity import ClientSecurity
 from lakehouse.contract.lake import Lake
+from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.contract.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -44,17 +46,17 @@ class Stack:
 
     Args:
         settings: of all parts.
-        upstream: URL that WebSocket collectors read instead of the pipeline's.
+        upstream: URL that is read instead of the pipeline's, for every source.
+        upstreams: the same by source.
     """
 
-    def __init__(self, settings: Settings, *, upstream: str = "") -> None:
+    def __init__(self, settings: Settings, *, upstream: str = "", upstreams: Mapping[str, str] | None = None) -> None:
         self._settings = settings
         self._lake = Lake(settings.lake)
-        self._upstream = upstream
+        self._urls = [upstream] if upstream else [f"{name}={url}" for name, url in (upstreams or {}).items()]
         self._broker: EmbeddedBroker | None = None
         self._broker_due = 0.0
-        # Beside the driver, which takes longer; both find the address settled.
-        self._broker_starting = threading.Thread(target=self._start_own_broker, name="start of the broker")
+        self._broker_starting: threading.Thread | None = None
         self.supervisor = Supervisor()
         self.restarts_of_broker = 0
         self._parts: dict[str, int | None] = {}
@@ -73,10 +75,16 @@ class Stack:
         kafka = ["--kafka", bootstrap]
         self._child("lakehouse", ["run", *common, *kafka])
         self._child("serve", ["serve", *common, "--port", str(serve)])
-        url = ["--url", self._upstream] if self._upstream else []
-        self._child("collect", ["collect", *common, *kafka, "--port", str(collect), *url])
+        urls = [argument for url in self._urls for argument in ("--url", url)]
+        self._child("collect", ["collect", *common, *kafka, "--port", str(collect), *urls])
         host = settings.serve.host
+        if any(source.latest_topic for source in load_pipeline(settings.pipeline_folder()).sources.values()):
+            self._child("latest", ["latest", *common, *kafka])
         self.address = Address(f"http://{host}:{serve}", f"http://{settings.collect.host}:{collect}", bootstrap)
+
+    def security(self) -> ClientSecurity:
+        """How who only reads logs in to the broker."""
+        return resolve_kafka(self._settings, "lakehouse").kafka.security
 
     def waiting_for(self) -> list[str]:
         """Parts that are not ready yet."""
@@ -92,21 +100,22 @@ class Stack:
         self.supervisor.tend()
         self._note_parts()
         broker = self._broker
-        if broker is None or self._broker_starting.is_alive() or broker.running():
+        if broker is None or self._is_starting() or broker.running():
             return
         if time.monotonic() >= self._broker_due:
             log.warning("the broker ended; starting it again")
             self.restarts_of_broker += 1
-            self._start_own_broker()
+            self._begin_start()
 
     def stop(self, each: Callable[[str], None] = lambda _: None) -> None:
         """Stop every part, sources first; returns when nothing of them is left."""
-        for name in ("player", "collect", "lakehouse", "serve"):
+        for name in ("player", "collect", "latest", "lakehouse", "serve"):
             each(name)
             self.supervisor.stop(name)
         if self._broker is not None:
             each("broker")
-            self._broker_starting.join()
+            if self._broker_starting is not None:
+                self._broker_starting.join()
             self._broker.stop()
 
     def _note_parts(self) -> None:
@@ -131,14 +140,24 @@ class Stack:
         bootstrap = broker.settle()
         if not broker.running():
             self._broker = broker  # ours to stop; one that ran before is left running
-            self._broker_starting.start()
+            self._begin_start()
         return bootstrap
+
+    def _begin_start(self) -> None:
+        """Beside everything else: it takes seconds, and the other parts are to be looked after meanwhile."""
+        self._broker_starting = threading.Thread(target=self._start_own_broker, name="start of the broker")
+        self._broker_starting.start()
+
+    def _is_starting(self) -> bool:
+        return self._broker_starting is not None and self._broker_starting.is_alive()
 
     def _start_own_broker(self) -> None:
         assert self._broker is not None
         try:
             self._broker.start()
-        except EnvironmentProblem as error:
+            if self._settings.kafka.secure:
+                apply_topics(self._settings, load_pipeline(self._settings.pipeline_folder()))
+        except MillraceError as error:
             log.warning("%s", error)
             self._broker_due = time.monotonic() + 2.0
 

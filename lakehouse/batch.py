@@ -32,6 +32,12 @@ class Build:
         """The product's partial rows over all valid events."""
         return run_partial(self.events.where(F.col("reason").isNull()), self.source.name, operator)
 
+    def since(self, bronze_at: int) -> Build:
+        """Those of bronze commits after a time (microseconds since the epoch); 0: all."""
+        if not bronze_at:
+            return self
+        return Build(self.events.where(F.unix_micros("bronze_at") > bronze_at), self.source)
+
     def rejected(self) -> pa.Table:
         """Quarantine rows."""
         return rejected_rows(self.events, self.source)
@@ -42,8 +48,18 @@ def build(spark: SparkSession, bronze: Path, source: Source, version: int) -> Bu
     rows = spark.read.format("delta").option("versionAsOf", version).load(str(bronze))
     events = conform(rows, source)
     order = Window.partitionBy("dedupe_key").orderBy("bronze_at", "topic", "partition", "offset")
-    first = events.withColumn("copy", F.row_number().over(order)).where("copy = 1").drop("copy")
+    if source.dedupe_horizon_ms:
+        since = F.unix_micros("bronze_at") - F.lag(F.unix_micros("bronze_at")).over(order)
+        counts = F.coalesce(since > source.dedupe_horizon_ms * 1000, F.lit(True))
+        first = events.withColumn("counts", counts).where("counts").drop("counts")
+    else:
+        first = events.withColumn("copy", F.row_number().over(order)).where("copy = 1").drop("copy")
     return Build(first, source)
+
+
+def copies(spark: SparkSession, bronze: Path, source: Source, version: int) -> DataFrame:
+    """All conformed rows of the bronze table at ``version``, an event as often as it is there."""
+    return conform(spark.read.format("delta").option("versionAsOf", version).load(str(bronze)), source)
 
 
 def run_partial(valid: DataFrame, view: str, operator: Operator) -> pa.Table:

@@ -6,12 +6,18 @@
     └── LakehouseError
         ├── TableBusy          another process writes this table
         ├── BadProduct         a product's SQL is not of a kind we can keep up to date
+        ├── BadSketch          a column holds no such sketch, or it cannot answer the question
         ├── BronzeGap          Kafka no longer holds events that bronze has not taken
+        ├── BronzeReplaced     bronze is not the table that checkpoints and products derive from
+        ├── ExpectationHalt    an event fails an expectation that stops its source's query
+        ├── QualityProblem     expectations of a table or batch cannot be looked at
         └── QueryFailed        a streaming query stopped: which, in which batch, why
 """
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
 from lakehouse.contract.errors import MillraceError
@@ -57,6 +63,10 @@ class BadProduct(LakehouseError):
         return f"product {self.product}: {self.problem}" + (f". {self.remedy}" if self.remedy else "")
 
 
+class BadSketch(LakehouseError):
+    """Bytes that are no such sketch, sketches that do not merge, or a question that a sketch cannot answer."""
+
+
 class BronzeGap(LakehouseError):
     """Kafka's retention has overtaken bronze.
 
@@ -75,6 +85,74 @@ class BronzeGap(LakehouseError):
             f"source {self.source}: Kafka no longer holds offsets that bronze has not taken ({self.detail}). "
             "Raise the topic's retention; to go on without them, start once with --accept-loss"
         )
+
+
+class BronzeReplaced(LakehouseError):
+    """The record was deleted, restored to an older state, or replaced, while what derives from it stayed.
+
+    Attributes:
+        source: the source concerned.
+        detail: what does not agree.
+        leftovers: folders to remove in order to start again from what there is.
+    """
+
+    def __init__(self, source: str, detail: str, leftovers: Sequence[Path] = ()) -> None:
+        super().__init__(detail)
+        self.source = source
+        self.detail = detail
+        self.leftovers = tuple(leftovers)
+
+    def __str__(self) -> str:
+        folders = " ".join(str(path) for path in self.leftovers)
+        return (
+            f"source {self.source}: bronze is the record, and {self.detail}. Put the table back from your copy; or, to "
+            f"start again from what Kafka and bronze still hold, remove: {folders}"
+        )
+
+
+class ExpectationHalt(LakehouseError):
+    """An event fails an expectation whose action is ``halt``; its batch has not been counted.
+
+    Attributes:
+        source: the source.
+        expectation: name of the expectation.
+        event: id of the event.
+        place: where in bronze it stands, ``TOPIC/PARTITION/OFFSET``.
+    """
+
+    def __init__(self, source: str, expectation: str, event: str, place: str) -> None:
+        super().__init__(f"{source}: {expectation}: {event}")
+        self.source = source
+        self.expectation = expectation
+        self.event = event
+        self.place = place
+
+    def __str__(self) -> str:
+        # One line: it passes through Spark's own error on its way to the user.
+        return (
+            f"source {self.source}: event {self.event} ({self.place}) fails expectation {self.expectation}, which says "
+            f"halt; nothing of its batch counts yet. Let it count: millrace quality accept {self.source} "
+            f"{shlex.quote(self.event)}; or change the expectation; then start again"
+        )
+
+
+class QualityProblem(LakehouseError):
+    """Expectations that cannot be evaluated on a table or batch.
+
+    Attributes:
+        table: the table.
+        problem: why not.
+        remedy: what to do.
+    """
+
+    def __init__(self, table: str, problem: str, remedy: str = "") -> None:
+        super().__init__(problem)
+        self.table = table
+        self.problem = problem
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.table}: {self.problem}" + (f". {self.remedy}" if self.remedy else "")
 
 
 class QueryFailed(LakehouseError):

@@ -18,12 +18,22 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 from lakehouse.batch import Build, build
-from lakehouse.contract.lake import Lake
-from lakehouse.contract.pipeline import Pipeline, Source
+from lakehouse.contract.expectations import WARN
+from lakehouse.contract.lake import QUARANTINE, WARNINGS, Lake, TableRef
+from lakehouse.contract.pipeline import Pipeline, Product, Source
+from lakehouse.contract.queries import added_products
 from lakehouse.contract.settings import Settings
 from lakehouse.errors import LakehouseError
-from lakehouse.gold.store import ProductStore
+from lakehouse.gold.stateful import StateStore, store_of
+from lakehouse.gold.store import BatchMark, ProductStore
 from lakehouse.live import version_of
+from lakehouse.operators import Operator
+from lakehouse.operators.base import Estimates, prepared
+from lakehouse.quality.watch import warned_rows
+from lakehouse.queries.view import proofs
+from lakehouse.stateful.join import Join
+from lakehouse.stateful.joinbuild import Sides, joined_build
+from lakehouse.stateful.joinquery import versions_of
 
 _DIGITS = 9  # of floating-point columns; estimates are sums whose last bits depend on the order of adding
 
@@ -39,7 +49,8 @@ class Comparison:
         rows: result rows, live and replayed.
         live: canonical digest of the live table.
         replayed: canonical digest of the same built from bronze.
-        within_bounds: of a lossy top-n, whose counts depend on the order of merging: whether they agree all the same.
+        within_bounds: the digests differ because the order of merging or a random draw shows in the estimates (a lossy
+            top-n, quantiles): whether they agree within the errors that they state.
     """
 
     table: str
@@ -74,8 +85,9 @@ def verify(
     lake = Lake(settings.lake)
     for source in pipeline.sources.values():
         builds: dict[int, Build] = {}
-        for product in pipeline.products_of(source.name):
-            store = ProductStore(product, lake.table(product.layer, product.name), pipeline.name)
+        own = [(product, 0) for product in pipeline.products_of(source.name)]
+        for product, since in own + added_products(lake, source.name):
+            store = store_of(product, lake.table(product.layer, product.name), pipeline.name)
             if not store.table.exists():
                 continue
             delta = DeltaTable(str(store.table.path))
@@ -87,16 +99,47 @@ def verify(
                 step(f"reading {source.name} up to version {bronze}")
                 builds[bronze] = _built(spark, lake, source, bronze)
             step(f"building {product.name}")
-            partial = builds[bronze].partial(store.operator)
+            partial = builds[bronze].since(since).partial(store.operator)
             store.operator.describe(partial.schema)
-            live = _result(store, delta.to_pyarrow_table())
-            again = _result(store, partial)
-            yield compare(product.name, delta.version(), bronze, live, again)
+            if isinstance(store, StateStore):
+                live, again = store.results(delta.to_pyarrow_table(), partial, mark.clock if mark else None)
+            else:
+                live = _result(store, delta.to_pyarrow_table(), mark)
+                again = _result(store, prepared(store.operator, _in_utc(partial)), mark)
+            yield compare(product.name, delta.version(), bronze, live, again, store.operator)
         if builds and lake.quarantine().exists():
             oldest = min(builds)  # which quarantine has reached, whatever query keeps it
-            yield _quarantine(lake, source, oldest, builds[oldest])
+            yield _noted(lake, source, oldest, builds[oldest], lake.quarantine())
+            warnings = lake.table("silver", WARNINGS)
+            if source.expected(WARN) and warnings.exists():
+                yield _noted(lake, source, oldest, builds[oldest], warnings)
         for whole in builds.values():
             whole.events.unpersist()
+    for product in pipeline.joins:
+        if lake.table(product.layer, product.name).exists():
+            step(f"building {product.name}")
+            yield _join(spark, lake, pipeline, product)
+    for name, version, base, shown, computed in proofs(lake, pipeline):
+        yield compare(name, version, base, shown, computed)
+
+
+def _join(spark: SparkSession, lake: Lake, pipeline: Pipeline, product: Product) -> Comparison:
+    """A join against the same by Spark's own join of both bronze tables."""
+    sides = Sides(product, pipeline.sources[product.source], pipeline.sources[product.right])
+    store = ProductStore(product, lake.table(product.layer, product.name), pipeline.name)
+    delta = DeltaTable(str(store.table.path))
+    mark = store.mark()
+    versions = versions_of(mark.bronze) if mark else None
+    if versions is None:
+        raise LakehouseError(f"{product.name} is catching up with bronze; verify when it has")
+    tables = [lake.bronze(name).path for name in (product.source, product.right)]
+    with joined_build(spark, sides, tables, versions) as whole:
+        assert isinstance(store.operator, Join)
+        partial = _in_utc(whole.partial(store.operator))
+    store.operator.describe(partial.schema)
+    live = _result(store, delta.to_pyarrow_table(), mark)
+    again = _result(store, prepared(store.operator, partial), mark)
+    return compare(product.name, delta.version(), versions[0], live, again)
 
 
 def digest(rows: pa.Table) -> str:
@@ -124,55 +167,34 @@ def _built(spark: SparkSession, lake: Lake, source: Source, version: int) -> Bui
     return whole
 
 
-def _result(store: ProductStore, rows: pa.Table) -> pa.Table:
-    """Result rows of stored or partial rows: merged from nothing."""
-    fields = [f.with_type(pa.timestamp("us", "UTC")) if pa.types.is_timestamp(f.type) else f for f in rows.schema]
-    rows = rows.cast(pa.schema(fields))
+def _result(store: ProductStore, rows: pa.Table, mark: BatchMark | None) -> pa.Table:
+    """Result rows of stored or partial rows: merged from nothing; as far back as the product's retention."""
+    rows = store.retained(_in_utc(rows), mark.clock if mark else None)
     assert store.operator.schema is not None
     return store.operator.merge(None, rows) if rows.num_rows else store.operator.schema.empty_table()
 
 
-def compare(table: str, version: int, bronze: int, live: pa.Table, again: pa.Table) -> Comparison:
-    """Compare two sets of result rows of a table."""
+def _in_utc(rows: pa.Table) -> pa.Table:
+    fields = [f.with_type(pa.timestamp("us", "UTC")) if pa.types.is_timestamp(f.type) else f for f in rows.schema]
+    return rows.cast(pa.schema(fields))
+
+
+def compare(
+    table: str, version: int, bronze: int, live: pa.Table, again: pa.Table, operator: Operator | None = None
+) -> Comparison:
+    """Compare two sets of result rows of a table, where they differ within the errors that its operator states."""
     rows, digests = (live.num_rows, again.num_rows), (digest(live), digest(again))
-    return Comparison(table, version, bronze, rows, *digests, within_bounds=_agree(live, again))
+    agree = digests[0] != digests[1] and isinstance(operator, Estimates) and operator.agrees(live, again)
+    return Comparison(table, version, bronze, rows, *digests, within_bounds=agree)
 
 
-def _agree(live: pa.Table, again: pa.Table) -> bool:
-    """Whether two top-n tables, one of them lossy, can both be true.
-
-    In each window the count of an item that both name lies in both intervals ``[count - error, count]``, and an item
-    that one of them leaves out is no more frequent for certain than the last one it names.
-    """
-    if not {"item", "count", "error"} <= set(live.schema.names):
-        return False
-    tables = [_intervals(live), _intervals(again)]
-    if tables[0].keys() != tables[1].keys() or all(
-        low == high for t in tables for w in t.values() for low, high in w.values()
-    ):
-        return False  # exact counts must be equal, and the digests have said that they are not
-    for one, other in (tables, tables[::-1]):
-        for window, items in one.items():
-            least = min(high for _, high in other[window].values())
-            for item, (low, high) in items.items():
-                found = other[window].get(item)
-                if low > (found[1] if found else least) or (found and high < found[0]):
-                    return False
-    return True
-
-
-def _intervals(rows: pa.Table) -> dict[object, dict[str, tuple[int, int]]]:
-    found: dict[object, dict[str, tuple[int, int]]] = {}
-    for row in rows.select(["window_start", "item", "count", "error"]).to_pylist():
-        found.setdefault(row["window_start"], {})[row["item"]] = (row["count"] - row["error"], row["count"])
-    return found
-
-
-def _quarantine(lake: Lake, source: Source, bronze: int, whole: Build) -> Comparison:
+def _noted(lake: Lake, source: Source, bronze: int, whole: Build, table: TableRef) -> Comparison:
+    """Quarantine, or warnings."""
     newest = whole.events.agg(F.max("bronze_at").alias("at")).toArrow()["at"][0]
-    delta = DeltaTable(str(lake.quarantine().path))
+    delta = DeltaTable(str(table.path))
     live = delta.to_pyarrow_table()
     live = live.filter(pc.equal(live["source"], source.name))
     if newest.is_valid:  # the live table may be ahead of the products
         live = live.filter(pc.less_equal(live["bronze_at"], newest.cast(live.schema.field("bronze_at").type)))
-    return compare(lake.quarantine().name, delta.version(), bronze, live, whole.rejected().cast(live.schema))
+    again = whole.rejected() if table.name == QUARANTINE else warned_rows(whole.events)
+    return compare(table.name, delta.version(), bronze, live, again.cast(live.schema))

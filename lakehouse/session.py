@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pyspark.sql import SparkSession
 
@@ -44,6 +45,10 @@ _TUNED = {
     "spark.sql.streaming.checkpoint.fileChecksum.enabled": "false",
     "spark.sql.execution.arrow.pyspark.enabled": "true",
     "spark.sql.parquet.compression.codec": "zstd",
+    # A batch is cached for as long as its products are made: sizing up how to compress it costs more than it saves.
+    "spark.sql.inMemoryColumnarStorage.compressed": "false",
+    # Bronze is partitioned by day: a batch of one day needs no sort before it is written.
+    "spark.sql.maxConcurrentOutputFileWriters": "4",
     "spark.cleaner.periodicGC.interval": "5min",
     # Delta: a short commit. Checkpoints of tables are written by maintenance, outside the batch.
     "spark.databricks.delta.stats.collect": "false",
@@ -59,6 +64,7 @@ _TUNED = {
     ),
     "spark.delta.logStore.file.impl": "io.delta.storage.LocalLogStore",
 }
+_LOOPBACK = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
 # The same for the files themselves. On the driver's own class path, because spark-submit uses it before any jar.
 _LOCAL_FILES = "com.globalmentor.apache.hadoop.fs.NakedLocalFileSystem"
 _LOCAL_FILES_JAR = "hadoop-bare-naked-local-fs"
@@ -78,11 +84,12 @@ def build_session(settings: Settings, app: str) -> SparkSession:
     jars = ",".join(str(jar) for jar in paths)
     if submitted and _onto_class_path(jars.split(",")) and "spark.jars" in given:
         builder = builder.config("spark.jars", f"{given['spark.jars']},{jars}")
+    master = given.get("spark.master", settings.spark.master)
     conf = {
         "spark.jars": jars,
         "spark.driver.extraJavaOptions": f"{_JVM_OPTIONS} {_log4j()}",
-        "spark.driver.host": "127.0.0.1",
-        "spark.driver.bindAddress": "127.0.0.1",
+        "spark.executor.extraJavaOptions": _JVM_OPTIONS,
+        **(_LOOPBACK if _on_this_machine(master) else {}),
         **_TUNED,
         **({} if submitted else _quick_files(settings, paths)),
         **settings.spark.conf,
@@ -93,6 +100,11 @@ def build_session(settings: Settings, app: str) -> SparkSession:
     session = builder.getOrCreate()
     session.sparkContext.setLogLevel("ERROR")
     return session
+
+
+def _on_this_machine(master: str) -> bool:
+    """Whether executors reach the driver by the loopback address; elsewhere Spark finds out its own, or is told."""
+    return master.startswith("local") or urlsplit(master).hostname in ("127.0.0.1", "localhost", "::1")
 
 
 def _quick_files(settings: Settings, jars: Sequence[Path]) -> dict[str, str]:

@@ -12,19 +12,33 @@ from typing import Any
 
 import uvicorn
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from prometheus_client.registry import Collector
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 
 from lakehouse.contract.errors import EnvironmentProblem
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.settings import ServeSettings, Settings
 from serve import routes
+from serve.access_metrics import AccessCollector
+from serve.delivery import deliver
+from serve.history import History
 from serve.hub import Hub
+from serve.lookup import Lookups
 from serve.metrics import HubCollector
+from serve.position import lake_seal
+from serve.principal import Access
 from serve.push.codec import WEBSOCKET
-from serve.push.http import TimedHttpProtocol
+from serve.push.etag import Bodies
+from serve.push.http import ServingHttpProtocol
 from serve.push.link import Link
-from serve.push.websocket import SubscriberProtocol, deliver
+from serve.push.websocket import SubscriberProtocol
+from serve.security.door import Door
+from serve.security.gate import Gate
+from serve.security.start import make_gate, uses_tls
+from serve.sql.pool import Workers
 from serve.tables import Tables, clock_ms
+from serve.webhooks.fleet import Fleet
 
 log = logging.getLogger(__name__)
 
@@ -32,26 +46,67 @@ _BACKLOG = 4_096
 _STOP_S = 3
 
 
-def make_app(settings: Settings) -> Starlette:
-    """The ASGI application. Its lifespan runs the tails and the clock, and holds ``hub`` and ``tables`` as state."""
+def make_app(settings: Settings, access: Access | None = None) -> Starlette:
+    """The ASGI application. Its lifespan runs the tails and the clock, and holds ``hub`` and ``tables`` as state.
+
+    Args:
+        settings: the lake, and ``serve``.
+        access: decides who comes in and what they see; None: the keys of ``serve.keys``.
+
+    Raises:
+        ConfigError: everybody could read everything (:func:`serve.security.start.make_gate`).
+    """
+    lake = Lake(settings.lake)
+    seal = lake_seal(lake.state)
+    gate = make_gate(settings, seal)
+    shown = access or gate
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[dict[str, Any]]:
-        hub = Hub(settings.serve, [WEBSOCKET])
-        tables = Tables(Lake(settings.lake), hub, settings.serve, deliver)
-        tasks = [asyncio.create_task(tables.run()), asyncio.create_task(_run_clock(hub, settings.serve))]
+        work = asyncio.Event()
+        hub = Hub(settings.serve, [WEBSOCKET], seal, work.set)
+        tables = Tables(lake, hub, settings.serve, deliver)
+        runs = (tables.run(), _run_clock(hub, settings.serve), _run_work(hub, work), _run_gate(gate))
+        history, workers = History(settings.serve.max_sql), Workers(settings)
+        lookups = Lookups(hub, tables, workers)
+        fleet = Fleet(lake.state / "webhooks", hub, tables, shown, settings.serve)
+        tasks = [asyncio.create_task(run) for run in (*runs, fleet.run())]
         try:
-            yield {"hub": hub, "tables": tables, "registry": _registry(hub)}
+            yield {
+                "hub": hub,
+                "tables": tables,
+                "registry": _registry(HubCollector(hub), AccessCollector(gate, workers, lookups, fleet)),
+                "bodies": Bodies(),
+                "access": shown,
+                "settings": settings,
+                "history": history,
+                "workers": workers,
+                "fleet": fleet,
+                "lookups": lookups,
+                "statements": {},
+            }
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            history.close()
+            await workers.close()
 
-    return Starlette(routes=routes.ROUTES, exception_handlers=routes.HANDLERS, lifespan=lifespan)
+    return Starlette(
+        routes=routes.ROUTES,
+        middleware=[Middleware(Door)],
+        exception_handlers=routes.HANDLERS,
+        lifespan=lifespan,
+    )
 
 
 async def run_server(
-    settings: Settings, *, ready: Callable[[str], None] | None = None, stop: asyncio.Event | None = None
+    settings: Settings,
+    *,
+    ready: Callable[[str], None] | None = None,
+    stop: asyncio.Event | None = None,
+    access: Access | None = None,
+    shared: bool = False,
 ) -> None:
     """Serve until ``stop`` is set. Run it in a uvloop loop; subscribers get close code 1001 at the end.
 
@@ -59,15 +114,20 @@ async def run_server(
         settings: the lake, and ``serve``.
         ready: called with the base URL, e.g. ``http://127.0.0.1:8400``, once connections are taken.
         stop: ends the server; None: only cancelling does.
+        access: see :func:`make_app`.
+        shared: other processes have the same port, and the kernel shares connections out.
 
     Raises:
         EnvironmentProblem: the address cannot be bound.
+        ConfigError: keys, origins or certificate cannot be used, or everybody could read everything.
     """
-    listener = _bind(settings.serve)
+    tls = uses_tls(settings.serve)
+    app = make_app(settings, access)
+    listener = _bind(settings.serve, shared=shared)
     host, port = listener.getsockname()[:2]
     config = uvicorn.Config(
-        make_app(settings),
-        http=TimedHttpProtocol,
+        app,
+        http=ServingHttpProtocol,
         ws=SubscriberProtocol,
         lifespan="on",
         log_config=None,
@@ -75,8 +135,10 @@ async def run_server(
         server_header=False,
         backlog=_BACKLOG,
         timeout_graceful_shutdown=_STOP_S,
+        ssl_certfile=settings.serve.tls_cert or None,
+        ssl_keyfile=settings.serve.tls_key or None,
     )
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    url = f"{'https' if tls else 'http'}://" + (f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
     server = _Server(config, lambda: ready(url) if ready else None)
     stopper = asyncio.create_task(_stop_when(stop or asyncio.Event(), server))
     try:
@@ -107,11 +169,11 @@ async def _stop_when(stop: asyncio.Event, server: uvicorn.Server) -> None:
     server.should_exit = True
 
 
-def _bind(settings: ServeSettings) -> socket.socket:
+def _bind(settings: ServeSettings, *, shared: bool) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT if shared else socket.SO_REUSEADDR, 1)
         listener.bind((settings.host, settings.port))
         listener.listen(_BACKLOG)
     except OSError as error:
@@ -124,12 +186,30 @@ def _bind(settings: ServeSettings) -> socket.socket:
     return listener
 
 
-def _registry(hub: Hub) -> CollectorRegistry:
+def _registry(*own: Collector) -> CollectorRegistry:
     registry = CollectorRegistry()
     for collector in (ProcessCollector, PlatformCollector, GCCollector):
         collector(registry=registry)
-    registry.register(HubCollector(hub))
+    for each in own:
+        registry.register(each)
     return registry
+
+
+async def _run_gate(gate: Gate) -> None:
+    """A key that is revoked ends what it holds open."""
+    while True:
+        await asyncio.sleep(1.0)
+        gate.sweep()
+
+
+async def _run_work(hub: Hub, some: asyncio.Event) -> None:
+    """What takes long, a few milliseconds at a time, so that a large snapshot delays nobody's changes by more."""
+    while True:
+        await some.wait()
+        some.clear()
+        while hub.working:
+            deliver(hub.work(clock_ms()))
+            await asyncio.sleep(0)
 
 
 async def _run_clock(hub: Hub, settings: ServeSettings) -> None:

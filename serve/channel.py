@@ -1,119 +1,200 @@
-"""What the hub keeps for one table and for one subscriber. Data with small invariants; no I/O, no clock."""
+"""What the hub keeps for one table: its recent changes, and a feed for each view that somebody looks through."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import heapq
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 from lakehouse.contract.settings import ServeSettings
+from serve.errors import FilterError
+from serve.filters.view import LiveView, RowsView, View, rows_view, undone
+from serve.lane import Lane, Snapshot
+from serve.live import AggregateView, aggregate_view
 from serve.messages import Message, change_messages, snapshot_messages
-from serve.model import Change, in_order
-from serve.position import Position
+from serve.model import Change, Key, Row, in_order
+from serve.position import WHOLE, Position, Seal
 from serve.push.codec import Codec
-from serve.push.link import Link
-from serve.ring import Frame, Ring
+from serve.ring import Ring
 from serve.rows import encode_rows
 from serve.state import TableState
+from serve.subscriber import Subscriber, SubscribeRequest
+
+SLICE_ROWS = 1_000  # of a snapshot that are worked on before others have their turn: 1 to 3 ms
+INLINE_ROWS = 2_000  # a table of so many is not worth slicing
+_HISTORY = 256  # changes kept as rows, so that a new view can be served from a little while ago without reading files
+_HISTORY_ROWS = 50_000
+_VIEWS = 4_096  # as they were asked for, so that the same text is not parsed again
 
 
-class Subscriber:
-    """One connection: a cursor into a ring.
-
-    It is *live* when everything has been written to it: then a new frame goes straight to its socket. Otherwise it
-    *trails*: first its backlog is sent, then the ring from its cursor on, as its socket drains.
+class Feed:
+    """A view of one table at work: evaluated once for all who share it.
 
     Args:
-        link: its transport; the hub only hands it back.
-        codec: its wire form.
-        label: who it is, for logs.
+        view: what of the table is seen.
+        channel: the table.
+
+    Raises:
+        FilterError: the view does not fit the table.
     """
 
-    __slots__ = (
-        "acked",
-        "asked_at",
-        "backlog",
-        "channel",
-        "codec",
-        "cursor",
-        "label",
-        "link",
-        "live",
-        "paused",
-        "replaying",
-        "told_slow",
-        "waiting_since",
-    )
+    def __init__(self, view: View, channel: Channel) -> None:
+        self.view = view
+        self.channel = channel
+        self.lanes: dict[str, Lane] = {}
+        self.waiting: set[Subscriber] = set()  # for a snapshot
+        self.snapshot: Snapshot | None = None
+        self.work: Iterator[None] | None = None  # what is to be done in slices before they can have one
+        self.total = 0  # bytes of messages made, ever
+        self.empty_since: float | None = None
+        self._start_over()
 
-    def __init__(self, link: Link, codec: Codec, label: str = "") -> None:
-        self.link = link
-        self.codec = codec
-        self.label = label
-        self.channel: Channel | None = None
-        self.cursor = 0
-        self.backlog: tuple[bytes, ...] = ()
-        self.live = False
-        self.paused = False
-        self.replaying = False
-        self.told_slow = False
-        self.waiting_since: float | None = None  # since when it has given no sign of reading, ms
-        self.asked_at = 0  # the ring's next number when it was pinged
-        self.acked: int | None = None  # the message after the last one that it says it has processed
+    @property
+    def head(self) -> Position:
+        """The position of one who has everything."""
+        return Position(self.channel.state.table.table_id, self.version, 0, self.view.id)
 
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """A snapshot in one codec, shared by whoever needs one.
-
-    Attributes:
-        frames: its messages, framed.
-        position: the state that it is.
-        size: bytes.
-        total: bytes that the ring had taken when it was made.
-    """
-
-    frames: tuple[bytes, ...]
-    position: Position
-    size: int
-    total: int
-
-
-@dataclass(slots=True)
-class Lane:
-    """A channel in one codec.
-
-    Attributes:
-        ring: its frames.
-        live: subscribers who have everything.
-        trailing: the others.
-        total: bytes that went into the ring, ever.
-        snapshot: the newest one made.
-    """
-
-    codec: Codec
-    ring: Ring
-    live: set[Subscriber] = field(default_factory=set)
-    trailing: set[Subscriber] = field(default_factory=set)
-    total: int = 0
-    snapshot: Snapshot | None = None
-
-    def members(self) -> tuple[Subscriber, ...]:
+    def members(self) -> list[Subscriber]:
         """All its subscribers."""
-        return (*self.live, *self.trailing)
+        return [subscriber for lane in self.lanes.values() for subscriber in lane.members()]
+
+    def lane(self, codec: Codec, *, conflates: bool = False) -> Lane:
+        """The lane of a wire form, made when somebody first wants it; one of their own for those who conflate."""
+        name = f"{codec.name} conflated" if conflates else codec.name
+        lane = self.lanes.get(name)
+        if lane is None:
+            lane = self.lanes[name] = Lane(codec, self._new_ring(), self.channel.seal, conflates=conflates)
+        return lane
+
+    def taken(self, change: Change, now: float) -> dict[str, bytes]:
+        """Put a change into the rings; its bytes by name of the lane.
+
+        Raises:
+            FilterError: the view does not fit the table any more.
+        """
+        messages = change_messages(self.live.advance(change), self.channel.seal, self.view.id)
+        self.version = change.version
+        self.total += sum([len(message.body) for message in messages])
+        return {name: lane.append(messages, now) for name, lane in self.lanes.items()}
+
+    def restarted(self) -> None:
+        """The table is another one now: the rings are empty, what subscribers had is void.
+
+        Raises:
+            FilterError: the view does not fit it.
+        """
+        self._start_over()
+        for lane in self.lanes.values():
+            lane.ring = self._new_ring()
+
+    def usable(self, lane: Lane, *, made: bool = False) -> Snapshot | None:
+        """The last snapshot, if the ring goes on from it and (unless it was made this moment) little came since."""
+        last = self.snapshot
+        if last is None or lane.ring.find(last.position) is None:
+            return None
+        return last if made or (self.total - last.total) * 4 <= last.size else None
+
+    def begin(self, now: float) -> None:
+        """Start the work that ends in a new snapshot, unless it is under way."""
+        if self.work is None:
+            if not self.opened and self.version != self.channel.state.version:
+                self.restarted()
+            unread = None if self.opened else list(self.channel.state.rows.values())
+            self.work = self._building(unread, now)
+
+    def backfilled(self, lane: Lane, position: Position, now: float) -> bool:
+        """Fill a ring backwards from the channel's recent changes, so that it may hold an older position.
+
+        Returns:
+            Whether anything was put into it.
+        """
+        until = lane.ring.start
+        if not self.opened or position >= until or lane.ring.full:
+            return False
+        wanted = self.channel.since(position.version)
+        if wanted is None or (self.view.select and len(self.channel.state.rows) > INLINE_ROWS):
+            return False
+        live = self._live_before(wanted)
+        start = position.at(position.version)
+        made: list[Message] = []
+        for change in wanted:
+            if change.version > until.version + (until.ordinal > 0):
+                break
+            made += change_messages(live.advance(change), self.channel.seal, self.view.id)
+        frames = lane.prepend(start, [m for m in made if m.position is not None and m.position <= until], now)
+        return bool(frames)
+
+    def _start_over(self) -> None:
+        state = self.channel.state
+        self.version = state.version
+        self.snapshot = None
+        self.work = None
+        self.live: LiveView = live_view(self.view, state)
+        self.opened = not isinstance(self.live, AggregateView)
+
+    def _building(self, unread: list[Row] | None, now: float) -> Iterator[None]:
+        if unread is not None:
+            assert isinstance(self.live, AggregateView)
+            yield from self.live.opening(unread)
+            self.opened = True
+            yield  # commits that came meanwhile are taken in now
+        table, position, total, facts = self.live.table, self.head, self.total, self.channel.state.facts
+        waiting = self.live.source(self.channel.state.rows)
+        runs: list[list[tuple[Key, Row]]] = []
+        for start in range(0, len(waiting), SLICE_ROWS):
+            runs.append(sorted(self.live.rows(waiting[start : start + SLICE_ROWS]), key=_by_key))
+            yield
+        ordered = heapq.merge(*runs, key=_by_key)
+        rows: list[tuple[Row, bytes]] = []
+        while some := [row for _, row in islice(ordered, SLICE_ROWS)]:
+            rows += zip(some, encode_rows(table.columns, some), strict=True)
+            yield
+        messages = []
+        for message in snapshot_messages(table, position, facts, rows, self.channel.seal, self.view.told):
+            messages.append(message)
+            yield
+        self.snapshot = Snapshot(messages, position, sum(len(m.body) for m in messages), total, now)
+
+    def _live_before(self, changes: Sequence[Change]) -> LiveView:
+        if not changes:
+            return self.live
+        table = changes[0].was or changes[0].table
+        if not self.view.select:
+            return RowsView(self.view, table)
+        live = AggregateView(self.view, table)
+        for _ in live.opening(undone(self.channel.state.rows, changes).values()):
+            pass
+        return live
+
+    def _new_ring(self) -> Ring:
+        settings = self.channel.settings
+        size = settings.ring_bytes if self.view.id == WHOLE else min(settings.filter_ring_bytes, settings.ring_bytes)
+        return Ring(self.head, max_frames=settings.ring_frames, max_bytes=size)
 
 
 class Channel:
-    """One table and its subscribers.
+    """One table, its views and their subscribers.
 
     Args:
         state: the table's rows, changed by its tail in the same thread.
-        codecs: wire forms that are kept.
+        codecs: wire forms that the whole table is kept in from the start.
         settings: bounds of the rings.
+        seal: writes positions.
     """
 
-    def __init__(self, state: TableState, codecs: Iterable[Codec], settings: ServeSettings) -> None:
+    def __init__(self, state: TableState, codecs: Iterable[Codec], settings: ServeSettings, seal: Seal) -> None:
         self.state = state
-        self._settings = settings
-        self.lanes = {codec.name: Lane(codec, self._new_ring()) for codec in codecs}
+        self.settings = settings
+        self.seal = seal
+        self.interval_ms: float | None = None  # between commits that brought events, as a moving average
+        self._history: deque[Change] = deque()
+        self._history_rows = 0
+        self._views: dict[tuple[object, ...], View] = {}
+        whole = Feed(View(), self)
+        for codec in codecs:
+            whole.lane(codec)
+        self.feeds: dict[bytes, Feed] = {WHOLE: whole}
 
     @property
     def name(self) -> str:
@@ -122,45 +203,81 @@ class Channel:
 
     @property
     def head(self) -> Position:
-        """The position of one who has everything."""
+        """The position of one who has the whole table."""
         return Position(self.state.table.table_id, self.state.version)
 
-    def taken(self, change: Change, now: float) -> dict[str, bytes]:
-        """Put a change into the rings; its bytes by codec."""
-        messages = change_messages(change)
-        return {name: b"".join(self._framed(lane, messages, now)) for name, lane in self.lanes.items()}
+    @property
+    def whole(self) -> Feed:
+        """The feed of the whole table."""
+        return self.feeds[WHOLE]
+
+    def view(self, request: SubscribeRequest, guard: str) -> View:
+        """The view that a request asks for under a condition that it cannot escape; made once for all who ask alike.
+
+        Raises:
+            FilterError: it is refused.
+        """
+        if not (request.where or request.columns or request.select or guard):
+            return self.whole.view
+        table = self.state.table
+        wanted = (table.columns, request.where, request.columns, request.select, guard)
+        view = self._views.get(wanted)
+        if view is None:
+            if request.select and request.columns:
+                raise FilterError("columns and select are two ways to say the same", "Give one of them")
+            if request.select:
+                view = aggregate_view(table, request.select, request.where, guard)
+            else:
+                view = rows_view(table, request.where, request.columns, guard)
+            while len(self._views) >= _VIEWS:
+                self._views.pop(next(iter(self._views)))
+            self._views[wanted] = view
+        return view
+
+    def members(self) -> int:
+        """How many subscribers."""
+        return sum(len(lane.members()) for feed in self.feeds.values() for lane in feed.lanes.values())
+
+    def remember(self, change: Change) -> None:
+        """Keep a change for views that come later, and how often they come."""
+        if self._history and change.facts.events:
+            pause = max(0, change.facts.committed_at - self._history[-1].facts.committed_at)
+            self.interval_ms = pause if self.interval_ms is None else 0.8 * self.interval_ms + 0.2 * pause
+        self._history.append(change)
+        self._history_rows += len(change.upserts) + len(change.deletes)
+        while len(self._history) > _HISTORY or (self._history_rows > _HISTORY_ROWS and len(self._history) > 1):
+            dropped = self._history.popleft()
+            self._history_rows -= len(dropped.upserts) + len(dropped.deletes)
+
+    def since(self, version: int) -> list[Change] | None:
+        """Changes after a version, to the newest; None: they are not all here."""
+        if version == self.state.version:
+            return []
+        if not self._history or self._history[0].version > version + 1 or version > self.state.version:
+            return None
+        return [change for change in self._history if change.version > version]
 
     def restarted(self, state: TableState) -> None:
-        """The table is another one now: the rings are empty, what subscribers had is void."""
+        """The table is another one now."""
         self.state = state
-        for lane in self.lanes.values():
-            lane.ring = self._new_ring()
-            lane.snapshot = None
-
-    def snapshot(self, codec: Codec) -> Snapshot:
-        """A snapshot from which the ring goes on: the last one made, as long as little has happened since."""
-        lane = self.lanes[codec.name]
-        last = lane.snapshot
-        if last is None or lane.ring.find(last.position) is None or (lane.total - last.total) * 4 > last.size:
-            frames = tuple(codec.frame(message) for message in snapshot_messages(self.state, self.rows()))
-            last = Snapshot(frames, self.head, sum(map(len, frames)), lane.total)
-            lane.snapshot = last
-        return last
+        self.interval_ms = None
+        self._history.clear()
+        self._history_rows = 0
 
     def rows(self, limit: int | None = None) -> list[bytes]:
         """Current rows as JSON objects, in the order of their keys."""
         keys: Sequence[tuple[object, ...]] = sorted(self.state.rows, key=in_order)[:limit]
         return encode_rows(self.state.table.columns, (self.state.rows[key] for key in keys))
 
-    def _framed(self, lane: Lane, messages: Sequence[Message], now: float) -> list[bytes]:
-        frames = []
-        for message in messages:
-            assert message.position is not None
-            frame = Frame(lane.codec.frame(message), message.position, now)
-            lane.ring.append(frame)
-            lane.total += len(frame.data)
-            frames.append(frame.data)
-        return frames
 
-    def _new_ring(self) -> Ring:
-        return Ring(self.head, max_frames=self._settings.ring_frames, max_bytes=self._settings.ring_bytes)
+def live_view(view: View, state: TableState) -> LiveView:
+    """The view at work on a state. A view with a ``select`` has to be opened with the rows yet.
+
+    Raises:
+        FilterError: the view does not fit the table.
+    """
+    return AggregateView(view, state.table) if view.select else RowsView(view, state.table)
+
+
+def _by_key(pair: tuple[Key, Row]) -> tuple[object, ...]:
+    return in_order(pair[0])

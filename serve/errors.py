@@ -9,10 +9,14 @@
         ├── TableGone            the table's folder has vanished or was replaced: wait and load it again
         ├── TableUnreadable      the table uses something that the tail does not read: another table layout
         ├── QueryError           the SQL is refused or wrong: another statement
+        ├── FilterError          a subscriber's condition, columns or aggregate are refused: write them otherwise
         └── RequestError         a subscriber's request is wrong: close code and machine-readable code
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
 
 from lakehouse.contract.errors import MillraceError
 
@@ -111,6 +115,23 @@ class QueryError(ServeError):
         return f"{self.problem}. {self.remedy}" if self.remedy else self.problem
 
 
+class FilterError(ServeError):
+    """A condition, list of columns or aggregate that is not taken.
+
+    Attributes:
+        problem: what is wrong.
+        remedy: what to write instead.
+    """
+
+    def __init__(self, problem: str, remedy: str = "") -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.problem}. {self.remedy}" if self.remedy else self.problem
+
+
 class RequestError(ServeError):
     """A subscriber asked for something that it cannot have.
 
@@ -120,6 +141,14 @@ class RequestError(ServeError):
         detail: for people.
     """
 
+    BAD_REQUEST = 4400
+    UNAUTHORISED = 4401
+    FORBIDDEN = 4403
+    NOT_FOUND = 4404
+    TOO_FAST = 4429
+    FULL = 1013
+    _STATUS: ClassVar[Mapping[int, int]] = {1013: 503, 1009: 413, 1011: 500, 4408: 408}
+
     def __init__(self, close: int, code: str, detail: str) -> None:
         super().__init__(close, code, detail)
         self.close = close
@@ -128,3 +157,8 @@ class RequestError(ServeError):
 
     def __str__(self) -> str:
         return self.detail
+
+    @property
+    def status(self) -> int:
+        """The HTTP status that means the same."""
+        return self._STATUS.get(self.close, self.close - 4_000 if self.close >= 4_400 else 500)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
+
+import pyarrow as pa
+
+DEFAULT_RETENTION_MS = 7 * 86_400_000
+"""Delta keeps removed data files for a week and the log for a month, where a table does not say otherwise."""
 
 Row: TypeAlias = tuple[Any, ...]
 """Values of one row in the order of :attr:`TableInfo.columns`, as Python objects that JSON has a form for."""
@@ -22,8 +27,11 @@ class TableInfo:
         table_id: id in the Delta metadata.
         columns: the columns that are sent, in the table's order (binary ones are not).
         key: the columns that identify a row.
-        fold: how a column's partials are folded (``sum``, ``min`` or ``max``), for every column beside the key;
+        fold: how a column's partials are folded (lakehouse.contract.fold), for every column beside the key;
             empty for a table that holds each key once.
+        types: Arrow types of ``columns``.
+        order: of a fold by ``latest``: columns whose greatest values say which of a key's rows counts.
+        retention_ms: for how long the table promises to keep what a position needs: its log and removed data files.
     """
 
     name: str
@@ -31,6 +39,9 @@ class TableInfo:
     columns: tuple[str, ...]
     key: tuple[str, ...]
     fold: Mapping[str, str] = field(default_factory=dict)
+    types: tuple[pa.DataType, ...] = ()
+    retention_ms: int = DEFAULT_RETENTION_MS
+    order: tuple[str, ...] = ()
 
     @property
     def folded(self) -> bool:
@@ -39,7 +50,7 @@ class TableInfo:
 
     def key_of(self, row: Row) -> Key:
         """The key's values in a row."""
-        return tuple(row[self.columns.index(name)] for name in self.key)
+        return tuple([row[self.columns.index(name)] for name in self.key])
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +82,10 @@ class Change:
         upserts: rows that are new or have other values, in the order of their keys.
         deletes: keys that are gone, in order.
         facts: of the commit; ``through`` is the last one known.
+        before: rows that upserts and deletes replace, by key; keys that are new are not in it.
+        was: the table before the commit, where its columns were others: ``before`` has them.
+        left: those of ``deletes`` that are in the table still and no longer in the subscriber's view of it.
+        keys: of the upserts; empty: not worked out.
     """
 
     table: TableInfo
@@ -78,8 +93,16 @@ class Change:
     upserts: tuple[Row, ...]
     deletes: tuple[Key, ...]
     facts: CommitFacts
+    before: Mapping[Key, Row] = field(default_factory=dict)
+    was: TableInfo | None = None
+    left: frozenset[Key] = frozenset()
+    keys: tuple[Key, ...] = ()
+
+    def keyed(self) -> Iterator[tuple[Key, Row]]:
+        """Upserts with their keys."""
+        return zip(self.keys or map(self.table.key_of, self.upserts), self.upserts, strict=True)
 
 
 def in_order(key: Key) -> tuple[Any, ...]:
     """A sort key for keys: nulls last, so that every process sends a commit's rows in the same order."""
-    return tuple((value is None, value if value is not None else 0) for value in key)
+    return tuple([(value is None, value if value is not None else 0) for value in key])

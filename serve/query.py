@@ -17,6 +17,7 @@ from deltalake.exceptions import DeltaError
 from sqlglot import exp
 from sqlglot.errors import SqlglotError
 
+from lakehouse.contract.fold import Fold
 from lakehouse.contract.lake import Lake, UnknownTable
 from serve.errors import QueryError, TableUnreadable
 from serve.reader import describe, metadata_of
@@ -55,7 +56,7 @@ def run_sql(lake: Lake, sql: str, *, limit: int | None = None) -> pa.Table:
         UnknownTable: the statement names a table that the lake does not have.
         QueryError: it is not a single reading statement, or it fails.
     """
-    statement = _parsed(sql)
+    statement = read_statement(sql)
     if isinstance(statement, exp.Show):
         return pa.table({"name": [table.name for table in lake.tables()]}).slice(0, limit)
     connection = duckdb.connect(
@@ -91,9 +92,16 @@ def rows_as_json(table: pa.Table) -> bytes:
     return b"[" + b",".join(encode_rows(table.column_names, zip(*columns, strict=True))) + b"]"
 
 
-def _parsed(sql: str) -> exp.Expression:
+def read_statement(sql: str) -> exp.Expression:
+    """The tree of one reading statement.
+
+    Raises:
+        QueryError: it is none, or not SQL.
+    """
     try:
         parsed = sqlglot.parse(sql, dialect="duckdb")
+    except RecursionError:
+        raise QueryError("the statement is nested too deeply") from None
     except SqlglotError as error:
         raise QueryError(f"not SQL: {str(error).splitlines()[0]}") from None
     statements = [cast(exp.Expression, statement) for statement in parsed if statement is not None]
@@ -138,31 +146,19 @@ def _open(connection: duckdb.DuckDBPyConnection, lake: Lake, name: str) -> None:
     if fold is None:
         connection.register(name, rows)
         return
-    key, how = fold
     connection.register(name + PARTIALS, rows)
-    types = dict(zip(rows.schema.names, connection.table(name + PARTIALS).types, strict=True))
-    columns = []
-    for column in rows.schema.names:
-        quoted = _quoted(column)
-        if column in key:
-            columns.append(quoted)
-        else:
-            kind = types[column]  # a sum of BIGINT is HUGEINT: the column stays what it is in the table
-            columns.append(f"CAST({how.get(column, 'any_value')}({quoted}) AS {kind}) AS {quoted}")
-    group = ", ".join(map(_quoted, key))
-    connection.execute(
-        f"CREATE VIEW {_quoted(name)} AS SELECT {', '.join(columns)} "  # noqa: S608 - names are quoted
-        f"FROM {_quoted(name + PARTIALS)} GROUP BY {group}"
-    )
+    types = dict(zip(rows.schema.names, map(str, connection.table(name + PARTIALS).types), strict=True))
+    selected = fold.sql(_quoted(name + PARTIALS), rows.schema.names, types)
+    connection.execute(f"CREATE VIEW {_quoted(name)} AS {selected}")
 
 
-def _fold(path: Path, table: DeltaTable) -> tuple[tuple[str, ...], dict[str, str]] | None:
-    """Key and folds of a table whose rows are partials; None: it has no such properties."""
+def _fold(path: Path, table: DeltaTable) -> Fold | None:
+    """How a table's rows are folded; None: they are no partials."""
     try:
         info = describe(path.name, metadata_of(table)).info
     except TableUnreadable:
         return None
-    return (info.key, dict(info.fold)) if info.folded else None
+    return Fold(info.key, info.fold, info.order) if info.folded else None
 
 
 def _quoted(name: str) -> str:

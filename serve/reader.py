@@ -14,15 +14,24 @@ import pyarrow.parquet as pq
 from deltalake import DeltaTable, Schema
 from deltalake.exceptions import DeltaError, TableNotFoundError
 
-from lakehouse.contract.lake import PROPERTY_FOLD, PROPERTY_KEY
+from lakehouse.contract.fold import FOLDS, LATEST
+from lakehouse.contract.lake import PROPERTY_FOLD, PROPERTY_KEY, PROPERTY_ORDER
 from serve import deltalog
 from serve.deltalog import AddedFile, Commit
 from serve.errors import TableGone, TableUnreadable
-from serve.model import Change, CommitFacts, Row, TableInfo
+from serve.model import DEFAULT_RETENTION_MS, Change, CommitFacts, Row, TableInfo
 from serve.rows import is_binary, rows_of
 from serve.state import NeedsLoad, Step, TableState, carried, compare, fold_rows, step_of
 
-_FOLDS = ("sum", "min", "max")
+_UNITS = {
+    "microsecond": 0.001,
+    "millisecond": 1.0,
+    "second": 1_000.0,
+    "minute": 60_000.0,
+    "hour": 3_600_000.0,
+    "day": 86_400_000.0,
+    "week": 604_800_000.0,
+}
 _FACTS_BACK = 200  # commits looked back for the last `through`
 
 
@@ -57,7 +66,16 @@ def describe(name: str, metadata: Mapping[str, Any]) -> Described:
         raise TableUnreadable(name, f"its metadata has no {PROPERTY_KEY}", "Only tables with a key have channels")
     if missing := [column for column in key if column not in schema.names]:
         raise TableUnreadable(name, f"{PROPERTY_KEY} names columns that it lacks: {', '.join(missing)}")
-    info = TableInfo(name, metadata["id"], tuple(schema.names), key, _fold_of(name, configuration, schema, key))
+    info = TableInfo(
+        name,
+        metadata["id"],
+        tuple(schema.names),
+        key,
+        _fold_of(name, configuration, schema, key),
+        tuple(schema.types),
+        _retention_ms(configuration),
+        _order_of(name, configuration, schema),
+    )
     return Described(info, schema, frozenset(metadata.get("partitionColumns") or ()))
 
 
@@ -80,11 +98,39 @@ def _fold_of(name: str, configuration: Mapping[str, str], schema: pa.Schema, key
         fold = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise TableUnreadable(name, f"{PROPERTY_FOLD} is not JSON: {error}") from None
-    if not isinstance(fold, dict) or any(how not in _FOLDS for how in fold.values()):
-        raise TableUnreadable(name, f"{PROPERTY_FOLD} is not an object of {', '.join(_FOLDS)}")
+    if not isinstance(fold, dict) or any(how not in FOLDS for how in fold.values()):
+        raise TableUnreadable(name, f"{PROPERTY_FOLD} is not an object of {', '.join(FOLDS)}")
     if bare := [column for column in schema.names if column not in fold and column not in key]:
         raise TableUnreadable(name, f"{PROPERTY_FOLD} says nothing of: {', '.join(bare)}")
     return {column: how for column, how in fold.items() if column in schema.names and column not in key}
+
+
+def _order_of(name: str, configuration: Mapping[str, str], schema: pa.Schema) -> tuple[str, ...]:
+    order = tuple(part.strip() for part in (configuration.get(PROPERTY_ORDER) or "").split(",") if part.strip())
+    if missing := [column for column in order if column not in schema.names]:
+        raise TableUnreadable(name, f"{PROPERTY_ORDER} names columns that it lacks: {', '.join(missing)}")
+    if not order and LATEST in (configuration.get(PROPERTY_FOLD) or ""):
+        raise TableUnreadable(name, f"it folds by {LATEST!r} and its metadata has no {PROPERTY_ORDER}")
+    return order
+
+
+def _retention_ms(configuration: Mapping[str, str]) -> int:
+    """How long a version can be read again: neither its log entries nor the files removed after it may be gone."""
+    return min(
+        _interval_ms(configuration.get("delta.logRetentionDuration", ""), 30 * 86_400_000),
+        _interval_ms(configuration.get("delta.deletedFileRetentionDuration", ""), DEFAULT_RETENTION_MS),
+    )
+
+
+def _interval_ms(text: str, default: int) -> int:
+    """Milliseconds of Delta's ``interval 6 hours``; the default where it says something that we do not read."""
+    words = text.lower().removeprefix("interval").split()
+    total = 0.0
+    for number, unit in zip(words[::2], words[1::2], strict=False):
+        if not number.replace(".", "", 1).isdecimal() or unit.rstrip("s") not in _UNITS:
+            return default
+        total += float(number) * _UNITS[unit.rstrip("s")]
+    return int(total) if words and len(words) % 2 == 0 else default
 
 
 class TableReader:

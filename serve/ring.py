@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from serve.messages import Message
 from serve.position import Position
 
 
@@ -23,11 +24,13 @@ class Frame:
         data: bytes as they go on the wire.
         position: where the message brings a subscriber.
         at: ms on the hub's clock when it came.
+        message: what it says, kept where somebody may want it merged with others.
     """
 
     data: bytes
     position: Position
     at: float
+    message: Message | None = None
 
 
 class Ring:
@@ -60,6 +63,11 @@ class Ring:
     def start(self) -> Position:
         """The oldest position that can be served from here."""
         return self._start
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing can be put before its first frame."""
+        return len(self._frames) >= self._max_frames or self.bytes >= self._max_bytes
 
     def append(self, frame: Frame) -> None:
         """Add the newest frame, and drop old ones beyond the bound."""
@@ -109,13 +117,14 @@ class Ring:
         """The frame of this number; it must be held."""
         return self._frames[cursor - self.first]
 
-    def slice(self, cursor: int, max_bytes: int) -> tuple[bytes, int]:
-        """Frames from the cursor on, joined, at least one where there is one, and the cursor after them."""
-        parts: list[bytes] = []
+    def frames(self, cursor: int, max_bytes: int, max_frames: int | None = None) -> list[Frame]:
+        """Frames from the cursor on, at least one where there is one."""
+        found: list[Frame] = []
         size = 0
-        for frame in islice(self._frames, cursor - self.first, None):
-            if parts and size + len(frame.data) > max_bytes:
+        start = cursor - self.first
+        for frame in islice(self._frames, start, None if max_frames is None else start + max_frames):
+            if found and size + len(frame.data) > max_bytes:
                 break
-            parts.append(frame.data)
+            found.append(frame)
             size += len(frame.data)
-        return b"".join(parts), cursor + len(parts)
+        return found

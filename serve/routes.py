@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from http import HTTPStatus
+import os
 from pathlib import Path
 from typing import Any
 
-import orjson
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -17,12 +16,20 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 from lakehouse.contract.lake import UnknownTable
+from serve import history, lookup, openapi
+from serve.control import routes as control
+from serve.errors import RequestError
 from serve.hub import Hub
+from serve.push import etag, longpoll
+from serve.push import request as asked
+from serve.push.problems import problem, refused
 from serve.rows import to_json
+from serve.security import routes as security
+from serve.sql import routes as sql
 from serve.tables import Tables
+from serve.webhooks import routes as webhooks
 
 WEB = Path(__file__).parent / "web"
-_MAX_LIMIT = 100_000
 _SAFE = {
     "Content-Security-Policy": (
         "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; form-action 'none'; "
@@ -39,12 +46,6 @@ def json(content: Any, status: int = 200, kind: str = "application/json", **head
     return Response(to_json(content), status, headers={"Cache-Control": "no-cache", **headers}, media_type=kind)
 
 
-def problem(status: int, detail: str) -> Response:
-    """An error as RFC 9457 has it."""
-    content = {"type": "about:blank", "title": HTTPStatus(status).phrase, "status": status, "detail": detail}
-    return json(content, status, "application/problem+json")
-
-
 async def http_error(_: Request, error: Exception) -> Response:
     """Starlette's own errors, in the same form."""
     assert isinstance(error, HTTPException)
@@ -56,6 +57,12 @@ async def unknown_table(_: Request, error: Exception) -> Response:
     return problem(404, str(error))
 
 
+async def refused_request(_: Request, error: Exception) -> Response:
+    """A request that cannot be served."""
+    assert isinstance(error, RequestError)
+    return refused(error)
+
+
 async def server_error(_: Request, __: Exception) -> Response:
     """A bug; the log has it."""
     return problem(500, "the server failed; its log says how")
@@ -63,57 +70,44 @@ async def server_error(_: Request, __: Exception) -> Response:
 
 async def tables(request: Request) -> Response:
     """Every table, and whether it can be subscribed to."""
-    hub, known = _hub(request), _tables(request)
+    hub, known, principal = _hub(request), _tables(request), asked.admitted(request)
     listed = []
     for table in await asyncio.to_thread(known.lake.tables):
+        if not principal.may_read(table.name):
+            continue
         channel = hub.channels.get(table.name)
         entry: dict[str, Any] = {"table": table.name, "layer": table.layer, "served": channel is not None}
         if channel is not None:
-            state = channel.state
+            state, whole = channel.state, not principal.condition(table.name)
             entry |= {
                 "key": state.table.key,
                 "columns": state.table.columns,
                 "version": state.version,
-                "position": channel.head.token(),
-                "rows": len(state.rows),
+                "position": hub.seal.token(channel.head),
+                "position_lives_ms": state.table.retention_ms,
                 "committed_at": state.facts.committed_at,
-                "subscribers": sum(len(lane.members()) for lane in channel.lanes.values()),
             }
+            if whole:  # how many others there are is not for one who sees a part
+                entry |= {"rows": len(state.rows), "subscribers": channel.members()}
         elif why := known.problems.get(table.name):
             entry["detail"] = why
         listed.append(entry)
     return json({"tables": listed})
 
 
-async def rows(request: Request) -> Response:
-    """A table's current rows, from memory."""
-    hub, known = _hub(request), _tables(request)
-    name: str = request.path_params["name"]
-    limit = _limit(request.query_params.get("limit"))
-    await known.wait_for(name)
-    channel = hub.channels.get(name)
-    if channel is None:
-        why = known.problems.get(name)
-        if why is None:
-            table = known.lake.find(name)
-            why = f"{table.layer} table {name!r} is not kept in memory; query it with SQL"
-        return problem(409, why)
-    state = channel.state
-    content = {
-        "table": name,
-        "key": state.table.key,
-        "columns": state.table.columns,
-        "position": channel.head.token(),
-        "rows": [orjson.Fragment(row) for row in channel.rows(limit)],
-        "through": state.facts.through,
-        "committed_at": state.facts.committed_at,
-    }
-    return json(content)
+async def table(request: Request) -> Response:
+    """One table's rows: as they are, or as they were."""
+    return await (history.rows if "as_of" in request.query_params else etag.rows)(request)
+
+
+async def subscribe(_: Request) -> Response:
+    """Reached only by a request that is neither an upgrade nor for events; those never come to a route."""
+    return problem(406, "subscribe with a WebSocket, or with Accept: text/event-stream on a connection of its own")
 
 
 async def healthz(_: Request) -> Response:
     """The process answers."""
-    return json({"status": "ok"})
+    return json({"status": "ok", "process": os.getpid()})
 
 
 async def readyz(request: Request) -> Response:
@@ -121,11 +115,13 @@ async def readyz(request: Request) -> Response:
     known = _tables(request)
     if not known.ready:
         return problem(503, "tables are still being read")
-    return json({"status": "ready", "tables": len(_hub(request).channels), "not_served": known.problems})
+    return json({"status": "ready", "tables": len(_hub(request).channels), "not_served": len(known.problems)})
 
 
 async def metrics(request: Request) -> Response:
     """Prometheus text."""
+    if not asked.admitted(request).unlimited:
+        raise RequestError(RequestError.FORBIDDEN, "forbidden", "metrics are of all tables; this key sees some only")
     registry: CollectorRegistry = request.state.registry
     return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
@@ -142,13 +138,27 @@ class Web(StaticFiles):
 
 ROUTES: list[BaseRoute] = [
     Route("/v1/tables", tables),
-    Route("/v1/tables/{name}", rows),
+    Route("/v1/tables/{name}", table),
+    Route("/v1/tables/{name}/{key:path}", lookup.row),
+    Route("/v1/poll", longpoll.poll),
+    Route("/v1/subscribe", subscribe),
+    Route("/v1/sse", subscribe),
+    *openapi.ROUTES,
+    *sql.ROUTES,
+    *webhooks.ROUTES,
+    *security.ROUTES,
+    *control.ROUTES,
     Route("/healthz", healthz),
     Route("/readyz", readyz),
     Route("/metrics", metrics),
     Mount("/", Web(directory=WEB, html=True, check_dir=False)),
 ]
-HANDLERS = {HTTPException: http_error, UnknownTable: unknown_table, Exception: server_error}
+HANDLERS = {
+    HTTPException: http_error,
+    UnknownTable: unknown_table,
+    RequestError: refused_request,
+    Exception: server_error,
+}
 
 
 def _hub(request: Request) -> Hub:
@@ -159,11 +169,3 @@ def _hub(request: Request) -> Hub:
 def _tables(request: Request) -> Tables:
     known: Tables = request.state.tables
     return known
-
-
-def _limit(text: str | None) -> int | None:
-    if text is None:
-        return None
-    if not text.isdecimal() or not 1 <= int(text) <= _MAX_LIMIT:
-        raise HTTPException(400, f"limit is a whole number from 1 to {_MAX_LIMIT}")
-    return int(text)

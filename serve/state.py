@@ -38,17 +38,27 @@ class TableState:
 
     def apply(self, step: Step) -> Change:
         """Move to the step's version, and say what changed."""
+        was = None if step.table.columns == self.table.columns else self.table
         self.table, self.version = step.table, step.version
         self.facts = carried(self.facts, step.facts)
+        before = {key: self.rows[key] for key in step.upserts if key in self.rows}
         for key in step.deletes:
-            del self.rows[key]
+            before[key] = self.rows.pop(key)
         self.rows.update(step.upserts)
         for path in step.files_removed:
             self.files.pop(path, None)
         self.files.update(step.files_added)
-        upserts = tuple(step.upserts[key] for key in sorted(step.upserts, key=in_order))
-        told = replace(step.facts, through=self.facts.through)
-        return Change(step.table, step.version, upserts, tuple(sorted(step.deletes, key=in_order)), told)
+        keys = tuple(sorted(step.upserts, key=in_order))
+        return Change(
+            step.table,
+            step.version,
+            tuple([step.upserts[key] for key in keys]),
+            tuple(sorted(step.deletes, key=in_order)),
+            replace(step.facts, through=self.facts.through),
+            before,
+            was,
+            keys=keys,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +136,8 @@ def fold_rows(table: TableInfo, rows: Iterable[Row], into: Mapping[Key, Row] | N
     totals: dict[Key, Row] = {}
     before = into or {}
     key_at = [table.columns.index(name) for name in table.key]
+    if table.order:
+        return _latest_rows(table, rows, before)
     folds = [_FOLDS[table.fold[name]] if name in table.fold else None for name in table.columns]
     for row in rows:
         key = tuple(row[i] for i in key_at)
@@ -138,6 +150,19 @@ def fold_rows(table: TableInfo, rows: Iterable[Row], into: Mapping[Key, Row] | N
                 for fold, old, new in zip(folds, total, row, strict=True)
             )
     return totals
+
+
+def _latest_rows(table: TableInfo, rows: Iterable[Row], before: Mapping[Key, Row]) -> dict[Key, Row]:
+    """Of each key's rows the one with the greatest order columns, null before everything."""
+    latest: dict[Key, Row] = {}
+    key_at = [table.columns.index(name) for name in table.key]
+    order_at = [table.columns.index(name) for name in table.order]
+    for row in rows:
+        key = tuple([row[i] for i in key_at])
+        held = latest.get(key) or before.get(key)
+        ranks = [tuple((one[i] is not None, one[i]) for i in order_at) for one in (held, row) if one is not None]
+        latest[key] = row if held is None or ranks[1] > ranks[0] else held
+    return latest
 
 
 _FOLDS: Mapping[str, Callable[..., object]] = {"sum": lambda a, b: a + b, "min": min, "max": max}

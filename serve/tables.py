@@ -15,11 +15,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 from lakehouse.contract.lake import NAME_PATTERN, Lake, TableRef
 from lakehouse.contract.settings import ServeSettings
-from serve.channel import Subscriber
-from serve.errors import PositionExpired, TableUnreadable
-from serve.hub import Delivery, Hub
+from serve.delivery import Delivery
+from serve.errors import PositionExpired, RequestError, TableUnreadable
+from serve.hub import Hub
 from serve.position import Position
 from serve.replay import Replay
+from serve.subscriber import Subscriber, SubscribeRequest
 from serve.tail import Opened, Tail
 
 log = logging.getLogger(__name__)
@@ -30,12 +31,18 @@ _UNREADABLE_RETRY_S = 5.0
 _FAILED_RETRY_S = 1.0
 _FIRST_LOOK_S = 5.0
 _AHEAD_MS = 5_000
+_WINDOW_LOOK_S = 0.01
 _REPLAYS = 4  # at a time; the others wait their turn
 
 
 def clock_ms() -> float:
     """Milliseconds of a clock that never goes back."""
     return time.monotonic() * 1000
+
+
+def now_ms() -> int:
+    """Milliseconds since the epoch."""
+    return int(time.time() * 1000)
 
 
 class Tables:
@@ -94,13 +101,37 @@ class Tables:
         except TimeoutError:
             log.warning("table %s is not in memory after %.0f s", name, _FIRST_LOOK_S)
 
+    async def join(
+        self, subscriber: Subscriber, request: SubscribeRequest, accepted: Callable[[], None] | None = None
+    ) -> None:
+        """What every transport does with a request: wait for the table, subscribe, and bring the subscriber up to date.
+
+        Returns when the ring takes it on; its link is pumped meanwhile, first after ``accepted`` was called.
+
+        Raises:
+            RequestError: it cannot be served.
+        """
+        if not subscriber.principal.may_read(request.table):
+            raise RequestError(RequestError.NOT_FOUND, "no_such_table", f"no table {request.table!r} is served here")
+        await self.wait_for(request.table)
+        if problem := self.problems.get(request.table):
+            raise RequestError(RequestError.BAD_REQUEST, "not_served", problem)
+        replay_from = self._hub.subscribed(subscriber, request, clock_ms())
+        subscriber.label += f" {request.table}"
+        if accepted is not None:
+            accepted()
+        subscriber.link.pump()
+        if replay_from is not None:
+            await self.replay(subscriber, replay_from)
+
     async def replay(self, subscriber: Subscriber, position: Position) -> None:
         """Bring a subscriber from a position that is older than the ring to the ring, at its own pace."""
         async with self._slots:
-            channel = subscriber.channel
-            if channel is None or not await self._reached(subscriber, position):
+            feed = subscriber.feed
+            if feed is None or not await self._reached(subscriber, position):
                 return
-            replay = Replay(self.lake.find(channel.name).path, position)
+            channel = feed.channel
+            replay = Replay(self.lake.find(channel.name).path, position, feed.view, self._hub.seal)
             loop = asyncio.get_running_loop()
             while subscriber.replaying:
                 try:
@@ -111,17 +142,23 @@ class Tables:
                         self._hub.replay_failed(subscriber, expired.detail)
                     break
                 if subscriber.replaying:
-                    subscriber.link.write(
-                        self._hub.replay_received(subscriber, chunk.start, chunk.messages, clock_ms())
-                    )
-                    await subscriber.link.drained()
+                    self._hub.replay_received(subscriber, chunk.start, chunk.messages, clock_ms())
+                    await self._taken(subscriber)
         subscriber.link.pump()
+
+    async def _taken(self, subscriber: Subscriber) -> None:
+        """Returns when its socket has taken what was rebuilt, as far as its window lets it."""
+        subscriber.link.pump()
+        while subscriber.replaying and subscriber.backlog:
+            await subscriber.link.drained()
+            await asyncio.sleep(_WINDOW_LOOK_S)
+            subscriber.link.pump()
 
     async def _reached(self, subscriber: Subscriber, position: Position) -> bool:
         """Waits for this process to be as far as the position; another one may have been ahead."""
         give_up = clock_ms() + _AHEAD_MS
-        while subscriber.replaying and subscriber.channel is not None:
-            if position <= subscriber.channel.head:
+        while subscriber.replaying and subscriber.feed is not None:
+            if position.version <= subscriber.feed.channel.state.version:
                 return True
             if clock_ms() > give_up:
                 self._hub.replay_failed(subscriber, "the position is ahead of the table")

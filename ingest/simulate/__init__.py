@@ -1,8 +1,8 @@
 """An upstream for demos and tests: recordings or invented RSVPs, played live."""
 
 from ingest.simulate.generator import RsvpGenerator, generate
-from ingest.simulate.lines import FileLines, GeneratedLines, Lines, renew_rsvp
-from ingest.simulate.play import play_source
+from ingest.simulate.lines import FileLines, GeneratedLines, Lines, SceneLines, renew_rsvp
+from ingest.simulate.play import play_pipeline, play_source, scene_players
 from ingest.simulate.player import Player, PlayerStatus
 from ingest.simulate.server import run_player
 
@@ -13,8 +13,11 @@ __all__ = [
     "Player",
     "PlayerStatus",
     "RsvpGenerator",
+    "SceneLines",
     "generate",
+    "play_pipeline",
     "play_source",
     "renew_rsvp",
     "run_player",
+    "scene_players",
 ]

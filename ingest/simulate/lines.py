@@ -9,12 +9,14 @@ import tempfile
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import IO, Protocol
 
 import orjson
 
 from ingest.simulate.generator import BLOCK, RsvpGenerator
+from ingest.simulate.scenes import Scene
 
 _CACHED_BLOCKS = 16
 _ROUND_STEP = 10**10
@@ -93,6 +95,42 @@ class GeneratedLines:
     def block(self, number: int) -> list[bytes]:
         """Events of this block; made anew each time, always the same."""
         return self._generator.block(number)
+
+
+class SceneLines:
+    """One source's events of a scene, as JSON. A scene is made in order: an early block that was forgotten is had again
+    by making the scene anew.
+
+    Args:
+        scene: makes the events.
+        source: whose events are taken.
+        seed: of the scene.
+        start_ms: when its first event happens, ms since the epoch.
+    """
+
+    total: None = None
+
+    def __init__(self, scene: Scene, source: str, seed: int, start_ms: int) -> None:
+        self._scene = scene
+        self._seed = seed
+        self._start_ms = start_ms
+        self._source = source
+        self._events = scene(seed, start_ms)
+        self._made = 0
+        self._kept: OrderedDict[int, list[bytes]] = OrderedDict()
+
+    def block(self, number: int) -> list[bytes]:
+        """Events of this block."""
+        if number < self._made and number not in self._kept:
+            self._events, self._made = self._scene(self._seed, self._start_ms), 0
+            self._kept.clear()
+        while self._made <= number:
+            mine = (payload for source, payload in self._events if source == self._source)
+            self._kept[self._made] = [orjson.dumps(payload) for payload in islice(mine, BLOCK)]
+            self._made += 1
+            if len(self._kept) > 4 * _CACHED_BLOCKS:
+                self._kept.popitem(last=False)
+        return self._kept[number]
 
 
 class Reel:

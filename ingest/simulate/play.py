@@ -1,4 +1,4 @@
-"""Playing for a pipeline's source: what ``millrace simulate`` runs."""
+"""Playing for a pipeline's sources: what ``millrace simulate`` runs."""
 
 from __future__ import annotations
 
@@ -6,17 +6,98 @@ import asyncio
 import errno
 import logging
 import signal
-from collections.abc import Callable
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from itertools import islice
 from pathlib import Path
 
 from ingest.simulate.generator import RsvpGenerator
-from ingest.simulate.lines import FileLines, GeneratedLines, Lines, renew_rsvp
+from ingest.simulate.lines import FileLines, GeneratedLines, Lines, SceneLines, renew_rsvp
 from ingest.simulate.player import Player
+from ingest.simulate.scenes import SCENES, Scene
 from ingest.simulate.server import run_player
-from lakehouse.contract.errors import EnvironmentProblem
-from lakehouse.contract.pipeline import Source
+from lakehouse.contract.errors import ConfigError, EnvironmentProblem
+from lakehouse.contract.pipeline import Pipeline, Source
 
 logger = logging.getLogger(__name__)
+
+RSVPS = "rsvps"  # the source that the generator of Meetup's RSVPs is for
+_SAMPLE = 2_000  # events of a scene that tell the shares of its sources
+
+
+async def play_pipeline(
+    pipeline: Pipeline,
+    *,
+    input: Path | None = None,
+    rate: float = 100.0,
+    loop: bool = False,
+    count: int | None = None,
+    seed: int = 1,
+    host: str = "127.0.0.1",
+    port: int = 8402,
+    ready: Callable[[str], None] | None = None,
+    stop: asyncio.Event | None = None,
+) -> None:
+    """Play a recording for the first source, or made-up events for all of them, until ``stop`` is set.
+
+    Arguments and errors are those of :func:`play_source`; ``rate`` and ``count`` are of all sources together.
+
+    Raises:
+        ConfigError: there is no recording, and nobody knows how to make up events for this pipeline.
+    """
+    first = next(iter(pipeline.sources.values()))
+    if input is not None or (pipeline.name not in SCENES and first.name == RSVPS):
+        await play_source(
+            first,
+            input=input,
+            rate=rate,
+            loop=loop,
+            count=count,
+            seed=seed,
+            host=host,
+            port=port,
+            ready=ready,
+            stop=stop,
+        )
+        return
+    scene = SCENES.get(pipeline.name)
+    if scene is None:
+        raise ConfigError(
+            f"there is no scene for the pipeline {pipeline.name!r}",
+            key="pipeline",
+            remedy=f"Give a recording with --input; scenes: {', '.join(sorted([*SCENES, 'meetup']))}",
+        )
+    players = scene_players(scene, pipeline, rate=rate, count=count, seed=seed)
+    await _run(players, host=host, port=port, ready=ready, stop=stop)
+
+
+def scene_players(
+    scene: Scene, pipeline: Pipeline, *, rate: float, count: int | None, seed: int, start_ms: int | None = None
+) -> dict[str, Player]:
+    """A player for each source that the scene has events of; their rates are as the scene mixes them.
+
+    Raises:
+        ConfigError: the scene has events of a source that the pipeline has not.
+    """
+    start_ms = int(time.time() * 1000) if start_ms is None else start_ms
+    mix = Counter(source for source, _ in islice(scene(seed, start_ms), _SAMPLE))
+    unknown = mix.keys() - pipeline.sources.keys()
+    if unknown:
+        raise ConfigError(
+            f"the scene has events of {min(unknown)!r}",
+            key="sources",
+            remedy=f"Sources of {pipeline.name}: {', '.join(pipeline.sources)}",
+            file=pipeline.path,
+        )
+    players = {}
+    for name in (name for name in pipeline.sources if name in mix):
+        share = mix[name] / mix.total()
+        limit = None if count is None else max(1, round(count * share))
+        lines = SceneLines(scene, name, seed, start_ms)
+        template = pipeline.sources[name].event_id_template
+        players[name] = Player(lines, rate * share, event_id=template, limit=limit)
+    return players
 
 
 async def play_source(
@@ -53,22 +134,38 @@ async def play_source(
         logger.warning("only RSVPs get new ids: further rounds repeat the ids of the first")
     lines = _open(input, seed, rate)
     player = Player(lines, rate, loop=loop, renew=renew_rsvp, event_id=source.event_id_template, limit=count)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, player.halt)
+    try:
+        await _run({source.name: player}, host=host, port=port, ready=ready, stop=stop)
+    finally:
+        if isinstance(lines, FileLines):
+            lines.close()
+
+
+async def _run(
+    players: Mapping[str, Player],
+    *,
+    host: str,
+    port: int,
+    ready: Callable[[str], None] | None,
+    stop: asyncio.Event | None,
+) -> None:
+    def halt() -> None:
+        for player in players.values():
+            player.halt()
 
     def told(bound: int) -> None:
         if ready is not None:
             ready(f"http://{host}:{bound}")
 
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, halt)
     try:
-        await run_player(player, host=host, port=port, ready=told, stop=stop)
+        await run_player(players, host=host, port=port, ready=told, stop=stop)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
         raise EnvironmentProblem(f"port {port} is taken", "Stop what listens there, or choose another port") from None
     finally:
         asyncio.get_running_loop().remove_signal_handler(signal.SIGUSR1)
-        if isinstance(lines, FileLines):
-            lines.close()
 
 
 def _open(input: Path | None, seed: int, rate: float) -> Lines:

@@ -9,6 +9,7 @@
     GET /times?from=N[&limit=M]         {"from", "at_ms": when each event was first sent, ms since the epoch, or null}
     GET /ids?from=N[&limit=M]           {"from", "ids": id of each event by the pipeline's template, or null}
 
+With several players (the sources of a scene) ``source=NAME`` says which one is meant; without it, the first.
 Without ``from`` a client starts at the live point. ``from`` behind it: what was missed at once, then live.
 Streams stay open at the end, as those of a live upstream do.
 
@@ -21,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -50,7 +51,7 @@ class BadRequest(ValueError):
 
 
 async def run_player(
-    player: Player,
+    player: Player | Mapping[str, Player],
     *,
     host: str = "127.0.0.1",
     port: int = 8402,
@@ -60,7 +61,7 @@ async def run_player(
     """Serve the player until ``stop`` is set, or for ever.
 
     Args:
-        player: what to play.
+        player: what to play; several by source.
         host: address to bind.
         port: port to bind; 0: any free one.
         ready: called with the bound port once clients can connect.
@@ -69,6 +70,7 @@ async def run_player(
     Raises:
         OSError: the port cannot be bound.
     """
+    players = {"": player} if isinstance(player, Player) else player
     clients: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -76,7 +78,7 @@ async def run_player(
         assert task is not None
         clients.add(task)
         try:
-            await _Client(player, reader, writer).run()
+            await _Client(players, reader, writer).run()
         except ConnectionError as error:
             logger.info("a client went away: %s", error)
         finally:
@@ -98,8 +100,11 @@ async def run_player(
 class _Client:
     """One connection: one request, answered or streamed."""
 
-    def __init__(self, player: Player, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._player = player
+    def __init__(
+        self, players: Mapping[str, Player], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        self._players = players
+        self._player = next(iter(players.values()))
         self._reader = reader
         self._writer = writer
         self._protocol = ServerProtocol(max_size=65_536)
@@ -112,6 +117,7 @@ class _Client:
         url = urlsplit(request.path)
         query = {name: values[-1] for name, values in parse_qs(url.query).items()}
         try:
+            self._player = self._chosen(query.get("source"))
             match url.path:
                 case "/stream":
                     await self._websocket(request, self._start(query))
@@ -144,6 +150,13 @@ class _Client:
                         await self._answer({"title": "Bad Request", "status": 400}, "400 Bad Request")
                         return None
         return None
+
+    def _chosen(self, source: str | None) -> Player:
+        if source is None or len(self._players) == 1:
+            return self._player
+        if source not in self._players:
+            raise BadRequest(f"source={source!r} is not played; there are: {', '.join(self._players)}")
+        return self._players[source]
 
     def _start(self, query: dict[str, str]) -> int:
         wanted = _number(query, "from", -1)

@@ -14,21 +14,25 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.query import StreamingQuery
 
+from lakehouse.bronze.clock import BronzeClock
 from lakehouse.bronze.table import Progress, create, progress
 from lakehouse.contract import envelope as names
 from lakehouse.contract.faults import crash_point
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Source
 from lakehouse.contract.settings import Settings
+from lakehouse.pace import Pace
 
 _LAST_MICROS = 253_370_764_800_000_000  # the year 9999; anybody may send a header
+_MOST_WEIGHT = 1e6
 SMALL_BATCH = 5_000  # events; below it one task is quicker than several, for a file as for an aggregate
 
 
@@ -46,11 +50,12 @@ def start_bronze(
     create(table)
     done = progress(table)
     checkpoint = lake.checkpoint(f"bronze-{source.name}")
+    options = {"bootstrap.servers": bootstrap, **settings.kafka.security.for_java()}
+    partitions = partition_count(spark, source.topic, options) if done.offsets else 0
     reader = (
         spark.readStream.format("kafka")
-        .option("kafka.bootstrap.servers", bootstrap)
         .option("subscribe", source.topic)
-        .option("startingOffsets", starting_offsets(source.topic, source.partitions, done.offsets))
+        .option("startingOffsets", starting_offsets(source.topic, partitions, done.offsets))
         .option("includeHeaders", "true")
         .option("failOnDataLoss", str(not accept_loss).lower())
         .option("maxOffsetsPerTrigger", settings.spark.max_offsets_per_trigger)
@@ -58,7 +63,9 @@ def start_bronze(
         .option("fetchOffset.numRetries", "30")
         .option("fetchOffset.retryIntervalMs", "500")
         .option("kafka.default.api.timeout.ms", "60000")
+        .options(**{f"kafka.{name}": value for name, value in options.items()})
     )
+    writer = BronzeWriter(table, checkpoint, done, clock=BronzeClock(lake, table), pace=Pace(settings.spark.conf))
     spark.sparkContext.setLocalProperty("spark.scheduler.pool", f"bronze-{source.name}")
     return (
         # Planned once for the whole query; a batch adds what is the batch's own.
@@ -66,22 +73,47 @@ def start_bronze(
         .writeStream.queryName(f"bronze-{source.name}")
         .option("checkpointLocation", str(checkpoint))
         .trigger(processingTime=f"{settings.spark.bronze_interval_ms} milliseconds")
-        .foreachBatch(BronzeWriter(table, checkpoint, done))
+        .foreachBatch(writer)
         .start()
     )
 
 
+def partition_count(spark: SparkSession, topic: str, options: Mapping[str, str]) -> int:
+    """Partitions that the topic has, which need not be as many as are declared.
+
+    Args:
+        options: of Kafka's Java client, which asks.
+    """
+    assert spark._jvm is not None
+    properties = spark._jvm.java.util.Properties()
+    for name, value in options.items():
+        properties.setProperty(name, value)
+    admin = spark._jvm.org.apache.kafka.clients.admin.AdminClient.create(properties)
+    try:
+        names = spark._jvm.java.util.Collections.singletonList(topic)
+        return len(admin.describeTopics(names).allTopicNames().get().get(topic).partitions())
+    finally:
+        admin.close()
+
+
 def starting_offsets(topic: str, partitions: int, offsets: Mapping[str, int]) -> str:
-    """Spark's ``startingOffsets``: what bronze says, the earliest for a partition it does not know."""
+    """Spark's ``startingOffsets``: what bronze says, the earliest for a partition it does not know.
+
+    Args:
+        partitions: that the topic has now: Spark wants each of them named, and no other.
+        offsets: ``TOPIC/PARTITION`` to the next offset.
+    """
     if not offsets:
         return "earliest"
     known = {int(place.rpartition("/")[2]): end for place, end in offsets.items() if place.startswith(f"{topic}/")}
-    count = max([partitions, *(number + 1 for number in known)])
-    return json.dumps({topic: {str(number): known.get(number, -2) for number in range(count)}})
+    return json.dumps({topic: {str(number): known.get(number, -2) for number in range(partitions)}})
 
 
 class BronzeWriter:
-    """Appends one micro-batch after another to a bronze table. One instance is the table's only stream writer."""
+    """Appends one micro-batch after another to a bronze table. One instance is the table's only stream writer.
+
+    Batch loaders may write at the same time: with a ``clock`` they and the stream take turns.
+    """
 
     def __init__(
         self,
@@ -89,7 +121,11 @@ class BronzeWriter:
         checkpoint: Path,
         done: Progress,
         now: Callable[[], float] = time.time,
+        clock: BronzeClock | None = None,
+        pace: Pace | None = None,
     ) -> None:
+        self._clock = clock
+        self._pace = pace
         self._table = table
         self._checkpoint = checkpoint
         self._done = done
@@ -102,7 +138,21 @@ class BronzeWriter:
         count = sum(max(0, end - done.get(place, 0)) for place, end in ends.items())
         if count <= 0:
             return
-        bronze_at = max(int(self._now() * 1e6), self._done.bronze_at + 1)
+        with self._turn() as bronze_at:
+            self._append(events, ends, count, bronze_at)
+        if self._pace is not None:
+            self._pace.suit(events.sparkSession, count)
+
+    @contextmanager
+    def _turn(self) -> Iterator[int]:
+        if self._clock is None:
+            yield max(int(self._now() * 1e6), self._done.bronze_at + 1)
+        else:
+            with self._clock.turn() as bronze_at:
+                yield bronze_at
+
+    def _append(self, events: DataFrame, ends: Mapping[str, int], count: int, bronze_at: int) -> None:
+        done = self._done.offsets
         at = F.timestamp_micros(F.lit(bronze_at))
         rows = events.select("*", at.alias("bronze_at"), at.cast("date").alias("date"))
         if self._may_overlap:  # a batch from before the crash may be in already, in whole or in part
@@ -148,6 +198,7 @@ def to_bronze(records: DataFrame, *, source: str, tenant: str) -> DataFrame:
     others = F.map_filter("h", lambda name, _: ~name.isin(*names.HEADER_NAMES))
     coordinates = F.concat_ws("/", F.concat(F.lit("@"), "topic"), "partition", "offset")
     micros = envelope[names.RECEIVED_AT].cast("bigint")
+    weight = envelope[names.WEIGHT].cast("double")  # anybody may send a header
     received_at = F.when(micros.between(0, _LAST_MICROS), F.timestamp_micros(micros))
     return records.withColumn("h", F.coalesce(F.map_from_entries("headers"), F.create_map())).select(
         F.coalesce(envelope[names.EVENT_ID], coordinates).alias("event_id"),
@@ -166,4 +217,5 @@ def to_bronze(records: DataFrame, *, source: str, tenant: str) -> DataFrame:
         F.col("offset"),
         F.col("timestamp").alias("broker_time"),
         F.lit("stream").alias("origin"),
+        F.coalesce(F.when(weight.between(1, _MOST_WEIGHT), weight), F.lit(1.0)).alias("weight"),
     )

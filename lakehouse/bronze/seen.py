@@ -23,7 +23,7 @@ import pyarrow.compute as pc
 
 MAP_BYTES = 1 << 40  # address space, not disk: the file grows with what is in it
 _COORDINATES = struct.Struct(">qqIq")  # bronze_at, place, partition, offset: sorts as bronze does
-_POSITION = b"\x00position"
+POSITION = b"\x00position"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +40,25 @@ class Verdict:
 
 
 class SeenIndex:
-    """First occurrences of one source's events."""
+    """First occurrences of one source's events.
+
+    Attributes:
+        folder: where its files lie.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Open the index in ``folder``, creating it where absent."""
         folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
         # metasync off: an OS crash may undo the last commit, never damage the file; bronze then fills it in again.
-        self._env = lmdb.open(str(folder), map_size=MAP_BYTES, metasync=False, readahead=False, max_readers=16)
+        self._env = lmdb.open(
+            str(folder), map_size=MAP_BYTES, metasync=False, readahead=False, max_readers=16, max_dbs=1
+        )
 
     def position(self) -> str:
         """What was given to the last :meth:`judge`: how far in bronze the index is complete; empty for a new one."""
         with self._env.begin() as txn:
-            return bytes(txn.get(_POSITION, b"")).decode()
+            return bytes(txn.get(POSITION, b"")).decode()
 
     def __len__(self) -> int:
         entries = int(self._env.stat()["entries"])
@@ -65,7 +72,7 @@ class SeenIndex:
             position: how far in bronze this batch reaches; kept with the entries in one transaction.
         """
         keys = rows["dedupe_key"].to_pylist()
-        coordinates = _coordinates(rows)
+        coordinates = coordinates_of(rows)
         # In bronze's order, so that of several copies in one batch the first is entered.
         order = sorted(range(len(keys)), key=coordinates.__getitem__)
         first = np.zeros(len(keys), dtype=bool)
@@ -74,15 +81,31 @@ class SeenIndex:
             for i in order:
                 key, own = keys[i], coordinates[i]
                 first[i] = put(key, own, overwrite=False) or get(key) == own
-            txn.put(_POSITION, position.encode())
+            txn.put(POSITION, position.encode())
         return Verdict(first, len(keys) - int(first.sum()))
+
+    def counted(self, rows: pa.Table) -> npt.NDArray[np.bool_]:
+        """Which of these rows, all of which were judged, are the copies that count; nothing is entered."""
+        with self._env.begin() as txn:
+            found = [bytes(txn.get(key, b""))[: _COORDINATES.size] for key in rows["dedupe_key"].to_pylist()]
+        return np.array([a == b for a, b in zip(found, coordinates_of(rows), strict=True)], dtype=bool)
+
+    def copy(self, folder: Path) -> str:
+        """Copy the index as it is at a moment, while it may be written; returns the copy's position.
+
+        Entries may be in the copy that its position does not cover yet: judged again they give the same answer.
+        """
+        position = self.position()  # first: the copy holds at least this much
+        folder.mkdir(parents=True)
+        self._env.copy(str(folder), compact=True)
+        return position
 
     def close(self) -> None:
         """Close the files."""
         self._env.close()
 
 
-def _coordinates(rows: pa.Table) -> list[bytes]:
+def coordinates_of(rows: pa.Table) -> list[bytes]:
     """Each row's place in bronze as bytes that sort in bronze's order."""
     times = pc.cast(rows["bronze_at"], pa.int64()).to_pylist()
     partitions = rows["partition"].to_pylist()

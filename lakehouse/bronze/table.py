@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from deltalake import DeltaTable, write_deltalake
+from deltalake import DeltaTable, Field, Schema, write_deltalake
+from deltalake.exceptions import DeltaError
 
 from lakehouse.contract.lake import TableRef
 
 # received_at: when a collector first had the event; broker_time: Kafka's; bronze_at: when the commit that holds the row
-# was made (never goes back). origin: "stream", or the file a loader read it from.
+# was made (never goes back). origin: "stream", or the file a loader read it from. weight: how many events it stands
+# for, where others were left out beside it; null in rows from before there was one: 1.
 COLUMNS = pa.schema(
     [
         ("event_id", pa.string()),
@@ -33,6 +35,7 @@ COLUMNS = pa.schema(
         ("offset", pa.int64()),
         ("broker_time", pa.timestamp("us", "UTC")),
         ("origin", pa.string()),
+        ("weight", pa.float64()),
         ("bronze_at", pa.timestamp("us", "UTC")),
         ("date", pa.date32()),
     ]
@@ -66,8 +69,9 @@ class Progress:
 
 
 def create(table: TableRef) -> None:
-    """Create the table where it is absent."""
+    """Create the table where it is absent; add columns that it does not have yet."""
     if table.exists():
+        _evolve(table)
         return
     table.path.mkdir(parents=True, exist_ok=True)
     DeltaTable.create(
@@ -81,9 +85,29 @@ def create(table: TableRef) -> None:
             "delta.appendOnly": "true",
             "delta.checkpointInterval": "1000000",
             "delta.dataSkippingNumIndexedCols": "0",
-            "delta.logRetentionDuration": "interval 7 days",
+            # A commit each 400 ms: Spark lists the log's folder for each of them. What a query has still to read stays
+            # for longer (lakehouse.maintain).
+            "delta.logRetentionDuration": "interval 2 hours",
+            "delta.deletedFileRetentionDuration": "interval 2 hours",
         },
     )
+
+
+def _evolve(table: TableRef) -> None:
+    delta = DeltaTable(str(table.path))
+    absent = _absent(delta)
+    if not absent:
+        return
+    try:
+        delta.alter.add_columns(absent)
+    except DeltaError:
+        if _absent(DeltaTable(str(table.path))):  # else another driver that starts has done it
+            raise
+
+
+def _absent(delta: DeltaTable) -> list[Field]:
+    there = {field.name for field in delta.schema().fields}
+    return [field for field in Schema.from_arrow(COLUMNS).fields if field.name not in there]
 
 
 def touch(path: Path) -> int:

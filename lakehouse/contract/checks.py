@@ -18,3 +18,15 @@ def duration(key: str, value: str) -> None:
         duration_ms(value)
     except ValueError as error:
         raise ConfigError(str(error), key=key) from None
+
+
+def between(key: str, value: int, low: int, high: int) -> None:
+    """Refuse a number outside of ``low`` to ``high``."""
+    if not low <= value <= high:
+        raise ConfigError(f"must be between {low} and {high}", key=key)
+
+
+def at_least(key: str, value: int, low: int) -> None:
+    """Refuse a number below ``low``."""
+    if value < low:
+        raise ConfigError(f"must be at least {low}", key=key)

@@ -19,6 +19,8 @@ COLLECTOR = "collector"
 FINGERPRINT = "fingerprint"
 SUSPECT = "suspect"
 REJECT = "reject"
+WEIGHT = "weight"  # an extra header: how many events it stands for, where others were shed beside it
+UPSTREAM_ID = "upstream_id"  # an extra header: the upstream's own name of the event's place (Last-Event-ID)
 
 HEADER_NAMES: tuple[str, ...] = (
     EVENT_ID,
@@ -29,6 +31,7 @@ HEADER_NAMES: tuple[str, ...] = (
     FINGERPRINT,
     SUSPECT,
     REJECT,
+    WEIGHT,
 )
 
 DEFAULT_TENANT = "default"
@@ -51,6 +54,8 @@ class Envelope:
         fingerprint: :func:`fingerprint` of the payload.
         suspect: sent again from a log after a crash, so that Kafka may hold it already.
         reject: why the border refused it; such an event goes to quarantine and into no product.
+        extra: further headers (place in the upstream, enrichment and its version), names unlike :data:`HEADER_NAMES`
+            and each other; bronze keeps them in its column ``headers``. :meth:`from_headers` passes them over.
     """
 
     event_id: str
@@ -61,6 +66,7 @@ class Envelope:
     fingerprint: str
     suspect: bool = False
     reject: str | None = None
+    extra: tuple[tuple[str, str], ...] = ()
 
     def to_headers(self) -> list[tuple[str, bytes]]:
         """Kafka headers, values in UTF-8; ``suspect`` and ``reject`` only where they say something."""
@@ -76,6 +82,8 @@ class Envelope:
             headers.append((SUSPECT, b"1"))
         if self.reject is not None:
             headers.append((REJECT, self.reject.encode()))
+        if self.extra:
+            headers += [(name, value.encode()) for name, value in self.extra]
         return headers
 
     @classmethod

@@ -20,6 +20,20 @@ CRASH_POINTS = (
     "live.after_first_commit",
     "live.after_commits",
 )
+LOAD_CRASH_POINTS = ("load.before_commit", "load.after_commit")
+JOIN_CRASH_POINTS = ("join.after_judge", "join.after_index", "join.before_commit", "join.after_commit")
+
+REFINE_CRASH_POINTS = ("refine.before_commit",)
+
+REBUILD_CRASH_POINTS = ("rebuild.after_forget", "rebuild.after_first_replace", "rebuild.before_note")
+"""Points of building products from bronze: passed where products are new, lost or declared otherwise."""
+
+DERIVED_CRASH_POINTS = (
+    "view.before_commit",
+    "alerts.before_commit",
+    "alerts.after_commit",
+)
+"""Points of what follows products: passed only where a pipeline has views or alerts."""
 
 _armed, _, _count = os.environ.get("MILLRACE_CRASH_AT", "").partition(":")
 _passed: Counter[str] = Counter()

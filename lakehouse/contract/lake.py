@@ -5,6 +5,7 @@
     LAKE/bronze/SOURCE          raw events, append-only: the record
     LAKE/silver/PRODUCT         LAKE/gold/PRODUCT
     LAKE/silver/quarantine      rejected events with their reason (derived from bronze like any product)
+    LAKE/gold/alerts            conditions over products: raised and cleared
     LAKE/_millrace/             checkpoints, indexes, locks, collector logs, embedded broker, state of running parts
 """
 
@@ -18,18 +19,29 @@ from lakehouse.contract.errors import MillraceError
 
 LAYERS: tuple[str, ...] = ("bronze", "silver", "gold")
 QUARANTINE = "quarantine"
+ALERTS = "alerts"
+LOADS = "loads"  # silver: files that the batch loader was given, and what became of them
+WARNINGS = "warnings"  # silver: events that count although an expectation of action "warn" is not met
+QUALITY = "quality"  # gold: what expectations of tables and batches found, run by run
+FILE_TOPIC = "file:"  # begins the topic of bronze rows from files; no Kafka topic has a colon in its name
 NAME_PATTERN = re.compile(r"[a-z][a-z0-9_]{0,62}")
 
 # Properties in a Delta table's metadata: a table says itself how it is to be read.
 PROPERTY_KEY = "millrace.key"  # comma-separated key columns of one result row
-PROPERTY_FOLD = "millrace.fold"  # JSON {column: "sum"|"min"|"max"}: rows of one key are partials, to be folded on read
+PROPERTY_FOLD = "millrace.fold"  # JSON {column: "sum"|"min"|"max"|"latest"}: rows of one key are partials
+PROPERTY_ORDER = "millrace.order"  # of a fold by "latest": comma-separated columns whose greatest values win
+PROPERTY_STAGING = "millrace.staging"  # the product that a staging table is a copy of
 PROPERTY_PIPELINE = "millrace.pipeline"
+PROPERTY_OPERATOR = "millrace.operator"  # JSON {"operator": …} with the parameters that its sketches depend on
+PROPERTY_POSITIONS = "millrace.positions"  # ms that a subscriber's position lives: versions and files are kept so long
+PROPERTY_DECLARATION = "millrace.declaration"  # fingerprint of what the pipeline declares the rows to be made of
 
 # Keys in a product commit's commitInfo.
 COMMIT_THROUGH = "millrace.through"  # JSON {"topic/partition": next offset}: every event before it is in this version
 COMMIT_EVENTS = "millrace.events"  # events this commit added to the product
 COMMIT_OLDEST = "millrace.oldest"  # received_at of the oldest and the newest of those events, ms since the epoch
 COMMIT_NEWEST = "millrace.newest"
+COMMIT_CLOCK = "millrace.clock"  # newest event time so far, µs since the epoch (lakehouse.gold.store.BatchMark)
 COMMIT_BATCH = "millrace.batch"  # "QUERY/BATCH" of the live query that made the commit
 COMMIT_BRONZE = "millrace.bronze"  # how far in bronze the commit reaches, as the Delta source's offset (JSON)
 

@@ -51,13 +51,14 @@ def duration_ms(text: str) -> int:
 def build(cls: type[T], values: Mapping[str, Any], *, file: Path, at: str = "") -> T:
     """An instance of the dataclass ``cls`` from a TOML table.
 
-    Nested dataclasses, ``tuple[X, ...]`` and ``dict[str, X]`` are followed; ``Path`` is taken as written.
+    Nested dataclasses, ``tuple[X, ...]`` and ``dict[str, X]`` are followed; ``Path`` is taken as written. A field whose
+    key is a word of Python's has the key in its metadata: ``field(metadata={"key": "from"})``.
 
     Raises:
         ConfigError: unknown key, missing key, or a value of another type, with the place and the remedy.
     """
     hints = typing.get_type_hints(cls)
-    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
+    fields = {f.metadata.get("key", f.name): f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     arguments: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{at}.{name}" if at else name
@@ -65,10 +66,10 @@ def build(cls: type[T], values: Mapping[str, Any], *, file: Path, at: str = "") 
             near = difflib.get_close_matches(name, fields, n=1)
             remedy = f"Did you mean {near[0]!r}?" if near else f"Known keys: {', '.join(sorted(fields))}"
             raise ConfigError("unknown key", key=key, remedy=remedy, file=file, line=line_of(file, name))
-        arguments[name] = _convert(hints[name], value, file=file, key=key)
+        arguments[fields[name].name] = _convert(hints[fields[name].name], value, file=file, key=key)
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if required and name not in arguments:
+        if required and field.name not in arguments:
             raise ConfigError(f"key {name!r} is missing", key=at, remedy=f"Add {name} = …", file=file)
     try:
         return cls(**arguments)
@@ -97,6 +98,8 @@ def _convert(hint: Any, value: Any, *, file: Path, key: str) -> Any:
         options = [option for option in get_args(hint) if option is not type(None)]
         return _convert(options[0], value, file=file, key=key)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        if isinstance(value, str) and (short := getattr(hint, "SHORTHAND", "")):
+            value = {short: value}  # a table that says one thing may be written as that thing
         if isinstance(value, Mapping):
             return build(hint, value, file=file, at=key)
     elif origin is tuple and isinstance(value, list):

@@ -8,6 +8,7 @@ nothing else has to be kept, and nothing can disagree with it.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -15,15 +16,16 @@ from typing import Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
+from deltalake import CommitProperties, DeltaTable, Schema, Transaction, write_deltalake
 
 from lakehouse.contract import lake as names
 from lakehouse.contract.lake import TableRef
 from lakehouse.contract.pipeline import Product
+from lakehouse.contract.product import SKETCHES, sketch_property
+from lakehouse.gold.hot import HotRows
 from lakehouse.operators import Operator, operator_of
-from lakehouse.operators.base import WINDOW_START
-
-HOT_UNITS = 64  # windows whose rows are kept in memory; older ones are read from the table when they change
+from lakehouse.operators.base import TIMESTAMP, WINDOW_START, prepared
+from lakehouse.operators.latest import Latest
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,8 @@ class BatchMark:
         events: events that count, in this batch.
         oldest: received_at of the oldest of them, ms since the epoch; None where there are none.
         newest: of the newest.
+        clock: the newest event time in all of bronze so far, no later than its arrival, microseconds since the epoch:
+            what sessions end and retention counts by, the same in a replay; None where nothing came yet.
     """
 
     query: str
@@ -47,6 +51,7 @@ class BatchMark:
     events: int = 0
     oldest: int | None = None
     newest: int | None = None
+    clock: int | None = None
 
     def to_metadata(self) -> dict[str, str]:
         """commitInfo keys (lakehouse.contract.lake)."""
@@ -58,6 +63,8 @@ class BatchMark:
         }
         if self.oldest is not None and self.newest is not None:
             found |= {names.COMMIT_OLDEST: str(self.oldest), names.COMMIT_NEWEST: str(self.newest)}
+        if self.clock is not None:
+            found[names.COMMIT_CLOCK] = str(self.clock)
         return found
 
     @classmethod
@@ -71,27 +78,48 @@ class BatchMark:
                 str(info[names.COMMIT_BRONZE]),
                 json.loads(str(info[names.COMMIT_THROUGH])),
                 int(str(info[names.COMMIT_EVENTS])),
+                clock=int(str(info[names.COMMIT_CLOCK])) if names.COMMIT_CLOCK in info else None,
             )
         except (KeyError, ValueError):
             return None
 
 
+def later(one: int | None, other: int | None) -> int | None:
+    """The later of two clocks."""
+    return max((clock for clock in (one, other) if clock is not None), default=None)
+
+
 class ProductStore:
     """The one writer of a product's table."""
 
-    def __init__(self, product: Product, table: TableRef, pipeline: str) -> None:
+    def __init__(self, product: Product, table: TableRef, pipeline: str, declaration: str = "") -> None:
         self.product = product
         self.table = table
         self.operator: Operator = operator_of(product)
         self._pipeline = pipeline
+        self._declaration = declaration
         self._delta: DeltaTable | None = None
-        self._hot: dict[object, pa.Table] = {}
+        self._hot = HotRows(WINDOW_START)
         self._batches: dict[str, int] = {}
+        self._evicted: int | None = None
 
     @property
     def folded(self) -> bool:
         """Whether the table holds partial rows, to be folded on read."""
         return self.product.storage == "append"
+
+    def outdated(self) -> str:
+        """Why the table's rows are not what is declared now, so that it must be built again; empty where they are."""
+        if not self._declaration or not self.table.exists():
+            return ""
+        found = self._open().metadata().configuration.get(names.PROPERTY_DECLARATION)
+        if found == self._declaration:
+            return ""
+        return "its declaration, or its source's, has changed" if found else "it does not say what it was made by"
+
+    def delta(self) -> DeltaTable:
+        """The writer's own handle, for care of the table between two batches; the table must exist."""
+        return self._open()
 
     def mark(self) -> BatchMark | None:
         """The newest commit's mark, or None where the table is absent or holds no batch yet."""
@@ -119,7 +147,7 @@ class ProductStore:
         delta = self._ensure(partial.schema)
         if self.holds(mark.query, mark.batch):
             return delta.version()
-        partial = self._conformed(partial)
+        partial = self.retained(prepared(self.operator, self._conformed(partial)), mark.clock)
         if self.folded or not partial.num_rows:
             self._write(partial if self.folded else self._empty(), mark, predicate=None, mode="append")
         else:
@@ -128,6 +156,7 @@ class ProductStore:
             self._write(merged, mark, predicate=self._predicate(units), mode="overwrite")
             self._keep(units, merged)
         self._batches[mark.query] = mark.batch
+        self._evict(mark.clock)
         return delta.version()
 
     def replace(self, rows: pa.Table, mark: BatchMark) -> int:
@@ -136,27 +165,85 @@ class ProductStore:
         Returns:
             The table's new version.
         """
+        self._evolve(rows.schema)
         delta = self._ensure(rows.schema)
-        partial = self._conformed(rows)
+        partial = self.retained(prepared(self.operator, self._conformed(rows)), mark.clock)
         full = partial if self.folded or not partial.num_rows else self.operator.merge(None, partial)
         if self.operator.schema is not None and not full.num_rows:
             full = self._empty()
-        self._write(full, mark, predicate=None, mode="overwrite")
+        self._write(full, mark, predicate=None, mode="overwrite", evolve=True)
         self._hot.clear()
         self._batches[mark.query] = mark.batch
+        configuration = self._configuration()  # last: a crash before this builds it once more
+        if any(delta.metadata().configuration.get(key) != value for key, value in configuration.items()):
+            delta.alter.set_table_properties(configuration, raise_if_not_exists=False)
         return delta.version()
+
+    def horizon(self, clock: int | None) -> int | None:
+        """What lies before this time may be gone: microseconds since the epoch; None: nothing is ever removed."""
+        if clock is None or self.product.retention_ms is None:
+            return None
+        return clock - self.product.retention_ms * 1000
+
+    def retained(self, rows: pa.Table, clock: int | None) -> pa.Table:
+        """Rows of windows that began behind the horizon: no others are added to, and these were never removed."""
+        horizon = self.horizon(clock)
+        if horizon is None or WINDOW_START not in rows.schema.names:
+            return rows
+        return rows.filter(pc.greater(pc.cast(rows[WINDOW_START], pa.int64()), horizon))
+
+    def _evict(self, clock: int | None) -> None:
+        """Remove windows before the horizon, a twentieth of the retention at once, in a commit of their own."""
+        horizon = self.horizon(clock)
+        if horizon is None or self.product.retention_ms is None:
+            return
+        if self._evicted is not None and horizon - self._evicted < self.product.retention_ms * 50:
+            return
+        self._evicted = horizon
+        old = pc.field(WINDOW_START) <= pa.scalar(horizon, TIMESTAMP)
+        if self._open().to_pyarrow_dataset().count_rows(filter=old):
+            place = f"{WINDOW_START} <= arrow_cast({horizon}, 'Timestamp(Microsecond, Some(\"UTC\"))')"
+            self._open().delete(place, commit_properties=CommitProperties(max_commit_retries=0))
+
+    def _evolve(self, schema: pa.Schema) -> None:
+        """Drop the table where its rows are keyed or folded otherwise now: subscribers must begin again then."""
+        self.operator.describe(schema)
+        if not self.table.exists():
+            return
+        found, wanted = self._open().metadata().configuration, self._configuration()
+        if any(
+            found.get(key) != wanted.get(key) for key in (names.PROPERTY_KEY, names.PROPERTY_FOLD, names.PROPERTY_ORDER)
+        ):
+            shutil.rmtree(self.table.path)
+            self._delta = None
+            self._hot.clear()
+            self._batches.clear()
+
+    def _configuration(self) -> dict[str, str]:
+        """The table's properties."""
+        kept = f"interval {self.product.positions_ms} milliseconds"
+        configuration = {
+            names.PROPERTY_KEY: ",".join(self.operator.key),
+            names.PROPERTY_PIPELINE: self._pipeline,
+            names.PROPERTY_POSITIONS: str(self.product.positions_ms),
+            "delta.checkpointInterval": "1000000",
+            "delta.logRetentionDuration": kept,
+            "delta.deletedFileRetentionDuration": kept,
+        }
+        if self.product.operator in SKETCHES:
+            configuration[names.PROPERTY_OPERATOR] = sketch_property(self.product)
+        if self._declaration:
+            configuration[names.PROPERTY_DECLARATION] = self._declaration
+        if self.folded:
+            configuration[names.PROPERTY_FOLD] = json.dumps(self.operator.fold)
+            if isinstance(self.operator, Latest):
+                configuration[names.PROPERTY_ORDER] = ",".join(self.operator.order)
+        return configuration
 
     def _ensure(self, schema: pa.Schema) -> DeltaTable:
         self.operator.describe(schema)
         if not self.table.exists():
-            configuration = {
-                names.PROPERTY_KEY: ",".join(self.operator.key),
-                names.PROPERTY_PIPELINE: self._pipeline,
-                "delta.checkpointInterval": "1000000",
-                "delta.logRetentionDuration": "interval 6 hours",
-            }
-            if self.folded:
-                configuration[names.PROPERTY_FOLD] = json.dumps(self.operator.fold)
+            configuration = self._configuration()
             self.table.path.mkdir(parents=True, exist_ok=True)
             DeltaTable.create(
                 str(self.table.path),
@@ -186,22 +273,18 @@ class ProductStore:
         if not self.operator.unit:
             found = self._open().to_pyarrow_table()
             return found.cast(self.operator.schema) if found.num_rows else None
-        absent = [unit for unit in units if unit not in self._hot]
-        if absent:
-            read = self._open().to_pyarrow_table(filters=[(WINDOW_START, "in", absent)]).cast(self.operator.schema)
-            for unit in absent:
-                self._hot[unit] = read.filter(pc.equal(read[WINDOW_START], pa.scalar(unit, read[WINDOW_START].type)))
-        tables = [self._hot[unit] for unit in units if self._hot[unit].num_rows]
-        return pa.concat_tables(tables) if tables else None
+        held = self._hot.rows_of(units)
+        absent = self._hot.absent(units)
+        if not absent:
+            return held
+        read = self._open().to_pyarrow_table(filters=[(WINDOW_START, "in", absent)])
+        read = read.cast(self.operator.schema)
+        found = read if held is None else pa.concat_tables([held, read])
+        return found if found.num_rows else None
 
     def _keep(self, units: list[object], merged: pa.Table) -> None:
-        if not self.operator.unit:
-            return
-        for unit in units:
-            self._hot.pop(unit, None)
-            self._hot[unit] = merged.filter(pc.equal(merged[WINDOW_START], pa.scalar(unit, merged[WINDOW_START].type)))
-        for unit in list(self._hot)[: max(0, len(self._hot) - HOT_UNITS)]:
-            del self._hot[unit]
+        if self.operator.unit:
+            self._hot.put(units, merged)
 
     def _predicate(self, units: list[object]) -> str | None:
         if not self.operator.unit:
@@ -211,14 +294,21 @@ class ProductStore:
             for unit in units
             if isinstance(unit, datetime)
         ]
-        return f"{WINDOW_START} IN ({', '.join(literals)})"
+        among = [f"{WINDOW_START} IN ({', '.join(literals)})"] if literals else []
+        return " OR ".join([*among, *([f"{WINDOW_START} IS NULL"] if None in units else [])])
 
     def _empty(self) -> pa.Table:
         assert self.operator.schema is not None
         return self.operator.schema.empty_table()
 
     def _write(
-        self, rows: pa.Table, mark: BatchMark, *, predicate: str | None, mode: Literal["append", "overwrite"]
+        self,
+        rows: pa.Table,
+        mark: BatchMark,
+        *,
+        predicate: str | None,
+        mode: Literal["append", "overwrite"],
+        evolve: bool = False,
     ) -> None:
         properties = CommitProperties(
             custom_metadata=mark.to_metadata(),
@@ -230,5 +320,11 @@ class ProductStore:
             rows.cast(self.operator.schema),
             mode=mode,  # type: ignore[arg-type]
             predicate=predicate,
+            schema_mode="overwrite" if evolve and not self._fits() else None,
             commit_properties=properties,
         )
+
+    def _fits(self) -> bool:
+        """Whether the table has the columns that its rows have now."""
+        assert self.operator.schema is not None
+        return bool(self._open().schema() == Schema.from_arrow(self.operator.schema))

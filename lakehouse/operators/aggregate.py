@@ -11,8 +11,10 @@ from sqlglot import exp
 
 from lakehouse.contract.pipeline import Product
 from lakehouse.errors import BadProduct
-from lakehouse.operators.base import WINDOW_START
+from lakehouse.operators.base import WINDOW_START, plain_type
+from lakehouse.operators.sliding import Sliding, slides
 from lakehouse.operators.sql import WINDOW, check_rows, parse
+from lakehouse.operators.windows import in_time
 
 _MERGES: dict[type, str] = {
     exp.Count: "sum",
@@ -41,14 +43,22 @@ class Aggregate:
         check_rows(select, product, aggregated=select)
         self.key: tuple[str, ...] = tuple(keys)
         self.unit: tuple[str, ...] = (WINDOW_START,) if WINDOW_START in keys else ()
-        self.counts = next((c.alias_or_name for c in select.expressions if _counts_all(c)), None)
+        self._sliding = Sliding.found_in(select, product.sql)
+        counts = next((c.alias_or_name for c in select.expressions if _counts_all(c)), None)
+        self.counts = counts if product.lateness_ms is None and not slides(select) else None
         self.schema: pa.Schema | None = None
 
     def partial_sql(self) -> str:
-        return self._product.sql.strip().rstrip(";")
+        sql = self._sliding.sql if self._sliding else self._product.sql
+        return in_time(self._product, sql.strip().rstrip(";"))
 
     def describe(self, partial: pa.Schema) -> None:
-        self.schema = pa.schema([pa.field(field.name, _plain(field.type)) for field in partial])
+        self.schema = pa.schema([pa.field(field.name, plain_type(field.type)) for field in partial])
+        if self.unit and not pa.types.is_timestamp(self.schema.field(WINDOW_START).type):
+            self.unit = ()  # a column of that name which is no time
+
+    def prepare(self, partial: pa.Table) -> pa.Table:
+        return self._sliding.spread(partial, self.merge) if self._sliding else partial
 
     def merge(self, old: pa.Table | None, partial: pa.Table) -> pa.Table:
         self.describe(partial.schema)
@@ -133,8 +143,3 @@ def _stands_for(grouped: exp.Expression, name: str, column: exp.Expression) -> b
 def _counts_all(column: exp.Expression) -> bool:
     inner = column.unalias()
     return isinstance(inner, exp.Count) and isinstance(inner.this, exp.Star)
-
-
-def _plain(kind: pa.DataType) -> pa.DataType:
-    """The type that the Delta table holds: timestamps in microseconds, UTC."""
-    return pa.timestamp("us", "UTC") if pa.types.is_timestamp(kind) else kind

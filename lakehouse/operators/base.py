@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
 
 import pyarrow as pa
 
 from lakehouse.contract.pipeline import Product
+from lakehouse.contract.stateful import STATEFUL
 
 WINDOW_START = "window_start"
 WINDOW_END = "window_end"
@@ -41,8 +43,34 @@ class Operator(Protocol):
 
         Args:
             old: rows of the product's schema, of just these units; None where there are none.
-            partial: what :meth:`partial_sql` gave for a batch.
+            partial: what :meth:`partial_sql` gave for a batch, after :func:`prepared`.
         """
+
+
+@runtime_checkable
+class Prepares(Protocol):
+    """An operator whose partial rows are not yet what merges: counts to be put in a sketch, panes of a window."""
+
+    def prepare(self, partial: pa.Table) -> pa.Table:
+        """Rows that :meth:`Operator.merge` takes, of what Spark gave for a batch."""
+
+
+@runtime_checkable
+class Estimates(Protocol):
+    """An operator whose rows depend, within the errors that they state, on how the events fell into batches."""
+
+    def agrees(self, one: pa.Table, other: pa.Table) -> bool:
+        """Whether two results of the same events can both be true."""
+
+
+def prepared(operator: Operator, partial: pa.Table) -> pa.Table:
+    """Partial rows as they merge; the operator must have been told their schema."""
+    return operator.prepare(partial) if isinstance(operator, Prepares) and partial.num_rows else partial
+
+
+def plain_type(kind: pa.DataType) -> pa.DataType:
+    """The type that the Delta table holds: timestamps in microseconds, UTC."""
+    return TIMESTAMP if pa.types.is_timestamp(kind) else kind
 
 
 def operator_of(product: Product) -> Operator:
@@ -51,25 +79,32 @@ def operator_of(product: Product) -> Operator:
     Raises:
         BadProduct: its SQL is not of a kind that can be merged.
     """
+    if product.operator in STATEFUL:
+        from lakehouse.stateful.base import stateful_operator
+
+        return stateful_operator(product)
     from lakehouse.operators.aggregate import Aggregate
     from lakehouse.operators.distinct import Distinct
+    from lakehouse.operators.frequency import Frequency
+    from lakehouse.operators.latest import Latest
+    from lakehouse.operators.membership import Membership
+    from lakehouse.operators.quantiles import Quantiles
+    from lakehouse.operators.reservoir import Reservoir
+    from lakehouse.operators.skew import Skew
     from lakehouse.operators.sql import check_rows, parse
     from lakehouse.operators.top_n import TopN
 
+    operators: dict[str, Callable[[Product], Operator]] = {
+        "": Aggregate,
+        "top_n": TopN,
+        "distinct": Distinct,
+        "frequency": Frequency,
+        "membership": Membership,
+        "quantiles": Quantiles,
+        "reservoir": Reservoir,
+        "skew": Skew,
+        "latest": Latest,
+    }
     if product.operator:
         check_rows(parse(product), product)
-    if product.operator == "top_n":
-        return TopN(product)
-    if product.operator == "distinct":
-        return Distinct(product)
-    return Aggregate(product)
-
-
-def windowed(product: Product, columns: str) -> str:
-    """Spark SQL that aggregates the product's input over its tumbling windows."""
-    return (
-        f"SELECT window.start AS {WINDOW_START}, window.end AS {WINDOW_END}, {columns} "  # noqa: S608 - a checked pipeline
-        f"FROM ({product.sql.strip().rstrip(';')}) "
-        f"WHERE `{product.item}` IS NOT NULL "
-        f"GROUP BY window(`{product.time}`, '{product.window_ms} milliseconds')"
-    )
+    return operators[product.operator](product)

@@ -17,12 +17,16 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
 from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.expectations import HALT, QUARANTINE, WARN
 from lakehouse.contract.pipeline import Source, Template
 
 # What every event has beside the fields of its payload; SQL of products may use them.
-ENVELOPE_COLUMNS = ("event_id", "source", "tenant", "received_at", "event_time", "origin")
+ENVELOPE_COLUMNS = ("event_id", "source", "tenant", "received_at", "event_time", "origin", "weight")
 # Used by the machinery, not promised to SQL.
-_HIDDEN = ("reason", "payload", "fingerprint", "suspect", "topic", "partition", "offset", "bronze_at", "dedupe_key")
+_HIDDEN = (
+    *("reason", "warned", "halted", "payload", "fingerprint", "suspect"),
+    *("topic", "partition", "offset", "bronze_at", "dedupe_key"),
+)
 _CORRUPT = "_corrupt_record"
 MISFIT = "does not fit the schema"
 _FIRST_TIME, _LAST_TIME = datetime(1, 1, 2, tzinfo=UTC), datetime(9999, 1, 1, tzinfo=UTC)
@@ -41,7 +45,7 @@ def payload_schema(source: Source) -> StructType:
         raise ConfigError(
             f"not a Spark DDL schema: {str(error).splitlines()[0]}", key=f"sources.{source.name}.schema"
         ) from None
-    taken = {*ENVELOPE_COLUMNS, *_HIDDEN, _CORRUPT} & set(schema.fieldNames())
+    taken = {*ENVELOPE_COLUMNS, *_HIDDEN, _CORRUPT, *source.enrich} & set(schema.fieldNames())
     if taken:
         raise ConfigError(
             f"field {sorted(taken)[0]!r} has the name of an envelope column",
@@ -55,17 +59,26 @@ def conform(bronze: DataFrame, source: Source) -> DataFrame:
     """Typed events of one source.
 
     Returns:
-        The payload's fields, :data:`ENVELOPE_COLUMNS`, ``reason`` (null for a valid event), ``dedupe_key`` (16 bytes,
-        equal for events that are one and the same), and the bronze columns that quarantine keeps.
+        The payload's fields, reference data by the name of its header (``MAP<STRING, STRING>``, null where there is
+        none), :data:`ENVELOPE_COLUMNS`, ``reason`` (null for a valid event), ``dedupe_key`` (16 bytes,
+        equal for events that are one and the same), and the bronze columns that quarantine keeps. Where the source
+        has such expectations, also ``warned`` (names, or null) and ``halted`` (the first name, or null): what a valid
+        event fails that does not refuse it.
     """
     schema = payload_schema(source)
     text = F.col("payload").cast("string")
     options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": _CORRUPT}
     parsed = bronze.withColumn("j", F.from_json(text, f"{source.schema}, {_CORRUPT} STRING", options))
     fields = [F.col("j")[name].alias(name) for name in schema.fieldNames()]
-    kept = ["event_id", "source", "tenant", "received_at", "origin", "payload", "fingerprint", "suspect", "reject"]
+    kept: list[str | Column] = ["event_id", "source", "tenant", "received_at", "origin", "payload", "fingerprint"]
+    kept += ["suspect", "reject"]
+    weight = F.col("weight") if "weight" in bronze.columns else F.lit(None)  # a version from before there was one
+    kept.append(F.coalesce(weight, F.lit(1.0)).alias("weight"))
     place = ["topic", "partition", "offset", "bronze_at"]
     corrupt = F.when(F.col("j").isNull(), text).otherwise(F.col("j")[_CORRUPT])  # null for an empty text
+    kept += [
+        F.from_json(F.col("headers")[name].cast("string"), "map<string,string>").alias(name) for name in source.enrich
+    ]
     flat = parsed.select(*fields, corrupt.alias(_CORRUPT), *kept, *place)
     if source.event_id_template is not None:
         # Marked: the record came without an envelope, and bronze had only the broker's coordinates to name it by.
@@ -77,6 +90,7 @@ def conform(bronze: DataFrame, source: Source) -> DataFrame:
     identity = F.concat_ws("\x1f", "source", "tenant", "event_id", F.when(~valid, F.col("fingerprint")))
     return judged.select(
         *schema.fieldNames(),
+        *source.enrich,
         *[c for c in ENVELOPE_COLUMNS if c != "event_time"],
         F.when(valid, _attempt(source.event_time)).alias("event_time"),
         "reason",
@@ -85,6 +99,7 @@ def conform(bronze: DataFrame, source: Source) -> DataFrame:
         "suspect",
         *place,
         F.unhex(F.md5(identity.cast("binary"))).alias("dedupe_key"),
+        *[column.alias(name) for name, column in _remarks(source, valid).items()],
     )
 
 
@@ -101,14 +116,32 @@ def _reason(source: Source, schema: StructType) -> Column:
         for path in (*source.required, *(source.event_id_template.fields if source.event_id_template else ()))
     ]
     checks += [
-        F.when(~F.coalesce(_attempt(predicate).cast("boolean"), F.lit(False)), F.lit(f"expectation {name} failed"))
-        for name, predicate in source.expectations.items()
+        F.when(~met(predicate), F.lit(f"expectation {name} failed"))
+        for name, predicate in source.expected(QUARANTINE).items()
     ]
     # Python and Parquet's readers know the years 1 to 9999.
     a_time = _attempt(source.event_time).between(F.lit(_FIRST_TIME), F.lit(_LAST_TIME))
     checks.append(F.when(~F.coalesce(a_time, F.lit(False)), F.lit("no event_time, or one out of range")))
     # coalesce stops at the first reason: a later check never sees what an earlier one refused.
     return F.coalesce(*checks)
+
+
+def met(predicate: str) -> Column:
+    """Whether an expectation holds; null, or a value that raises, is no."""
+    return F.coalesce(_attempt(predicate).cast("boolean"), F.lit(False))
+
+
+def _remarks(source: Source, valid: Column) -> dict[str, Column]:
+    """What a valid event fails without being refused. Nothing where nothing is declared: a column costs every batch."""
+    warns = [F.when(~met(p), F.lit(name)) for name, p in source.expected(WARN).items()]
+    halts = [F.when(~met(p), F.lit(name)) for name, p in source.expected(HALT).items()]
+    found: dict[str, Column] = {}
+    if warns:
+        names = F.array_compact(F.array(*warns))
+        found["warned"] = F.when(valid & (F.size(names) > 0), names)
+    if halts:
+        found["halted"] = F.when(valid, F.coalesce(*halts))
+    return found
 
 
 def misfits(payload: str, taken: str, schema: StructType) -> str:

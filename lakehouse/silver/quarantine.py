@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
 
-from lakehouse.contract.lake import TableRef
+from lakehouse.contract.lake import PROPERTY_KEY, TableRef
 
 COLUMNS = pa.schema(
     [
@@ -25,10 +25,23 @@ COLUMNS = pa.schema(
 
 
 class Quarantine:
-    """One source's writer of the table. Sources share the table; appends of several writers do not conflict."""
+    """One source's writer of the table. Sources share the table; appends of several writers do not conflict.
 
-    def __init__(self, table: TableRef) -> None:
+    Args:
+        table: where it lies.
+        description: what the table says of itself.
+        key: columns that name a row.
+    """
+
+    def __init__(
+        self,
+        table: TableRef,
+        description: str = "Rejected events with their reason",
+        key: str = "source,event_id,fingerprint",
+    ) -> None:
         self._table = table
+        self._description = description
+        self._configuration = {"delta.checkpointInterval": "1000000", PROPERTY_KEY: key}
         self._delta: DeltaTable | None = None
         self._batches: dict[str, int] = {}
 
@@ -41,10 +54,12 @@ class Quarantine:
                 schema=COLUMNS,
                 mode="ignore",
                 name=self._table.name,
-                description="Rejected events with their reason",
-                configuration={"delta.checkpointInterval": "1000000", "millrace.key": "source,event_id,fingerprint"},
+                description=self._description,
+                configuration=self._configuration,
                 raise_if_key_not_exists=False,
             )
+        else:
+            self._configure()
 
     def apply(self, rows: pa.Table, query: str, batch: int) -> None:
         """Append a batch's rejected events; a batch that is in already is passed over."""
@@ -61,15 +76,26 @@ class Quarantine:
         self._batches[query] = batch
 
     def replace(self, rows: pa.Table, source: str) -> None:
-        """Put a batch build in place of all rows of this source."""
-        self.create()
-        write_deltalake(
-            self._open(),
-            rows.select(COLUMNS.names).cast(COLUMNS),
-            mode="overwrite",
-            predicate=f"source = '{source}'",
-        )
+        """Put a batch build in place of all rows of this source; a table that is absent is there with them, or not."""
+        rows = rows.select(COLUMNS.names).cast(COLUMNS)
+        if self._table.exists():
+            write_deltalake(self._open(), rows, mode="overwrite", predicate=f"source = '{source}'")
+        else:
+            self._table.path.mkdir(parents=True, exist_ok=True)
+            write_deltalake(
+                str(self._table.path),
+                rows,
+                mode="overwrite",
+                name=self._table.name,
+                description=self._description,
+            )
+            self._configure()
         self._batches.clear()
+
+    def _configure(self) -> None:
+        """Give the table its properties; delta-rs takes properties of ours in a commit of their own only."""
+        if PROPERTY_KEY not in self._open().metadata().configuration:
+            self._open().alter.set_table_properties(self._configuration, raise_if_not_exists=False)
 
     def _open(self) -> DeltaTable:
         if self._delta is None:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import random
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -27,6 +27,7 @@ from serve.client.store import PositionStore
 log = logging.getLogger(__name__)
 
 _MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+_MOVES = {"snapshot", "resumed", "change"}
 _REFUSALS = {4400, 4404}
 _SILENCE_S = 60.0  # without a heartbeat for this long, the connection is taken for dead
 
@@ -46,6 +47,10 @@ def subscribe(
     wait_for_table: bool = True,
     backoff_max_s: float = 10.0,
     jitter: Callable[[], float] = random.random,
+    where: str = "",
+    columns: Sequence[str] = (),
+    select: str = "",
+    conflate: bool = False,
 ) -> Subscription:
     """A subscription; enter it with ``async with``, read it with ``async for``.
 
@@ -57,8 +62,14 @@ def subscribe(
         wait_for_table: whether a table that does not exist is waited for.
         backoff_max_s: longest pause between two attempts to connect.
         jitter: 0 to 1, scales each pause.
+        where: SQL condition on rows, evaluated by the server.
+        columns: those wanted, beside the key's; empty: all.
+        select: a live aggregate (``SELECT … GROUP BY …``) instead of rows.
+        conflate: when this reader lags, the latest of each key instead of every change.
     """
-    return Subscription(url, table, store, queue, wait_for_table, backoff_max_s, jitter)
+    asked = {"where": where, "columns": ",".join(columns), "select": select, "conflate": "1" if conflate else ""}
+    wanted = {name: text for name, text in asked.items() if text}
+    return Subscription(url, table, store, queue, wait_for_table, backoff_max_s, jitter, wanted)
 
 
 class Subscription:
@@ -68,6 +79,7 @@ class Subscription:
         table: name of the table.
         connects: connections made so far.
         slow_notices: how often the server said that we lag.
+        gaps: how often a change did not start where the one before it ended; it was asked for again.
         lag_ms: age of the newest event in the table as of the last heartbeat; None: not known.
     """
 
@@ -80,12 +92,15 @@ class Subscription:
         wait_for_table: bool,
         backoff_max_s: float,
         jitter: Callable[[], float],
+        wanted: Mapping[str, str],
     ) -> None:
         self.table = table
         self.connects = 0
         self.slow_notices = 0
+        self.gaps = 0
         self.lag_ms: int | None = None
         self._url = _endpoint(url)
+        self._wanted = wanted
         self._store = store
         self._wait_for_table = wait_for_table
         self._backoff_max = backoff_max_s
@@ -184,7 +199,7 @@ class Subscription:
             await self._queue.put(None)
 
     async def _connection(self) -> None:
-        query = {"table": self.table} | ({"from": self._received} if self._received else {})
+        query = {"table": self.table, **self._wanted} | ({"from": self._received} if self._received else {})
         async with connect(
             f"{self._url}?{urlencode(query)}",
             max_size=_MAX_MESSAGE_BYTES,
@@ -194,13 +209,16 @@ class Subscription:
             close_timeout=1,
         ) as connection:
             self.connects += 1
-            assembler = Assembler()
+            assembler, reached = Assembler(), self._received
             refusal: Refused | None = None
             try:
                 while True:
                     async with asyncio.timeout(_SILENCE_S):
                         text = await connection.recv()
                     content, message = assembler.received(text)
+                    if not self._follows(content, reached):
+                        return
+                    reached = content["position"] if content["type"] in _MOVES else reached
                     if message is not None:
                         await self._take(message)
                     elif content["type"] == "error":
@@ -210,6 +228,16 @@ class Subscription:
             except ConnectionClosed as closed:
                 self._check_refusal(closed, refusal)
                 raise
+
+    def _follows(self, content: Mapping[str, Any], reached: str | None) -> bool:
+        """Whether a change starts where the message before it ended. If not, what lies between is asked for again."""
+        if content["type"] != "change" or reached is None:
+            return True
+        if content.get("after", reached) == reached or content["position"] == reached:
+            return True
+        self.gaps += 1
+        log.warning("%s: a change is missing; asking again from the last position", self.table)
+        return False
 
     async def _take(self, message: Message) -> None:
         if not isinstance(message, Snapshot) and message.position == self._received:

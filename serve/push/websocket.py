@@ -1,8 +1,7 @@
 """WebSocket subscribers: an asyncio protocol that uvicorn puts in place after the upgrade request.
 
-Handshake and control frames are websockets' sans-I/O `ServerProtocol`; data frames were made once a channel and go
-straight to the transport. No task and no queue per subscriber; a task only for as long as a subscriber waits for a
-table or a replay.
+Handshake and control frames are websockets' sans-I/O `ServerProtocol`; data frames were made once for each view and go
+straight to the transport. With the subprotocol ``millrace.rpc`` the connection is handed to :mod:`serve.push.rpc`.
 """
 
 from __future__ import annotations
@@ -10,25 +9,26 @@ from __future__ import annotations
 import asyncio
 import http
 import logging
-import socket
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
 import orjson
 from websockets.exceptions import InvalidState
+from websockets.extensions.permessage_deflate import PerMessageDeflate, ServerPerMessageDeflateFactory
 from websockets.frames import Frame, Opcode
 from websockets.http11 import Request
 from websockets.protocol import State
 from websockets.server import ServerProtocol
+from websockets.typing import Subprotocol
 
 from serve import messages
-from serve.channel import Subscriber
-from serve.errors import PositionError, RequestError
-from serve.hub import Delivery, Hub
-from serve.position import Position
-from serve.push.codec import WEBSOCKET
-from serve.tables import Tables, clock_ms
+from serve.errors import RequestError
+from serve.push import request as asked
+from serve.push.codec import CODECS, WEBSOCKET, header, websocket_codec
+from serve.push.rpc import RpcSession
+from serve.push.wire import WireProtocol
+from serve.subscriber import SubscribeRequest
+from serve.tables import clock_ms
 
 if TYPE_CHECKING:
     from uvicorn import Config
@@ -36,33 +36,26 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PATH = "/v1/subscribe"
-MAX_INCOMING_BYTES = 4_096
-BAD_REQUEST, GOING_AWAY, INTERNAL_ERROR = 4400, 1001, 1011
+PATHS = ("/v1/subscribe", "/v1/rpc")
+RPC = Subprotocol("millrace.rpc")
+MAX_INCOMING_BYTES = 16_384
+_MAX_UNREAD_BYTES = 4_194_304
 _MAX_REASON = 120  # bytes; a control frame holds 125
 _CLOSE_S = 2.0  # how long the other side has to answer a close
-_UNSENT_BYTES = 131_072  # more than this the kernel does not hold back for a subscriber that does not read
+# Each message is compressed for itself (RFC 7692, section 7.1.1), so that all who negotiated it get the same bytes; the
+# client, too: else its window would be 32 KiB of memory a connection.
+_DEFLATE = ServerPerMessageDeflateFactory(server_no_context_takeover=True, client_no_context_takeover=True)
 
 
-def deliver(deliveries: Iterable[Delivery]) -> None:
-    """Carry out what the hub says."""
-    for delivery in deliveries:
-        if delivery.data:
-            for subscriber in delivery.to:
-                subscriber.link.write(delivery.data)
-        if delivery.wake:
-            for subscriber in delivery.to:
-                subscriber.link.pump()
-        if delivery.close:
-            for subscriber in delivery.to:
-                subscriber.link.close(delivery.close, delivery.reason)
+def _subprotocol(_: ServerProtocol, offered: Any) -> Subprotocol | None:
+    return RPC if RPC in offered else None
 
 
-class SubscriberProtocol(asyncio.Protocol):
-    """One WebSocket connection. Constructed by uvicorn; finds hub and tables in the lifespan's state.
+class SubscriberProtocol(WireProtocol):
+    """One WebSocket connection. Constructed by uvicorn.
 
     Args:
-        config, server_state, app_state: as uvicorn gives them; ``app_state`` has ``hub`` and ``tables``.
+        config, server_state, app_state: as uvicorn gives them; see :class:`~serve.push.wire.WireProtocol`.
     """
 
     def __init__(
@@ -72,44 +65,25 @@ class SubscriberProtocol(asyncio.Protocol):
         app_state: dict[str, Any],
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
-        self._hub: Hub = app_state["hub"]
-        self._tables: Tables = app_state["tables"]
-        self._connections: set[Any] = server_state.connections
-        self._loop = _loop or asyncio.get_running_loop()
-        self._wire = ServerProtocol(max_size=MAX_INCOMING_BYTES, logger=log)
-        self._transport: asyncio.Transport = None  # type: ignore[assignment]
-        self._subscriber = Subscriber(self, WEBSOCKET)
-        self._task: asyncio.Task[None] | None = None
+        super().__init__(server_state, app_state, WEBSOCKET)
+        self._wire = ServerProtocol(
+            max_size=MAX_INCOMING_BYTES, logger=log, extensions=[_DEFLATE], select_subprotocol=_subprotocol
+        )
         self._closing: asyncio.TimerHandle | None = None
-        self._drain: asyncio.Future[None] | None = None
-        self._lost = False
-
-    # asyncio.Protocol
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The upgrade request follows."""
-        assert isinstance(transport, asyncio.Transport) or hasattr(transport, "write")
-        self._transport = transport  # type: ignore[assignment]
-        self._connections.add(self)
-        peer = transport.get_extra_info("peername")
-        self._subscriber.label = f"{peer[0]}:{peer[1]}" if peer else "?"
-        raw: socket.socket | None = transport.get_extra_info("socket")
-        if raw is not None and hasattr(socket, "TCP_NOTSENT_LOWAT") and raw.family != socket.AF_UNIX:
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+        self._rpc: RpcSession | None = None
+        self._text: list[bytes] = []  # of a message in several frames; together at most MAX_INCOMING_BYTES
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the subscriber."""
-        self._lost = True
-        self._connections.discard(self)
-        self._hub.unsubscribed(self._subscriber)
-        if self._task is not None:
-            self._task.cancel()
+        super().connection_lost(exc)
         if self._closing is not None:
             self._closing.cancel()
-        self._release()
 
     def data_received(self, data: bytes) -> None:
-        """Handshake, control frames, acknowledgements."""
+        """Handshake, control frames, what the client says."""
+        if self.buffered() > _MAX_UNREAD_BYTES:
+            self.transport.abort()  # it asks for answers that it does not read
+            return
         self._wire.receive_data(data)
         self._react()
 
@@ -118,57 +92,29 @@ class SubscriberProtocol(asyncio.Protocol):
         self._wire.receive_eof()
         self._react()
 
-    def pause_writing(self) -> None:
-        """The transport's buffer is above its high-water mark."""
-        self._hub.paused(self._subscriber, clock_ms())
-
-    def resume_writing(self) -> None:
-        """The transport's buffer has drained."""
-        self._hub.drained(self._subscriber, clock_ms())
-        self._release()
-        if not self._subscriber.replaying:
-            self.pump()
-
     # Link
 
-    def write(self, data: bytes) -> None:
-        """Data frames, as they are."""
-        if not self._lost and self._wire.state is State.OPEN:
-            self._transport.write(data)
-
-    def pump(self) -> None:
-        """Write what the hub has for this subscriber, until it is live or its socket takes no more."""
-        while not self._lost and self._wire.state is State.OPEN and not self._subscriber.paused:
-            data = self._hub.data_to_send(self._subscriber)
-            if not data:
-                return
-            self._transport.write(data)
+    @property
+    def open(self) -> bool:
+        """Between the handshakes."""
+        return self._wire.state is State.OPEN
 
     def close(self, code: int, reason: str) -> None:
         """Start the close handshake; abort if it is not answered."""
-        self._hub.unsubscribed(self._subscriber)
-        if self._lost or self._closing is not None:
+        for subscriber in self.subscribers:
+            self.hub.unsubscribed(subscriber)
+        if self.lost or self._closing is not None:
             return
         try:
             self._wire.send_close(code, reason.encode()[:_MAX_REASON].decode(errors="ignore"))
         except InvalidState:
-            self._transport.close()
+            self.transport.close()
         self._flush()
-        self._closing = self._loop.call_later(_CLOSE_S, self._transport.abort)
+        self._closing = self.loop.call_later(_CLOSE_S, self.transport.abort)
 
-    def buffered(self) -> int:
-        """Bytes in the transport's buffer."""
-        return 0 if self._lost else self._transport.get_write_buffer_size()
-
-    async def drained(self) -> None:
-        """Returns when the socket takes more."""
-        if self._subscriber.paused and not self._lost:
-            self._drain = self._loop.create_future()
-            await self._drain
-
-    def shutdown(self) -> None:
-        """Uvicorn stops."""
-        self.close(GOING_AWAY, "the server stops; reconnect with your last position")
+    def say(self, text: bytes) -> None:
+        """A message of this connection's own."""
+        self.write(header(0x81, len(text)) + text)
 
     # Protocol of the wire
 
@@ -180,101 +126,121 @@ class SubscriberProtocol(asyncio.Protocol):
                 self._frame_received(event)
         self._flush()
         if self._wire.close_expected() and self._closing is None:
-            self._hub.unsubscribed(self._subscriber)
-            self._closing = self._loop.call_later(_CLOSE_S, self._transport.abort)
+            for subscriber in self.subscribers:
+                self.hub.unsubscribed(subscriber)
+            self._closing = self.loop.call_later(_CLOSE_S, self.transport.abort)
 
     def _flush(self) -> None:
         """Send what the sans-I/O protocol wants sent; an empty part is its sign for the end."""
         for data in self._wire.data_to_send():
             if data:
-                self._transport.write(data)
+                self.transport.write(data)
             else:
-                self._transport.close()
+                self.transport.close()
 
     def _accept(self, request: Request) -> None:
+        headers = {name.lower(): value for name, value in request.headers.raw_items()}
+        refusal: RequestError | None = None
         response = self._wire.accept(request)
         if response.status_code == http.HTTPStatus.SWITCHING_PROTOCOLS:
-            if urlsplit(request.path).path != PATH:
-                response = self._wire.reject(http.HTTPStatus.NOT_FOUND, f"WebSockets are served at {PATH}\n")
-            elif not _same_origin(request):
-                response = self._wire.reject(http.HTTPStatus.FORBIDDEN, "another site's page may not subscribe\n")
+            if urlsplit(request.path).path not in PATHS:
+                response = self._wire.reject(http.HTTPStatus.NOT_FOUND, f"WebSockets are served at {PATHS[0]}\n")
+            else:
+                try:
+                    self.admit(asked.credentials(headers, request.path, self.peer))
+                except RequestError as error:
+                    refusal = error
+                    if error.close == RequestError.FORBIDDEN:
+                        response = self._wire.reject(http.HTTPStatus.FORBIDDEN, f"{error}\n")
         self._wire.send_response(response)
         self._flush()
-        if self._wire.state is State.OPEN:
-            self._task = self._loop.create_task(self._subscribe(request.path))
-            self._task.add_done_callback(self._subscribe_done)
+        if self._wire.state is not State.OPEN:
+            return
+        if refusal is not None:
+            self._refuse(refusal)
+        elif self._wire.subprotocol == RPC:
+            self.subscribers = []
+            self._rpc = RpcSession(self, self._bits)
+        else:
+            self._begin(request.path)
 
-    def _frame_received(self, frame: Frame) -> None:
-        if frame.opcode is Opcode.PONG:
-            self._hub.heard_from(self._subscriber, clock_ms())
-        elif frame.opcode in (Opcode.TEXT, Opcode.BINARY, Opcode.CONT):
-            try:
-                self._acknowledged(bytes(frame.data) if frame.fin else b"")
-            except RequestError as error:
-                self._refuse(error)
-
-    def _acknowledged(self, data: bytes) -> None:
+    def _begin(self, path: str) -> None:
+        [subscriber] = self.subscribers
+        subscriber.principal = self.principal
         try:
-            content = orjson.loads(data)
-            kind, token = content["type"], content["position"]
-            if kind != "ack" or not isinstance(token, str):
-                raise RequestError(BAD_REQUEST, "bad_message", "a client sends acks of positions only")
-            position = Position.parse(token)
-        except (orjson.JSONDecodeError, KeyError, TypeError):
-            raise RequestError(BAD_REQUEST, "bad_message", "a message is an object with type and position") from None
-        except PositionError as error:
-            raise RequestError(BAD_REQUEST, "bad_position", str(error)) from None
-        if self._subscriber.channel is not None:
-            self._hub.acknowledged(self._subscriber, position)
-
-    # Subscribing
-
-    async def _subscribe(self, path: str) -> None:
-        try:
-            table, position = _parse(path)
-            await self._tables.wait_for(table)
-            if problem := self._tables.problems.get(table):
-                raise RequestError(BAD_REQUEST, "not_served", problem)
-            replay_from = self._hub.subscribed(self._subscriber, table, position)
+            query = asked.query_of(urlsplit(path).query)
+            name = query.pop("codec", "json")
+            if name not in CODECS:
+                raise asked.bad("bad_request", f"codec is one of {', '.join(CODECS)}")
+            subscriber.codec = websocket_codec(name, self._bits)
+            request = asked.subscription(query, self.hub.seal)
         except RequestError as error:
             self._refuse(error)
             return
-        self._subscriber.label += f" {table}"
-        self.pump()
-        if replay_from is not None:
-            await self._tables.replay(self._subscriber, replay_from)
+        self.run(self._subscribe(request))
 
-    def _subscribe_done(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("%s: the subscription failed", self._subscriber.label, exc_info=error)
-            self.close(INTERNAL_ERROR, "the server failed; its log says how")
+    @property
+    def _bits(self) -> int:
+        """What was agreed on: the window that we compress with; 0: nothing is compressed."""
+        agreed = [each for each in self._wire.extensions if isinstance(each, PerMessageDeflate)]
+        return agreed[0].local_max_window_bits if agreed else 0
+
+    def _frame_received(self, frame: Frame) -> None:
+        if frame.opcode is Opcode.PONG:
+            for subscriber in self.subscribers:
+                self.hub.heard_from(subscriber, clock_ms())
+        elif frame.opcode in (Opcode.TEXT, Opcode.BINARY, Opcode.CONT):
+            self._text.append(bytes(frame.data))
+            if frame.fin:
+                text, self._text = b"".join(self._text), []
+                if self._rpc is not None:
+                    self._rpc.received(text)
+                else:
+                    self._heed(text)
+
+    def _heed(self, text: bytes) -> None:
+        """An acknowledgement, or another filter."""
+        [subscriber] = self.subscribers
+        try:
+            try:
+                content = orjson.loads(text)
+                kind = content["type"]
+            except (orjson.JSONDecodeError, KeyError, TypeError):
+                raise asked.bad("bad_message", "a message is an object with a type") from None
+            if kind == "ack" and isinstance(content.get("position"), str):
+                if self.hub.acknowledged(subscriber, asked.position_of(content["position"], self.hub.seal)):
+                    self.pump()
+            elif kind == "filter":
+                self._refilter(asked.texts_of(content))
+            else:
+                raise asked.bad("bad_message", "a client sends acks of positions, and filters")
+        except RequestError as error:
+            self._refuse(error)
+
+    def _refilter(self, wanted: dict[str, str]) -> None:
+        [subscriber] = self.subscribers
+        if subscriber.feed is None:
+            raise asked.bad("bad_message", "a filter is changed after the first message has come")
+        del wanted["type"]
+        wanted["table"] = subscriber.feed.channel.name
+        if "from" in wanted or "conflate" in wanted or "window" in wanted:
+            raise asked.bad("bad_message", "a filter has where, columns and select")
+        try:
+            self.hub.refiltered(subscriber, asked.subscription(wanted, self.hub.seal), clock_ms())
+        except RequestError as error:
+            if error.code not in ("bad_filter", "full"):
+                raise
+            self.write(subscriber.codec.frame(messages.error(error.code, error.detail)))  # the old one stays
+            return
+        self.pump()
+
+    async def _subscribe(self, request: SubscribeRequest) -> None:
+        try:
+            await self.tables.join(self.subscribers[0], request)
+        except RequestError as error:
+            self._refuse(error)
 
     def _refuse(self, error: RequestError) -> None:
-        self.write(WEBSOCKET.frame(messages.error(error.code, error.detail)))
+        codec = self.subscribers[0].codec if self.subscribers else WEBSOCKET
+        self.write(codec.frame(messages.error(error.code, error.detail)))
         self.close(error.close, error.detail)
-
-    def _release(self) -> None:
-        if self._drain is not None and not self._drain.done():
-            self._drain.set_result(None)
-        self._drain = None
-
-
-def _parse(path: str) -> tuple[str, Position | None]:
-    query = parse_qs(urlsplit(path).query, keep_blank_values=True)
-    if unknown := query.keys() - {"table", "from"}:
-        raise RequestError(BAD_REQUEST, "bad_request", f"unknown parameters: {', '.join(sorted(unknown))}")
-    if any(len(values) != 1 for values in query.values()) or not query.get("table", [""])[0]:
-        raise RequestError(BAD_REQUEST, "bad_request", "give one table, and one from at most")
-    token = query.get("from", [""])[0]
-    if not token and "from" in query:
-        raise RequestError(BAD_REQUEST, "bad_position", "from is empty")
-    try:
-        return query["table"][0], Position.parse(token) if token else None
-    except PositionError as error:
-        raise RequestError(BAD_REQUEST, "bad_position", str(error)) from None
-
-
-def _same_origin(request: Request) -> bool:
-    """Browsers let any page open a WebSocket to anywhere and say in Origin which page it is."""
-    origin = request.headers.get("Origin")
-    return origin is None or urlsplit(origin).netloc == request.headers.get("Host")

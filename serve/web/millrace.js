@@ -32,6 +32,10 @@ const CLOSE = { goingAway: 1001, tryLater: 1013, badRequest: 4400, noTable: 4404
  *   every change
  * @param {"indexeddb"|"memory"|Object} [options.store] where rows and position are kept; or an object with `load`,
  *   `save` and `persistent` as in store.js
+ * @param {string} [options.where] SQL condition on rows, evaluated by the server
+ * @param {string[]} [options.columns] those wanted, beside the key's
+ * @param {string} [options.select] a live aggregate instead of rows, `SELECT … GROUP BY …`
+ * @param {boolean} [options.conflate] the latest of each key instead of every change, when this page lags
  * @returns {Subscription}
  *
  * @typedef {Object} Status
@@ -134,7 +138,12 @@ export class Subscription {
     clearTimeout(this.#timer);
     this.#drop();
     this.#setState({ state: this.position === null ? "connecting" : "resuming" });
+    const { where, columns, select, conflate } = this.#options;
     const query = new URLSearchParams({ table: this.table });
+    if (where) query.set("where", where);
+    if (columns?.length) query.set("columns", columns.join(","));
+    if (select) query.set("select", select);
+    if (conflate) query.set("conflate", "1");
     if (this.position !== null) query.set("from", this.position);
     const socket = new WebSocket(`${this.#url}/v1/subscribe?${query}`);
     this.#socket = socket;
@@ -248,6 +257,11 @@ export class Subscription {
       this.#save();
       return;
     }
+    if (message.after !== undefined && message.after !== this.position) {
+      this.counters.gaps += 1; // what lies between is asked for again, from where we are
+      this.#connect();
+      return;
+    }
     if (goesBack(this.#through, message.through ?? {})) this.counters.gaps += 1;
     for (const row of message.upserts) this.#put(this.#keyOf(row), row);
     for (const row of message.deletes) this.#put(this.#keyOf(row), null);
@@ -325,10 +339,17 @@ export class Subscription {
 
   // ---- what survives a reload
 
+  /** Rows of another filter are another thing. */
+  #storeName() {
+    const { where, columns, select } = this.#options;
+    const view = where || columns?.length || select ? `|${JSON.stringify([where, columns, select])}` : "";
+    return `${this.#url}|${this.table}${view}`;
+  }
+
   async #restore() {
     const { store = "indexeddb" } = this.#options;
     if (typeof store === "object") this.#store = store;
-    else if (store === "indexeddb") this.#store = await openStore(`${this.#url}|${this.table}`);
+    else if (store === "indexeddb") this.#store = await openStore(this.#storeName());
     try {
       const { rows, head } = await this.#store.load();
       if (head === null) return;

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lakehouse.contract.envelope import HEADER_NAMES, Envelope, EnvelopeError, fingerprint, new_event_id
+from lakehouse.contract.envelope import HEADER_NAMES, WEIGHT, Envelope, EnvelopeError, fingerprint, new_event_id
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 envelopes = st.builds(
@@ -29,7 +29,8 @@ def test_there_and_back_among_other_headers(envelope: Envelope, others: list[tup
 
 
 def test_only_known_names_are_written() -> None:
-    full = Envelope("e", "s", "t", 1, "n", fingerprint(b""), suspect=True, reject="because")
+    weighed = ((WEIGHT, "10.0"),)
+    full = Envelope("e", "s", "t", 1, "n", fingerprint(b""), suspect=True, reject="because", extra=weighed)
     assert [name for name, _ in full.to_headers()] == list(HEADER_NAMES)
     assert {"suspect", "reject"}.isdisjoint(name for name, _ in EXAMPLE.to_headers())
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ingest.border import KEPT_BYTES, Border
+from ingest.border import KEPT_BYTES, MAX_DEPTH, Border
 from lakehouse.contract.envelope import fingerprint
 from lakehouse.contract.pipeline import Source
 
@@ -96,3 +96,57 @@ def test_ids_that_are_not_in_the_payload() -> None:
 
 def test_suspect_is_passed_on() -> None:
     assert border().admit(b'{"id":1,"at":2,"who":{"name":"a"}}', suspect=True).envelope.suspect
+
+
+def test_required_fields_and_their_types() -> None:
+    strict = border(
+        Source(
+            topic="t",
+            event_time="received_at",
+            name="t",
+            required=("a", "b.c", "d"),
+            schema="a BIGINT, b STRUCT<c: BOOLEAN, x: INT>, d STRING",
+        )
+    )
+    assert strict.admit(b'{"a":1,"b":{"c":false},"d":{"any":"thing"}}').refusal is None
+    for payload, reason in [
+        (b'{"b":{"c":true},"d":1}', "missing a"),
+        (b'{"a":1,"b":{"c":null},"d":1}', "missing b.c"),
+        (b'{"a":1,"b":[],"d":1}', "missing b.c"),
+        (b'{"a":1,"b":"c","d":1}', "missing b.c"),
+        (b'{"a":1,"b":{"c":true}}', "missing d"),
+        (b'{"a":"1","b":{"c":true},"d":1}', "does not fit the schema: a is a string"),
+        (b'{"a":true,"b":{"c":true},"d":1}', "does not fit the schema: a is a boolean"),
+        (b'{"a":1,"b":{"c":1},"d":1}', "does not fit the schema: b.c is a number"),
+        (b'{"a":{},"b":{"c":true},"d":1}', "does not fit the schema: a is an object"),
+    ]:
+        refusal = strict.admit(payload).refusal
+        assert refusal is not None and (refusal.reason, refusal.status) == (reason, 422)
+
+
+def test_depth_is_counted_only_where_it_may_be_too_deep() -> None:
+    plain = border(Source(topic="t", schema="", event_time="", name="t"))
+
+    def nested(depth: int) -> bytes:
+        return b'{"x":' * (depth // 2) + b"[" * (depth - depth // 2) + b"]" * (depth - depth // 2) + b"}" * (depth // 2)
+
+    assert plain.admit(nested(MAX_DEPTH)).refusal is None
+    refusal = plain.admit(nested(MAX_DEPTH + 1)).refusal
+    assert refusal is not None and refusal.code == "too-deep"
+    wide = b'{"x":[' + b",".join([b"{}"] * 5_000) + b"]}"
+    assert plain.admit(wide).refusal is None
+
+
+def test_numbers_that_are_not_exact_are_no_ids() -> None:
+    by_id = border(Source(topic="t", schema="", event_time="", name="t", event_id="{id}"))
+    assert by_id.admit(b'{"id":18446744073709551615}').envelope.event_id == "18446744073709551615"
+    refusal = by_id.admit(b'{"id":18446744073709551616}').refusal
+    assert refusal is not None and refusal.code == "bad-id"
+    assert by_id.admit(b'{"id":"1e+99"}').refusal is None, "a text may look as it likes"
+
+
+def test_a_senders_tenant_and_limit_go_before_the_nodes() -> None:
+    admitted = border().admit(b'{"id":1,"at":2,"who":{"name":"a"}}', tenant="other", max_bytes=30)
+    assert admitted.envelope.tenant == "other"
+    assert admitted.refusal is not None and "more than the 30" in admitted.refusal.reason
+    assert border().admit(b'{"id":1,"at":2,"who":{"name":"a"}}', max_bytes=10**9).refusal is None

@@ -58,7 +58,7 @@ async def delivering(log: MessageLog, **limits: int) -> AsyncIterator[tuple[Deli
 
 
 async def test_straight_through(open_log: OpenLog) -> None:
-    log = open_log()
+    log = open_log(group_commit_ms=60_000)
     lane = log.lane("rsvps/http/0", "rsvps")
     async with delivering(log) as (delivery, publisher, known):
         for n in range(100):
@@ -82,7 +82,7 @@ async def test_in_flight_is_bounded_and_the_rest_is_read_back_in_order(open_log:
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)
         assert len(publisher.got) == 20
-        assert delivery._tail_bytes <= 30_000
+        await eventually(lambda: delivery._tail_bytes <= 30_000)  # when the disk has it
         while lane.published < 2000:
             await eventually(lambda: bool(publisher.got))
             assert len(publisher.got) <= 2300, "one batch read back at most beyond the bound"
@@ -174,11 +174,14 @@ async def test_recovery_sends_again_in_order_marked_suspect(open_log: OpenLog) -
         assert publisher.seen == list(range(51, 302))
         assert publisher.suspects == set(range(51, 301))
         waiting = asyncio.ensure_future(delivery.recovered())
+        assert delivery.to_replay == 250
         delivery.deliver(sent(publisher.take(100)))
+        assert delivery.to_replay == 150
         await asyncio.sleep(0.01)
         assert not waiting.done()
         delivery.deliver(sent(publisher.take(150)))
-        await asyncio.wait_for(waiting, 1)
+        await asyncio.wait_for(waiting, 60)
+        assert delivery.to_replay == 0
         delivery.deliver(sent(publisher.take()))
         await asyncio.wait_for(delivery.drained(), 1)
     again = open_log()

@@ -32,7 +32,11 @@ def test_events_come_back_with_their_reason(tmp_path: Path) -> None:
     assert first.event.envelope == envelope(5, b'{"id":5}')
     assert first.event.key == b"key"
     assert second.seq == 6
-    assert (raw.reason, raw.event, raw.data) == ("corrupt bytes in 1.seg at 77", None, b"\0rubbish")
+    assert (raw.reason, raw.event, raw.data) == (
+        "1.seg: 8 bytes at 77 are corrupt: no event is missing",
+        None,
+        b"\0rubbish",
+    )
 
 
 def test_a_torn_write_is_cut_off(tmp_path: Path) -> None:

@@ -13,12 +13,11 @@ from kafka import KafkaAdminClient
 from kafka import errors as kafka_errors
 from kafka.admin import ConfigResource, ConfigResourceType
 
-from ingest import publish
 from ingest.broker import EmbeddedBroker
 from ingest.delivery import Delivery
 from ingest.events import LoggedEvent
 from ingest.log import MessageLog
-from ingest.publish import ConfluentPublisher, KafkaPythonPublisher, Outcome, ensure_topics
+from ingest.publish import ConfluentPublisher, KafkaPythonPublisher, Outcome, ensure_topics, kafka_python
 from lakehouse.contract.envelope import Envelope
 from lakehouse.contract.pipeline import Source
 from lakehouse.contract.settings import KafkaSettings
@@ -106,27 +105,79 @@ async def test_order_within_a_key_outlives_a_client_that_fails(
                 raise RuntimeError("a fault in the client")
             super()._send_one(event)
 
-    ensure_topics(broker.bootstrap, [source("failing")])
-    log = open_log()
+    def make(topic: str) -> Failing:
+        return Failing(broker.bootstrap, KafkaSettings(linger_ms=0), {"rsvps": topic})
+
+    publisher, suspects = await _order_under(make, broker, open_log(), "failing", 600)
+    assert not publisher.to_fail
+    assert suspects >= 4
+
+
+@pytest.mark.parametrize("kind", [KafkaPythonPublisher, ConfluentPublisher])
+async def test_order_within_a_key_outlives_a_batch_that_kafka_refuses(
+    kind: type[KafkaPythonPublisher], broker: EmbeddedBroker, open_log: Callable[..., MessageLog]
+) -> None:
+    """The topic takes less than before: the batches that are under way are refused, some of them whole."""
+    topic = f"refused-{kind.__name__}"
+
+    def make(topic: str) -> KafkaPythonPublisher:
+        return kind(broker.bootstrap, KafkaSettings(linger_ms=30), {"rsvps": topic})
+
+    def lower() -> None:
+        admin = KafkaAdminClient(bootstrap_servers=broker.bootstrap)
+        limit = ConfigResource(ConfigResourceType.TOPIC, topic, {"max.message.bytes": "3000"})
+        admin.alter_configs([limit])
+        admin.close()
+
+    await _order_under(make, broker, open_log(), topic, 3000, lower)
+
+
+async def _order_under(
+    make: Callable[[str], Any],
+    broker: EmbeddedBroker,
+    log: MessageLog,
+    topic: str,
+    count: int,
+    meanwhile: Callable[[], None] | None = None,
+) -> tuple[Any, int]:
+    """The publisher, and how many events were sent again; all that Kafka may take has come, in order within its key."""
+    ensure_topics(broker.bootstrap, [source(topic)])
     lane = log.lane("rsvps/http/0", "rsvps")
-    publisher = Failing(broker.bootstrap, KafkaSettings(linger_ms=0), {"rsvps": "failing"})
+    publisher = make(topic)
     delivery = Delivery(log, publisher, lambda _: None)
     await asyncio.to_thread(publisher.start, delivery.deliver)
     task = asyncio.create_task(delivery.run())
-    for n in range(600):
-        delivery.offer(append(log, lane, n))
+    changing, large = None, meanwhile is not None
+    for n in range(count):
+        delivery.offer(append(log, lane, n, size=5_000 if large and n % 50 == 7 else 100))
+        if n == 200 and meanwhile is not None:
+            changing = asyncio.create_task(asyncio.to_thread(meanwhile))
         if n % 20 == 0:
             await asyncio.sleep(0.005)
-    await asyncio.wait_for(delivery.drained(), 10)
-    assert not publisher.to_fail
+    if changing is not None:
+        await changing
+        for n in range(count, count + 500):  # when the topic takes less for certain
+            delivery.offer(append(log, lane, n, size=5_000 if n % 50 == 7 else 100))
+        count += 500
+    await asyncio.wait_for(delivery.drained(), 60)
+    failed = {item.event.envelope.event_id for item in log.failed if item.event is not None}
+    count -= len(failed)
+    assert bool(failed) == large
+    first: dict[str, int] = {}
     order: dict[bytes, list[int]] = {}
-    for record in await asyncio.to_thread(consume, broker.bootstrap, "failing", 600):
-        order.setdefault(record.key, []).append(int(Envelope.from_headers(record.headers).event_id[1:]))
-    assert sum(map(len, order.values())) == 600
+    suspects = 0
+    for record in await asyncio.to_thread(consume, broker.bootstrap, topic, count):
+        envelope = Envelope.from_headers(record.headers)
+        suspects += envelope.suspect
+        if first.setdefault(envelope.event_id, record.offset) == record.offset:
+            order.setdefault(record.key, []).append(int(envelope.event_id[1:]))
+    assert not failed & first.keys()
+    assert len(first) == sum(map(len, order.values())) == count
     assert all(numbers == sorted(numbers) for numbers in order.values())
     task.cancel()
     await asyncio.to_thread(publisher.close, 2.0)
     await log.close()
+    return publisher, suspects
 
 
 async def test_an_event_of_a_source_that_is_gone_is_kept_as_failed(
@@ -155,9 +206,11 @@ async def test_a_broker_that_is_not_there(kind: str) -> None:
 AWAY = """
 import asyncio, sys
 from ingest import publish
+from ingest.publish import kafka_python, confluent, topics
 from ingest.errors import BrokerUnavailable
 from lakehouse.contract.settings import KafkaSettings
-publish._CONNECT_MS = 300
+for module in (kafka_python, confluent, topics):
+    module.CONNECT_MS = 300
 async def main():
     publisher = getattr(publish, sys.argv[1])("127.0.0.1:1", KafkaSettings(), {"rsvps": "nowhere"})
     for _ in range(2):
@@ -183,4 +236,4 @@ def test_every_error_that_ends_a_record_is_known() -> None:
         kafka_errors.InvalidRecordStateError,  # share groups
         kafka_errors.UnsupportedForMessageFormatError,  # the broker's configuration
     }
-    assert about_the_record - not_final <= {*publish._FINAL, *publish._TOO_LARGE}
+    assert about_the_record - not_final <= {*kafka_python.FINAL, *kafka_python.TOO_LARGE}

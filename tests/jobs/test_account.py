@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -120,7 +120,9 @@ def test_an_earlier_run_does_not_count(tmp_path: Path) -> None:
 
 def test_no_product_counts_events(tmp_path: Path) -> None:
     assert events_held(Lake(tmp_path), PIPELINE, SOURCE) == 0
-    assert events_held(Lake(tmp_path), Pipeline({"rsvps": SOURCE}), SOURCE) == 0
+    assert events_held(Lake(tmp_path), Pipeline({"rsvps": SOURCE}), SOURCE) is None
+    some = replace(MEMBERS, sql="SELECT m\nFROM rsvps\nWHERE m > 1")
+    assert events_held(Lake(tmp_path), Pipeline({"rsvps": SOURCE}, {"members": some}), SOURCE) is None
 
 
 def test_latency_is_to_the_first_push_that_contains_the_event() -> None:

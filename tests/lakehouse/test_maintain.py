@@ -1,46 +1,292 @@
-"""Care of tables."""
+"""Care of tables: nothing that was promised is cut, and no writer is disturbed."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
+import threading
+import time
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 
 import pyarrow as pa
-from deltalake import DeltaTable, write_deltalake
+import pytest
+from deltalake import CommitProperties, DeltaTable, write_deltalake
 
-from lakehouse.contract.lake import Lake
-from lakehouse.maintain import CHECKPOINT_EVERY, VACUUM_EVERY_S, Maintenance
-from tests.lakehouse.lakes import eventually
+from lakehouse.bronze.table import Progress, create, progress
+from lakehouse.contract.lake import PROPERTY_POSITIONS, Lake, TableRef
+from lakehouse.contract.pipeline import Product
+from lakehouse.declaration import product_declaration, source_declaration
+from lakehouse.gold.store import BatchMark, ProductStore
+from lakehouse.maintain import Maintenance
+from lakehouse.maintain.bronze import compact, end_retention, may_clean
+from lakehouse.maintain.care import LOOK_EVERY_S, SWEEP_EVERY_S, TIDY_EVERY_S, leading
+from lakehouse.maintain.logs import CHECKPOINT_EVERY, kept_ms, newest_version, oldest_version
+from lakehouse.maintain.products import fold, sweep, tidy
+from lakehouse.maintain.readers import readers_of, unread_since
+from tests.lakehouse.lakes import T0, bronze_rows, eventually, pipeline_in
+
+PER_CITY = Product(
+    layer="silver",
+    source="clicks",
+    storage="append",
+    sql="SELECT window.start AS window_start, city, count(*) AS n FROM clicks GROUP BY window(event_time, '1 minute'), "
+    "city",
+    name="per_city",
+)
+TOTALS = Product(
+    layer="gold",
+    source="clicks",
+    sql="SELECT window.start AS window_start, count(*) AS n FROM clicks GROUP BY window(event_time, '1 minute')",
+    name="totals",
+    positions="30 minutes",
+)
+
+THEN = T0.date()
 
 
-def test_a_log_checkpoint_once_there_are_many_versions(tmp_path: Path) -> None:
-    path = tmp_path / "gold" / "t"
-    path.mkdir(parents=True)
-    rows = pa.table({"a": [1]})
-    write_deltalake(str(path), rows, configuration={"delta.checkpointInterval": "1000000"})
+def partial(batch: int, product: Product) -> pa.Table:
+    start = [T0 + timedelta(minutes=batch % 3)]
+    columns = {"window_start": pa.array(start, pa.timestamp("us", "UTC")), "n": pa.array([1], pa.int64())}
+    if product is PER_CITY:
+        columns["city"] = pa.array(["Ulm"])
+    return pa.table(columns).select([c for c in ("window_start", "city", "n") if c in columns])
+
+
+def store_with(lake: Lake, product: Product, batches: int) -> ProductStore:
+    store = ProductStore(product, lake.table(product.layer, product.name), "p")
+    for batch in range(batches):
+        store.apply(
+            partial(batch, product), BatchMark("q", batch, '{"reservoirVersion":5,"index":-1}', {"t/0": batch}, 1)
+        )
+    return store
+
+
+def counts(store: ProductStore) -> list[int]:
+    rows = DeltaTable(str(store.table.path)).to_pyarrow_table()
+    return sorted(store.operator.merge(None, rows)["n"].to_pylist())
+
+
+def test_partials_are_folded_by_their_writer_and_it_goes_on(tmp_path: Path) -> None:
+    store = store_with(Lake(tmp_path), PER_CITY, 12)
+    before, mark = counts(store), store.mark()
+    assert tidy(store, many=100) == ""
+    assert tidy(store, many=10) == "folded"
+    assert DeltaTable(str(store.table.path)).to_pyarrow_table().num_rows == 3
+    assert counts(store) == before == [4, 4, 4]
+    after = ProductStore(PER_CITY, store.table, "p").mark()
+    assert mark is not None
+    assert after is not None
+    assert (after.query, after.batch, after.through, after.events) == (mark.query, mark.batch, mark.through, 0)
+    store.apply(partial(0, PER_CITY), BatchMark("q", 12, "{}", {}, 1))
+    store.apply(partial(0, PER_CITY), BatchMark("q", 11, "{}", {}, 1))  # known from before the fold
+    assert counts(store) == [4, 4, 5]
+    assert not fold(store)  # not worth while
+    assert not fold(store_with(Lake(tmp_path / "other"), PER_CITY, 3), most=2)
+
+
+def test_a_product_is_put_together_by_its_writer_and_it_goes_on(tmp_path: Path) -> None:
+    store = store_with(Lake(tmp_path), TOTALS, 6)
+    assert tidy(store, many=2) == "compacted"
+    assert len(DeltaTable(str(store.table.path)).file_uris()) == 1
+    store.apply(partial(0, TOTALS), BatchMark("q", 6, "{}", {}, 1))
+    assert counts(store) == [2, 2, 3]
+    assert tidy(ProductStore(TOTALS, Lake(tmp_path).table("gold", "absent"), "p")) == ""
+
+
+def test_a_product_says_how_long_a_position_lives_and_keeps_it(tmp_path: Path) -> None:
+    store = store_with(Lake(tmp_path), TOTALS, 4)
+    delta = DeltaTable(str(store.table.path))
+    assert delta.metadata().configuration[PROPERTY_POSITIONS] == "1800000"
+    assert kept_ms(delta, "logRetentionDuration") == kept_ms(delta, "deletedFileRetentionDuration") == 1_800_000
+    version = delta.version()
+    assert sweep(store) == 0  # all of it is promised
+    assert DeltaTable(str(store.table.path)).version() == version  # and no commit was made for nothing
+    delta = DeltaTable(str(store.table.path))
+    delta.alter.set_table_properties({"delta.deletedFileRetentionDuration": "interval 0 seconds"})
+    fresh = ProductStore(TOTALS, store.table, "p")
+    assert sweep(fresh) > 0
+    fresh.apply(partial(0, TOTALS), BatchMark("q", 4, "{}", {}, 1))  # its own commits do not stand in its way
+    assert counts(fresh) == [1, 1, 3]
+
+
+def bronze(lake: Lake, commits: int, day: date = THEN, first: int = 0) -> TableRef:
+    table = lake.bronze("clicks")
+    create(table)
+    delta = DeltaTable(str(table.path))
+    for number in range(first, first + commits):
+        rows = bronze_rows([b"{}", b"x"], offset=[2 * number, 2 * number + 1], date=[day, day])
+        said = {"userMetadata": Progress({"clicks/0": 2 * number + 2}, number + 1).to_metadata()}
+
+        write_deltalake(delta, rows, mode="append", commit_properties=CommitProperties(custom_metadata=said))
+    return table
+
+
+def reading(lake: Lake, table: TableRef, next_version: int, name: str = "live-clicks") -> Path:
+    """The checkpoint of a query that has read everything before a version."""
+    folder = lake.checkpoint(name)
+    for part in ("offsets", "commits"):
+        (folder / part).mkdir(parents=True, exist_ok=True)
+    offset = {
+        "reservoirId": str(DeltaTable(str(table.path)).metadata().id),
+        "reservoirVersion": next_version,
+        "index": -1,
+    }
+    (folder / "offsets" / "0").write_text("v1\n{}\n" + json.dumps(offset))
+    (folder / "commits" / "0").write_text("v1\n{}")
+    return folder
+
+
+def test_small_files_of_bronze_are_put_together_and_rows_and_progress_stay(tmp_path: Path) -> None:
+    lake = Lake(tmp_path)
+    table = bronze(lake, 8)
+    before = DeltaTable(str(table.path)).to_pyarrow_table().sort_by("offset")
+    assert compact(lake, table) == 0  # not many
+    assert compact(lake, table, many=4) == 7
+    delta = DeltaTable(str(table.path))
+    assert delta.to_pyarrow_table().sort_by("offset").equals(before)
+    commit = (table.path / "_delta_log" / f"{delta.version():020d}.json").read_text()
+    actions = [json.loads(line) for line in commit.splitlines()]
+    assert all(not next(iter(a.values()))["dataChange"] for a in actions if "add" in a or "remove" in a)
+    assert progress(table).offsets == {"clicks/0": 16}
+
+
+def test_writers_of_bronze_go_on_while_its_files_are_put_together(tmp_path: Path) -> None:
+    """A loader's handle that knows nothing of the compaction appends after it; nothing is lost or doubled."""
+    lake = Lake(tmp_path)
+    table = bronze(lake, 8)
+    stop = threading.Event()
+
+    def care() -> None:
+        while not stop.is_set():
+            compact(lake, table, many=3)
+
+    thread = threading.Thread(target=care)
+    thread.start()
+    try:
+        bronze(lake, 30, first=8)
+    finally:
+        stop.set()
+        thread.join()
+    offsets = DeltaTable(str(table.path)).to_pyarrow_table(columns=["offset"])["offset"].to_pylist()
+    assert sorted(offsets) == list(range(76))
+
+
+def test_what_a_query_has_to_read_stays(tmp_path: Path) -> None:
+    lake = Lake(tmp_path)
+    table = bronze(lake, 4)
+    assert readers_of(lake, table) == []
+    assert may_clean(lake, table, 3600)
+    folder = reading(lake, table, 3)
+    (reader,) = readers_of(lake, table)
+    assert (reader.query, reader.next_version, reader.checkpoint) == ("live-clicks", 3, folder)
+    waiting = unread_since(table, reader)
+    assert waiting is not None
+    assert waiting < 600
+    assert may_clean(lake, table, 7200)
+    old = time.time() - 5000
+    os.utime(table.path / "_delta_log" / f"{3:020d}.json", (old, old))
+    assert not may_clean(lake, table, 7200)
+    reading(lake, table, 5)  # it has read all
+    assert unread_since(table, readers_of(lake, table)[0]) is None
+    assert may_clean(lake, table, 1)
+
+
+def test_days_past_their_retention_go_once_they_were_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lake = Lake(tmp_path)
+    table = bronze(lake, 2)
+    today = datetime.now(UTC).date()
+    bronze(lake, 2, day=today, first=2)
+    reading(lake, table, 1)
+    year = 365 * 86_400_000
+    assert end_retention(lake, table, 100 * year) == []
+    month = 30 * 86_400_000
+    log = table.path / "_delta_log"
+    written = T0.timestamp()
+    os.utime(log / f"{1:020d}.json", (written, written))  # the query has not read the old days yet
+    assert end_retention(lake, table, month) == []
+    assert "stay until query live-clicks has read them" in caplog.text
+    reading(lake, table, 5)
+    assert end_retention(lake, table, month) == [T0.date()]
+    rows = DeltaTable(str(table.path)).to_pyarrow_table()
+    assert set(rows["date"].to_pylist()) == {today}
+    assert progress(table).offsets == {"clicks/0": 8}
+    bronze(lake, 1, day=today, first=4)
+
+
+def test_a_driver_looks_after_logs_bronze_and_its_products(tmp_path: Path) -> None:
+    lake = Lake(tmp_path)
+    store = store_with(lake, PER_CITY, CHECKPOINT_EVERY + 1)
+    table = bronze(lake, 70)
     now = [0.0]
-    care = Maintenance(Lake(tmp_path), now=lambda: now[0])
+    care = Maintenance(lake, now=lambda: now[0])
+    care.after_batch([store])
 
     def look() -> bool:
-        now[0] += 6.0
-        care.after_batch()
-        return (path / "_delta_log" / "_last_checkpoint").is_file()
+        now[0] += LOOK_EVERY_S + 1
+        care.after_batch([store])
+        kept = (store.table.path / "_delta_log" / "_last_checkpoint").is_file()
+        return kept and len(DeltaTable(str(table.path)).file_uris()) == 1
 
-    delta = DeltaTable(str(path))
-    assert not look()
-    for _ in range(CHECKPOINT_EVERY):
-        write_deltalake(delta, rows, mode="append")
-    eventually(look, 30)
-    now[0] += VACUUM_EVERY_S
-    look()
+    with leading(lake) as first:
+        assert first
+        assert not look()  # another process does it
+    eventually(look, 60)
+    now[0] += max(TIDY_EVERY_S, SWEEP_EVERY_S)
+    care.after_batch([store])
     care.close()
-    assert DeltaTable(str(path)).to_pyarrow_table().num_rows == CHECKPOINT_EVERY + 1
+    assert DeltaTable(str(store.table.path)).to_pyarrow_table().num_rows == 3
+    assert oldest_version(store.table) == 0  # nothing that is promised was cut
+    assert newest_version(store.table) > CHECKPOINT_EVERY
 
 
 def test_trouble_never_stops_the_writer(tmp_path: Path) -> None:
     (tmp_path / "gold" / "broken" / "_delta_log").mkdir(parents=True)
+    lake = Lake(tmp_path)
+    broken = ProductStore(TOTALS, TableRef("gold", "broken", tmp_path / "gold" / "broken"), "p")
     now = [0.0]
-    care = Maintenance(Lake(tmp_path), now=lambda: now[0])
+    care = Maintenance(lake, now=lambda: now[0])
     for _ in range(3):
-        now[0] += VACUUM_EVERY_S
-        care.after_batch()
+        now[0] += SWEEP_EVERY_S
+        care.after_batch([broken])
     care.close()
+
+
+def test_a_declaration_is_known_by_what_makes_its_rows(tmp_path: Path) -> None:
+    pipeline = pipeline_in(tmp_path, "t")
+    source, product = pipeline.sources["clicks"], pipeline.products["totals"]
+    replace = dataclasses.replace
+    same = product_declaration(product, source)
+    assert product_declaration(replace(product, sql=f"-- counts\n  {product.sql}", channel=False), source) == same
+    assert product_declaration(replace(product, positions="1 hour"), source) == same
+    assert product_declaration(replace(product, sql=product.sql.replace("1 minute", "2 minutes")), source) != same
+    wider = replace(source, schema=source.schema.replace("price BIGINT", "price DOUBLE"))
+    assert product_declaration(product, wider) != same
+    assert source_declaration(wider) != source_declaration(source)
+    assert source_declaration(replace(source, partitions=9, retention="1 day")) == source_declaration(source)
+
+
+def test_a_product_is_built_again_when_it_is_declared_otherwise(tmp_path: Path) -> None:
+    table = Lake(tmp_path).table("gold", "totals")
+    mark = BatchMark("q", 0, "{}")
+    first = ProductStore(TOTALS, table, "p", "one")
+    first.apply(partial(0, TOTALS), mark)
+    assert first.outdated() == ""
+    assert ProductStore(TOTALS, table, "p").outdated() == ""  # a reader
+    other = ProductStore(TOTALS, table, "p", "two")
+    assert "has changed" in other.outdated()
+    rows = partial(0, TOTALS)
+    wider = rows.set_column(1, "n", rows["n"].cast(pa.float64())).append_column("most", pa.array([9]))
+    declared = dataclasses.replace(TOTALS, sql=TOTALS.sql.replace("count(*) AS n", "sum(x) AS n, max(y) AS most"))
+    other = ProductStore(declared, table, "p", "two")
+    identity = DeltaTable(str(table.path)).metadata().id
+    other.replace(wider, mark)
+    delta = DeltaTable(str(table.path))
+    assert other.outdated() == ""
+    assert delta.metadata().id == identity  # positions in it go on
+    assert delta.to_pyarrow_table().to_pylist() == [{"window_start": T0, "n": 1.0, "most": 9}]
+    other.apply(wider, BatchMark("q", 1, "{}"))
+    keyed = dataclasses.replace(PER_CITY, storage="upsert", name="totals", layer="gold")
+    ProductStore(keyed, table, "p", "three").replace(partial(0, PER_CITY), mark)
+    assert DeltaTable(str(table.path)).metadata().id != identity  # another key: another table

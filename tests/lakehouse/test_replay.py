@@ -61,10 +61,11 @@ def test_a_comparison() -> None:
     assert not Comparison("t", 1, 1, (1, 1), "a", "b").equal
 
 
+TOP = TopN(Product(layer="gold", source="s", sql="SELECT 1", operator="top_n", item="topic", n=5, name="top"))
+
+
 def lossy(batches: int) -> pa.Table:
     """A top-n of a skewed stream that overflows its sketch, merged from so many batches."""
-    product = Product(layer="gold", source="s", sql="SELECT 1", operator="top_n", item="topic", n=5, name="top")
-    merger = TopN(product)
     rng = random.Random(5)
     stream = [f"t{min(int(rng.paretovariate(0.7)), 5_000)}" for _ in range(8_000)]
     held: pa.Table | None = None
@@ -79,7 +80,7 @@ def lossy(batches: int) -> pa.Table:
                 "sketch": [sketch.serialize()],
             }
         )
-        held = merger.merge(held, partial)
+        held = TOP.merge(held, partial)
     assert held is not None
     return held
 
@@ -87,7 +88,7 @@ def lossy(batches: int) -> pa.Table:
 def test_a_lossy_top_n_agrees_within_its_errors() -> None:
     one, other = lossy(3), lossy(10)
     assert max(one["error"].to_pylist()) > 0
-    found = compare("top", 1, 1, one, other)
+    found = compare("top", 1, 1, one, other, TOP)
     assert found.live != found.replayed
     assert found.equal
 
@@ -96,10 +97,10 @@ def test_a_lossy_top_n_that_cannot_be_true_is_found() -> None:
     one = lossy(3)
     rows = one.to_pylist()
     rows[0]["count"] += 10 * max(row["error"] for row in rows) + 10_000
-    assert not compare("top", 1, 1, pa.Table.from_pylist(rows, schema=one.schema), lossy(10)).equal
+    assert not compare("top", 1, 1, pa.Table.from_pylist(rows, schema=one.schema), lossy(10), TOP).equal
 
 
 def test_exact_counts_must_be_equal() -> None:
     rows = [{"window_start": AT, "item": "a", "count": 3, "error": 0}]
     other = [{**rows[0], "count": 4}]
-    assert not compare("top", 1, 1, pa.Table.from_pylist(rows), pa.Table.from_pylist(other)).equal
+    assert not compare("top", 1, 1, pa.Table.from_pylist(rows), pa.Table.from_pylist(other), TOP).equal

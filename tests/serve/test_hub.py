@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from lakehouse.contract.settings import ServeSettings
-from serve.channel import Subscriber
+from serve.delivery import Delivery
 from serve.errors import RequestError
-from serve.hub import SLICE_BYTES, Delivery, Hub
+from serve.hub import Hub
 from serve.messages import Message, change_messages
 from serve.model import Change, CommitFacts, TableInfo
-from serve.position import Position
+from serve.outgoing import SLICE_BYTES
+from serve.position import WHOLE, Position, Seal
 from serve.state import TableState
+from serve.subscriber import Subscriber, SubscribeRequest
 
-TABLE = TableInfo("t", "id", ("k", "v"), ("k",))
+TABLE = TableInfo("t", "id", ("k", "v"), ("k",), types=(pa.int64(), pa.int64()))
+SEAL = Seal(b"a key of the test's own")
 SETTINGS = ServeSettings(ring_frames=4, slow_after_ms=1_000, cut_after_ms=3_000, heartbeat_ms=500, max_subscribers=3)
 
 
@@ -68,15 +72,15 @@ class World:
     """A hub, one table, and commits to it."""
 
     def __init__(self, settings: ServeSettings = SETTINGS) -> None:
-        self.hub = Hub(settings, [CODEC])
+        self.hub = Hub(settings, [CODEC], SEAL)
         self.state = TableState(TABLE, 0, CommitFacts(0), {})
         self.now = 0.0
         assert self.hub.table_opened(self.state, "") == []
 
-    def join(self, position: Position | None = None) -> tuple[Subscriber, Socket, Position | None]:
+    def join(self, position: Position | None = None, **asked: Any) -> tuple[Subscriber, Socket, Position | None]:
         socket = Socket()
         subscriber = Subscriber(socket, CODEC)
-        replay = self.hub.subscribed(subscriber, "t", position)
+        replay = self.hub.subscribed(subscriber, SubscribeRequest("t", position, **asked), self.now)
         self.pump(subscriber)
         return subscriber, socket, replay
 
@@ -87,10 +91,11 @@ class World:
     def commit(self, value: Any = None) -> Change:
         version = self.state.version + 1
         row = (1, value if value is not None else version)
+        before = {(1,): self.state.rows[(1,)]} if (1,) in self.state.rows else {}
         self.state.rows[(1,)] = row
         self.state.version = version
         self.state.facts = CommitFacts(version)
-        change = Change(TABLE, version, (row,), (), self.state.facts)
+        change = Change(TABLE, version, (row,), (), self.state.facts, before)
         self.carry_out(self.hub.change_received(change, self.now))
         return change
 
@@ -119,22 +124,23 @@ def test_a_snapshot_then_changes() -> None:
     _, socket, _ = world.join()
     [snapshot] = socket.messages()
     assert (snapshot["rows"], snapshot["first"], snapshot["last"]) == ([{"k": 1, "v": 1}], True, True)
-    assert snapshot["position"] == Position("id", 1).token()
+    assert snapshot["position"] == SEAL.token(Position("id", 1))
     world.commit()
     world.commit()
     changes = socket.messages()
     assert values(changes) == [2, 3]
-    assert [change["position"] for change in changes] == [Position("id", v).token() for v in (2, 3)]
+    assert [change["position"] for change in changes] == [SEAL.token(Position("id", v)) for v in (2, 3)]
 
 
 def test_live_subscribers_get_the_same_bytes_object() -> None:
     world = World()
     first, _, _ = world.join()
     second, _, _ = world.join()
-    change = Change(TABLE, 1, ((1, "x"),), (), CommitFacts(1))
+    change = Change(TABLE, 1, ((1, 7),), (), CommitFacts(1))
+    world.state.version = 1
     [delivery] = world.hub.change_received(change, 0)
     assert set(delivery.to) == {first, second}
-    assert delivery.data == b"".join(map(CODEC.frame, change_messages(change)))
+    assert delivery.data == b"".join(map(CODEC.frame, change_messages(change, SEAL, WHOLE)))
 
 
 def test_a_paused_subscriber_gets_joined_slices_when_it_drains_and_others_notice_nothing() -> None:
@@ -168,7 +174,7 @@ def test_one_that_falls_off_the_ring_is_told_and_gets_a_snapshot() -> None:
     expired, snapshot = socket.messages()
     assert (expired["type"], expired["reason"]) == ("expired", "lagged")
     assert snapshot["rows"] == [{"k": 1, "v": 6}]
-    assert world.hub.counters.expired == {"log": 0, "lagged": 1}
+    assert world.hub.counters.expired == {"log": 0, "lagged": 1, "filter": 0}
     world.commit()
     assert values(socket.messages()) == [7]
 
@@ -177,10 +183,10 @@ def test_a_snapshot_is_shared_and_the_ring_goes_on_from_it() -> None:
     world = World(ServeSettings(ring_frames=100))
     world.commit("x" * 10_000)
     world.join()
-    snapshot = world.hub.channels["t"].snapshot(CODEC)
+    snapshot = world.hub.channels["t"].whole.snapshot
     world.commit(2)
     _, socket, _ = world.join()
-    assert world.hub.channels["t"].snapshot(CODEC) is snapshot
+    assert world.hub.channels["t"].whole.snapshot is snapshot
     assert socket.kinds() == ["snapshot", "change"]
     world.commit("y" * 10_000)
     _, socket, _ = world.join()
@@ -195,7 +201,7 @@ def test_resume_is_a_cursor_into_the_ring() -> None:
     assert replay is None
     messages = socket.messages()
     assert messages[0]["type"] == "resumed"
-    assert messages[0]["position"] == Position("id", 1).token()
+    assert messages[0]["position"] == SEAL.token(Position("id", 1))
     assert values(messages[1:]) == [2, 3]
 
 
@@ -214,13 +220,15 @@ def test_a_position_older_than_the_ring_is_replayed_and_fills_the_ring() -> None
     assert socket.kinds() == ["resumed"]
     world.commit()
     assert socket.data == b"", "it is not live before its replay is through"
-    rebuilt = [message for change in changes for message in change_messages(change)]
-    socket.write(world.hub.replay_received(subscriber, replay, rebuilt[:1], 0))
+    rebuilt = [message for change in changes for message in change_messages(change, SEAL, WHOLE)]
+    world.hub.replay_received(subscriber, replay, rebuilt[:1], 0)
     assert subscriber.replaying
-    socket.write(world.hub.replay_received(subscriber, Position("id", 1), rebuilt[1:4], 0))
+    world.pump(subscriber)
+    assert values(socket.messages()) == [1]
+    world.hub.replay_received(subscriber, Position("id", 1), rebuilt[1:4], 0)
     assert not subscriber.replaying
     world.pump(subscriber)
-    assert values(socket.messages()) == [1, 2, 3, 4, 5, 6, 7]
+    assert values(socket.messages()) == [2, 3, 4, 5, 6, 7]
 
 
 def test_a_replay_that_fails_ends_in_a_snapshot() -> None:
@@ -244,7 +252,7 @@ def test_a_replaced_table_expires_all() -> None:
     world.carry_out(world.hub.table_opened(other, "rebuilt"))
     expired, snapshot = socket.messages()
     assert (expired["reason"], expired["detail"]) == ("log", "rebuilt")
-    assert (snapshot["rows"], snapshot["position"]) == ([{"k": 9, "v": 9}], Position("new", 0).token())
+    assert (snapshot["rows"], snapshot["position"]) == ([{"k": 9, "v": 9}], SEAL.token(Position("new", 0)))
 
 
 def test_no_sign_of_reading_is_told_then_cut() -> None:
@@ -305,7 +313,7 @@ def test_heartbeats_say_how_far_one_is_behind_that_acknowledges() -> None:
     acking_socket.messages(), socket.messages()
     world.tick(1)
     [beat] = acking_socket.messages()
-    assert (beat["behind"], beat["position"], beat["at"]) == (1, Position("id", 2).token(), 1)
+    assert (beat["behind"], beat["position"], beat["at"]) == (1, SEAL.token(Position("id", 2)), 1)
     assert socket.messages()[0]["behind"] == 0
     world.tick(1_100)
     assert "slow" in acking_socket.kinds(), "it reads, and does not process"
@@ -316,7 +324,7 @@ def test_a_large_backlog_comes_in_slices() -> None:
     world = World()
     world.state.rows = {(k,): (k, "x" * 1_000) for k in range(1_000)}
     subscriber = Subscriber(Socket(), CODEC)
-    world.hub.subscribed(subscriber, "t", None)
+    world.hub.subscribed(subscriber, SubscribeRequest("t"), 0)
     parts = []
     while data := world.hub.data_to_send(subscriber):
         parts.append(data)
@@ -335,7 +343,7 @@ def test_refusals() -> None:
     with pytest.raises(RequestError) as full:
         world.join()
     with pytest.raises(RequestError) as unknown:
-        world.hub.subscribed(Subscriber(Socket(), CODEC), "nope", None)
+        world.hub.subscribed(Subscriber(Socket(), CODEC), SubscribeRequest("nope"), 0)
     assert (full.value.close, unknown.value.close) == (1013, 4404)
     assert (world.hub.size, world.hub.counters.refused) == (3, 1)
 
@@ -349,3 +357,117 @@ def test_one_that_has_gone_leaves_nothing_behind() -> None:
     socket.messages()
     world.commit()
     assert (socket.data, world.hub.size, list(world.hub.waiting())) == (b"", 0, [])
+
+
+def test_a_lagging_subscriber_that_conflates_gets_the_latest_of_each_key() -> None:
+    world = World(ServeSettings(ring_frames=100))
+    slow, socket, _ = world.join(conflate=True)
+    _, other, _ = world.join()
+    start = socket.messages()[0]["position"]
+    world.hub.paused(slow, world.now)
+    for _ in range(5):
+        world.commit()
+    world.hub.drained(slow, world.now)
+    world.pump(slow)
+    [merged] = socket.messages()
+    changes = other.messages()[1:]
+    assert len(changes) == 5
+    assert (merged["upserts"], merged["merged"]) == ([{"k": 1, "v": 5}], 5)
+    assert (merged["after"], merged["position"]) == (start, changes[-1]["position"])
+    world.commit()
+    assert "merged" not in socket.messages()[0], "one that keeps up gets every change"
+    assert world.hub.counters.conflated == 1
+
+
+def test_a_window_holds_changes_back_until_they_are_acknowledged() -> None:
+    world = World(ServeSettings(ring_frames=3))
+    held, socket, _ = world.join(window=2)
+    socket.messages()
+    for _ in range(3):
+        world.commit()
+    changes = socket.messages()
+    assert values(changes) == [1, 2]
+    assert world.hub.acknowledged(held, SEAL.parse(changes[0]["position"]))
+    world.pump(held)
+    assert values(socket.messages()) == [3]
+    for _ in range(6):
+        world.commit()
+    assert socket.data == b"", "it is not told that it lags before it says that it has processed something"
+    assert world.hub.acknowledged(held, Position("id", 3)), "although the ring holds that position no more"
+    world.pump(held)
+    assert socket.kinds() == ["expired", "snapshot"]
+
+
+def test_a_filter_is_evaluated_once_and_dropped_when_nobody_uses_it() -> None:
+    world = World(ServeSettings(max_filters=2, heartbeat_ms=10**9, cut_after_ms=10**9))
+    one, socket, _ = world.join(where="v > 1")
+    same, _, _ = world.join(where="(V > 1)")
+    assert one.feed is same.feed
+    world.commit()
+    assert socket.messages()[-1]["upserts"] == []
+    world.commit()
+    assert socket.messages()[-1]["upserts"] == [{"k": 1, "v": 2}]
+    world.join(where="v > 2")
+    with pytest.raises(RequestError) as full:
+        world.join(where="v > 3")
+    assert full.value.code == "full"
+    world.hub.unsubscribed(one), world.hub.unsubscribed(same)
+    world.join(where="v > 3")  # takes the place of the one that nobody uses
+    assert world.hub.feeds.filters() == 2
+    for _ in range(2):
+        world.tick(31_000)
+    assert world.hub.feeds.filters() == 2, "these are in use"
+
+
+def test_a_new_filter_is_served_from_a_little_while_ago_without_reading_files() -> None:
+    world = World(ServeSettings(ring_frames=100))
+    subscriber, socket, _ = world.join(where="v <> 2")
+    position = SEAL.parse(socket.messages()[0]["position"])
+    for _ in range(3):
+        world.commit()
+    live = socket.messages()
+    world.hub.unsubscribed(subscriber)
+    for _ in range(2):
+        world.tick(31_000)
+    assert world.hub.feeds.filters() == 0
+    _, again, replay = world.join(position, where="v <> 2")
+    assert replay is None
+    assert again.messages()[1:] == live
+
+
+def test_a_large_snapshot_is_made_in_slices_and_others_go_on_meanwhile() -> None:
+    woken: list[bool] = []
+    world = World(ServeSettings(ring_frames=100))
+    world.hub.feeds._working = lambda: woken.append(True)
+    world.state.rows = {(k,): (k, k) for k in range(5_000, 0, -1)}
+    _, socket, _ = world.join(where="k <= 3")
+    subscriber, large, _ = world.join()
+    assert (socket.data, large.data) == (b"", b"")
+    assert woken
+    slices = 0
+    while world.hub.working:
+        world.carry_out(world.hub.work(world.now))
+        slices += 1
+        if slices == 3:
+            world.commit(-1)
+    assert slices > 10
+    messages = large.messages()
+    assert [m["type"] for m in messages if m["type"] != "snapshot"] == ["change"]
+    rows = [row["k"] for m in messages[:-1] for row in m["rows"]]
+    assert rows == list(range(1, 5_001)), "in the order of their keys"
+    assert messages[-1]["after"] == messages[0]["position"]
+    assert [m["type"] for m in socket.messages()] == ["snapshot", "change"]
+    assert subscriber.live
+
+
+def test_a_filter_that_the_table_outgrows_ends_its_subscriptions() -> None:
+    world = World()
+    _, socket, _ = world.join(where="v > 0")
+    _, other, _ = world.join()
+    narrow = TableInfo("t", "id", ("k",), ("k",), types=(pa.int64(),))
+    world.state.table, world.state.version, world.state.rows = narrow, 1, {(1,): (1,)}
+    change = Change(narrow, 1, ((1,),), (), CommitFacts(1), {}, TABLE)
+    world.carry_out(world.hub.change_received(change, 0))
+    assert (socket.messages()[-1]["code"], socket.closed) == ("bad_filter", 4400)
+    assert other.messages()[-1]["upserts"] == [{"k": 1}]
+    assert (world.hub.size, world.hub.feeds.filters()) == (1, 0)

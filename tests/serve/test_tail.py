@@ -5,6 +5,7 @@ import contextlib
 import json
 import shutil
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,20 @@ from hypothesis import strategies as st
 
 from lakehouse.contract.lake import PROPERTY_FOLD, PROPERTY_KEY, Lake
 from serve import query
+from serve.channel import live_view
 from serve.errors import PositionExpired, TableUnreadable
+from serve.filters import View
+from serve.filters.view import rows_view
+from serve.live import AggregateView, aggregate_view
 from serve.messages import change_messages
-from serve.model import Change, Key, Row
-from serve.position import Position
+from serve.model import Change, Key, Row, TableInfo
+from serve.position import WHOLE, Position, Seal
 from serve.replay import Replay
 from serve.tail import Opened, Tail
 
 from .lakes import TOPICS, Product, city, rsvps_by_city, top_topics, topics, window
 
+SEAL = Seal(b"of the test")
 QUICK = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -293,6 +299,10 @@ def maintain(product: Product, what: str, number: int) -> None:
         product.table.create_checkpoint()
 
 
+def fold_view(table: TableInfo) -> View:
+    return aggregate_view(table, "SELECT city, sum(yes) AS yes, max(guests) AS most, count(*) GROUP BY city", "", "")
+
+
 @QUICK
 @given(OPERATIONS, st.booleans())
 async def test_every_prefix_and_every_resume(
@@ -303,18 +313,30 @@ async def test_every_prefix_and_every_resume(
     async with following(product.folder) as events:
         opened = await after(events)
         tokens, bodies, states = [Position(opened.state.table.table_id, 0)], [b""], [dict(opened.state.rows)]
+        view = (
+            fold_view(opened.state.table)
+            if folded
+            else rows_view(opened.state.table, "count > 1", ["item"], "rank < 3")
+        )
+        live, seen = live_view(view, opened.state), [b""]
+        if isinstance(live, AggregateView):
+            assert not list(live.opening(opened.state.rows.values()))
         for operation in operations:
             (fold_history if folded else upsert_history)(product, [operation])
             while opened.state.version < product.version:
-                [message] = change_messages(await after(events))
+                change = await after(events)
+                [message] = change_messages(change, SEAL, WHOLE)
+                seen += [each.body for each in change_messages(live.advance(change), SEAL, view.id)]
                 assert message.position is not None
                 tokens.append(message.position)
                 bodies.append(message.body)
                 states.append(dict(opened.state.rows))
             assert held(opened.state.rows, opened.state.table.columns) == content(product.folder)
     for index, position in enumerate(tokens):
-        chunk = Replay(product.folder, position).next_chunk(product.version)
+        chunk = Replay(product.folder, position, View(), SEAL).next_chunk(product.version)
         assert [message.body for message in chunk.messages] == bodies[index + 1 :]
+        viewed = Replay(product.folder, replace(position, view=view.id), view, SEAL).next_chunk(product.version)
+        assert [message.body for message in viewed.messages] == seen[index + 1 :], "a view is resumed as it was live"
     assert len(tokens) == product.version + 1
     rows = dict(states[0])
     for number, body in enumerate(bodies[1:], 1):  # a subscriber that applies the messages holds the same keys
@@ -335,11 +357,11 @@ def test_a_position_inside_of_a_commit_is_resumed_with_the_rest_of_it(
     product = top_topics(root)
     product.overwrite(topics(0, [1] * 10), [window(0)])
     product.overwrite(topics(0, [2] * 10), [window(0)])
-    whole = Replay(product.folder, Position(str(product.table.metadata().id), 1)).next_chunk(2).messages
+    whole = Replay(product.folder, Position(str(product.table.metadata().id), 1), View(), SEAL).next_chunk(2).messages
     assert len(whole) > 3
     assert [message.position.ordinal for message in whole if message.position] == [*range(1, len(whole)), 0]
     assert whole[1].position is not None
-    rest = Replay(product.folder, whole[1].position).next_chunk(2).messages
+    rest = Replay(product.folder, whole[1].position, View(), SEAL).next_chunk(2).messages
     assert [message.body for message in rest] == [message.body for message in whole[2:]]
 
 
@@ -358,7 +380,7 @@ def test_a_position_that_the_log_does_not_reach(root: Path, lost: str) -> None:
     else:
         table_id = "7538c0f5-cab9-44b3-aba7-6aa825adf763"
     with pytest.raises(PositionExpired):
-        Replay(product.folder, Position(table_id, 1)).next_chunk(product.version)
+        Replay(product.folder, Position(table_id, 1), View(), SEAL).next_chunk(product.version)
 
 
 async def test_a_warm_start_has_the_last_changes(root: Path) -> None:

@@ -4,70 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from ingest.border import Border
 from ingest.collectors import websocket
 from ingest.collectors.websocket import WebSocketCollector, shown_url
-from ingest.delivery import Delivery
-from ingest.events import LoggedEvent
 from ingest.log import AHEAD, MessageLog
-from ingest.publish import Outcome
 from ingest.source import Gap, Intake
-from tests.ingest.conftest import Upstream, event, eventually, pipeline_of
+from tests.ingest import streams
+from tests.ingest.conftest import Upstream, event, eventually
+from tests.ingest.streams import Kafka
 
 OpenLog = Callable[..., MessageLog]
-SOURCE = pipeline_of("t").sources["clicks"]
-
-
-class Kafka:
-    """Takes everything, and says so if it is told to."""
-
-    def __init__(self) -> None:
-        self.got: list[LoggedEvent] = []
-        self.delivery: Delivery
-        self.acks = True
-        self.acked = 0
-
-    def start(self, deliver: Callable[[Sequence[Outcome]], None]) -> None: ...
-
-    def send(self, events: Sequence[LoggedEvent], *, afresh: bool = False) -> None:
-        self.got += events
-        if self.acks:
-            self.ack()
-
-    def ack(self) -> None:
-        outcomes = [Outcome(event, 0, event.seq) for event in self.got[self.acked :]]
-        self.acked = len(self.got)
-        asyncio.get_running_loop().call_soon(self.delivery.deliver, outcomes)
-
-    def close(self, timeout_s: float) -> None: ...
-
-    def payloads(self) -> list[bytes]:
-        return [event.payload for event in self.got]
 
 
 @asynccontextmanager
 async def collecting(
     log: MessageLog, upstream: Upstream, **options: Any
 ) -> AsyncIterator[tuple[WebSocketCollector, Kafka]]:
-    kafka = Kafka()
-    kafka.delivery = Delivery(log, kafka, lambda _: None)
-    lane = log.lane("clicks/websocket/0", "clicks")
-    intake = Intake(Border(SOURCE, tenant="default", collector="n1"), lane, log, kafka.delivery)
-    collector = WebSocketCollector(upstream.url, intake, backoff_max_s=0.1, **options)
-    tasks = [asyncio.create_task(kafka.delivery.run()), asyncio.create_task(collector.run())]
-    try:
+    def make(intake: Intake) -> WebSocketCollector:
+        return WebSocketCollector(upstream.url, intake, backoff_max_s=0.1, **options)
+
+    async with streams.collecting(log, make) as (collector, kafka):
+        assert isinstance(collector, WebSocketCollector)
         yield collector, kafka
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await log.close()
 
 
 async def test_reconnects_and_resumes_without_a_gap(open_log: OpenLog) -> None:
@@ -91,7 +54,7 @@ async def test_an_upstream_that_cannot_resume_leaves_gaps(open_log: OpenLog) -> 
         async with collecting(log, upstream, on_gap=gaps.append, clock=lambda: next(times)) as (collector, kafka):
             upstream.limit = 10
             await eventually(lambda: len(kafka.got) >= 10)
-            heard = log.lane("clicks/websocket/0", "clicks").last_at
+            heard = log.lane("clicks/test/0", "clicks").last_at
             assert collector.status().gap_count == 0, "the first connection follows nothing"
             await upstream.connections[-1].close(1012, "restart")
             await eventually(lambda: len(gaps) == 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ingest.simulate.generator import BLOCK, RsvpGenerator
-from ingest.simulate.lines import FileLines, GeneratedLines, Reel, renew_rsvp
+from ingest.simulate.lines import FileLines, GeneratedLines, Reel, SceneLines, renew_rsvp
 
 
 @pytest.fixture
@@ -105,3 +106,16 @@ def test_renewing_changes_the_id_alone(rsvp_id: int, turn: int, name: str) -> No
 @pytest.mark.parametrize("event", [b"", b"{", b"[1]", b"{}", b'{"rsvp_id":"x"}', b'{"rsvp_id":null}', b"\xff"])
 def test_renewing_leaves_what_is_no_rsvp(event: bytes) -> None:
     assert renew_rsvp(event, 3) == event
+
+
+def test_a_scene_in_blocks_from_any_place() -> None:
+    def scene(seed: int, start_ms: int) -> Iterator[tuple[str, dict[str, object]]]:
+        for number in itertools.count():
+            yield ("odd" if number % 2 else "even"), {"n": number, "seed": seed, "at": start_ms}
+
+    lines = SceneLines(scene, "odd", 7, 1_000)
+    late = lines.block(90)
+    assert orjson.loads(late[0]) == {"n": 2 * 90 * BLOCK + 1, "seed": 7, "at": 1_000}
+    assert len(late) == BLOCK
+    assert orjson.loads(lines.block(0)[1])["n"] == 3, "an early one that was forgotten is made anew"
+    assert lines.block(90) == late

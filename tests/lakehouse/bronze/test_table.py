@@ -90,3 +90,15 @@ def test_rows_lie_by_day(table: TableRef) -> None:
     append(table, 1)
     assert DeltaTable(str(table.path)).metadata().partition_columns == ["date"]
     assert [json.loads(p.read_text().splitlines()[0]) for p in (table.path / "_delta_log").glob("*.json")]
+
+
+def test_a_table_from_before_a_column_gets_it_and_keeps_its_rows(tmp_path: Path) -> None:
+    ref = Lake(tmp_path).bronze("clicks")
+    old = bronze_rows([b"x"] * 2).drop_columns(["weight"])
+    write_deltalake(str(ref.path), old, partition_by=["date"], configuration={"delta.appendOnly": "true"})
+    create(ref)
+    create(ref)  # a second time changes nothing
+    assert DeltaTable(str(ref.path)).version() == 1
+    write_deltalake(str(ref.path), bronze_rows([b"y"], weight=[2.5], offset=[2]), mode="append")
+    rows = DeltaTable(str(ref.path)).to_pyarrow_table().sort_by("offset")
+    assert rows["weight"].to_pylist() == [None, None, 2.5]

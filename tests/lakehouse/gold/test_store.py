@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from pyspark.sql import SparkSession
 from lakehouse.contract import lake as names
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Product
-from lakehouse.gold.store import HOT_UNITS, BatchMark, ProductStore
+from lakehouse.gold.hot import UNITS as HOT_UNITS
+from lakehouse.gold.store import BatchMark, ProductStore
 from tests.lakehouse.operators.test_top_n import exact, partial, shown
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -106,6 +108,33 @@ def test_a_product_without_windows_is_one_piece(tmp_path: Path) -> None:
         made.apply(pa.table([[row[0]], [row[1]]], schema=schema), mark(batch))
     rows = DeltaTable(str(made.table.path)).to_pyarrow_table().to_pylist()
     assert sorted((row["city"], row["n"]) for row in rows) == [("a", 3), ("b", 1)]
+
+
+@pytest.mark.parametrize("kind", [pa.timestamp("us", "UTC"), pa.date32(), pa.string()])
+def test_a_window_start_may_be_anything(tmp_path: Path, kind: pa.DataType) -> None:
+    """Not only ``window.start``: a truncated time, a date, a text, and nothing."""
+    product = Product("gold", "r", "SELECT x AS window_start, count(*) AS n FROM r GROUP BY x", name="any")
+    made = store(tmp_path, product)
+    starts = pa.array([START, None, START + timedelta(days=1)], pa.timestamp("us", "UTC"))
+    partial = pa.table({"window_start": starts.cast(kind), "n": [1, 2, 3]})
+    made.apply(partial, mark(0))
+    made.apply(partial.slice(1, 1), mark(1))
+    store(tmp_path, product).apply(partial, mark(2))
+    rows = DeltaTable(str(made.table.path)).to_pyarrow_table().to_pylist()
+    assert sorted(row["n"] for row in rows) == [2, 6, 6]
+    assert sum(row["n"] for row in rows if row["window_start"] is None) == 6
+
+
+def test_many_windows_are_one_read_and_one_commit(tmp_path: Path) -> None:
+    sliding = COUNTS.replace("'1 minute'", "'6 hours', '1 minute'")
+    made = store(tmp_path, Product("gold", "r", sliding, name="sliding"))
+    version = made.apply(counts((0, "a", 1), (0, "b", 1)), mark(0))
+    assert len(held(made)) == 2 * 360
+    made = store(tmp_path, made.product)
+    assert made.apply(counts((1, "a", 1), (2, "a", 1)), mark(1)) == version + 1
+    found = held(made)
+    assert Counter(n for _, city, n in found if city == "a") == {3: 358, 2: 2, 1: 2}
+    assert DeltaTable(str(made.table.path)).to_pyarrow_table().num_rows == 2 * 360 + 2
 
 
 def test_a_batch_without_rows_moves_the_position_on(tmp_path: Path) -> None:

@@ -166,7 +166,7 @@ def test_the_shipped_pipeline_merges() -> None:
         ("SELECT c, sum((SELECT max(x) FROM r)) AS n FROM r GROUP BY c", "row by row"),
         ("SELECT c, count(*) AS n FROM (SELECT c, lag(x) OVER (ORDER BY t) FROM r) GROUP BY c", "row by row"),
         ("SELECT a b c FROM", "does not parse"),
-        ("", "does not parse"),
+        (" ", "does not parse"),
     ],
 )
 def test_queries_that_do_not_merge_are_refused_with_a_remedy(sql: str, says: str) -> None:

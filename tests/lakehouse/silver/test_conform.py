@@ -14,8 +14,11 @@ from pyspark.sql import SparkSession
 
 from lakehouse.batch import rejected_rows
 from lakehouse.bronze.query import to_bronze
+from lakehouse.contract.collector import EnrichSpec
 from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.expectations import Expectation
 from lakehouse.contract.pipeline import Source, load_pipeline
+from lakehouse.contract.queries import SQL_COLUMNS
 from lakehouse.contract.settings import conf_dir
 from lakehouse.silver.conform import ENVELOPE_COLUMNS, conform, misfits, payload_schema
 from tests.lakehouse.lakes import T0, bronze_rows, click
@@ -29,7 +32,10 @@ CLICKS = Source(
     event_time="timestamp_millis(at)",
     event_id="{id}",
     required=("id", "at", "place.city"),
-    expectations={"cheap": "price IS NULL OR price < 100", "sound": "price IS NULL OR 10 div price >= 0"},
+    expectations={
+        "cheap": Expectation("price IS NULL OR price < 100"),
+        "sound": Expectation("price IS NULL OR 10 div price >= 0"),
+    },
     name="clicks",
 )
 LOOSE = Source(topic="clicks", schema="id BIGINT, at BIGINT", event_time="timestamp_millis(at)", name="clicks")
@@ -56,6 +62,24 @@ def test_a_valid_event(spark: SparkSession) -> None:
     assert (row["event_id"], row["received_at"], row["tenant"]) == ("e0", T0, "default")
     assert len(row["dedupe_key"]) == 16
     assert set(ENVELOPE_COLUMNS) <= set(row)
+
+
+def test_the_weight_of_an_event(spark: SparkSession) -> None:
+    assert [row["weight"] for row in conformed(spark, CLICKS, [valid()] * 2, weight=[None, 10.0])] == [1.0, 10.0]
+    older = spark.createDataFrame(bronze_rows([valid()]).drop_columns(["weight"]))  # a version from before it
+    assert conform(older, CLICKS).toArrow()["weight"].to_pylist() == [1.0]
+    assert set(SQL_COLUMNS) == set(ENVELOPE_COLUMNS)
+
+
+def test_reference_data_of_the_headers(spark: SparkSession) -> None:
+    spec = EnrichSpec("{who}", "who", "people.csv")
+    rich = dataclasses.replace(CLICKS, enrich={"people": spec})
+    headers = [[("people", b'{"team":"red","age":7}'), ("people_version", b"1")], []]
+    first, second = conformed(spark, rich, [valid()] * 2, headers=headers)
+    assert dict(first["people"]) == {"team": "red", "age": "7"}
+    assert second["people"] is None
+    with pytest.raises(ConfigError, match="'who' has the name"):
+        payload_schema(dataclasses.replace(CLICKS, enrich={"who": spec}))
 
 
 NOT_JSON = "does not fit the schema: not JSON"

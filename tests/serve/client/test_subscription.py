@@ -9,6 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from websockets.asyncio.client import connect
+from websockets.asyncio.server import ServerConnection, serve
 
 from serve.client import Change, ClientError, FileStore, MemoryStore, Message, Refused, Snapshot, TableView, subscribe
 
@@ -235,3 +237,37 @@ def test_the_client_does_not_import_the_server() -> None:
     loaded = done.stdout.split()
     assert all(name == "serve" or name.startswith("serve.client") for name in loaded)
     assert "serve.client.subscription" in loaded
+
+
+async def test_a_change_that_is_lost_on_the_way_is_noticed_and_asked_for_again(root: Path) -> None:
+    product = top_topics(root)
+    product.overwrite(topics(0, [1]), [window(0)])
+    dropped: list[str] = []
+
+    async with serving(root) as url:
+
+        async def relay(front: ServerConnection) -> None:
+            """A middle that swallows the second change, once."""
+            assert front.request is not None
+            async with connect(url.replace("http", "ws") + front.request.path, compression=None) as back:
+                async for text in back:
+                    if '"count":3' in str(text) and '"change"' in str(text) and not dropped:
+                        dropped.append(str(text))
+                    else:
+                        await front.send(text)
+
+        async with (
+            serve(relay, "127.0.0.1", 0, compression=None) as middle,
+            subscribe(
+                f"http://127.0.0.1:{middle.sockets[0].getsockname()[1]}",
+                "top_topics",
+                where="count > 0",
+                columns=["count"],
+            ) as subscription,
+        ):
+            reader = aiter(subscription)
+            assert counts(await anext(reader)) == [1]
+            for count in (2, 3, 4):
+                product.overwrite(topics(0, [count]), [window(0)])
+            assert [counts(await anext(reader)) for _ in range(3)] == [[2], [3], [4]]
+            assert (len(dropped), subscription.gaps, subscription.connects) == (1, 1, 2)

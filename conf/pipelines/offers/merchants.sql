@@ -1,0 +1,3 @@
+SELECT merchant, count(*) AS versions, max(updated_at) AS newest
+FROM offers
+GROUP BY merchant

@@ -1,0 +1,314 @@
+"""What the tables themselves say of the way that events took: hop by hop, without Spark and without a broker.
+
+The hops of an event are *received* (at the collector's socket or upstream) → *broker* (Kafka's time) → *bronze* (the
+commit that holds it) → each *product* (the first commit whose ``millrace.through`` covers its place in Kafka). The
+event's id is the same on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+from deltalake import DeltaTable
+
+from lakehouse.contract.lake import COMMIT_THROUGH, Lake, TableRef
+from lakehouse.contract.pipeline import Pipeline, Source
+
+__all__ = ["Duplicates", "Hop", "Slow", "SourceAudit", "Step", "audit_source", "trace"]
+
+Seconds = npt.NDArray[np.float64]
+
+_COLUMNS = ("event_id", "fingerprint", "collector", "topic", "partition", "offset")
+_TIMES = ("received_at", "broker_time", "bronze_at")
+_LEAST = 100  # events from which a threshold is learnt
+_FLOOR_S = 1.0  # a learnt threshold is never below
+_UNLEARNT_S = 5.0  # where there are too few
+_TIMES_WORSE = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """Times of one hop, in seconds. Clocks of several machines are compared, so the least may be below zero.
+
+    Attributes:
+        name: ``received to broker``, ``broker to bronze`` or ``bronze to PRODUCT``.
+        count: events that have made it.
+        min_s, avg_s, max_s: of them; 0 where there are none.
+    """
+
+    name: str
+    count: int
+    min_s: float
+    avg_s: float
+    max_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """A producer or consumer that is slow now.
+
+    Attributes:
+        kind: ``producer`` or ``consumer``.
+        name: the collecting node, ``bronze`` or the product.
+        avg_s: of its newest events.
+        threshold_s: what it should keep below.
+        learnt: whether that was learnt from the events before, and not declared.
+    """
+
+    kind: str
+    name: str
+    avg_s: float
+    threshold_s: float
+    learnt: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Duplicates:
+    """Rows of bronze beyond the first of their kind.
+
+    Attributes:
+        by_coordinates: with the topic, partition and offset of another: bronze took a record twice.
+        sent_again: with the event id of another, elsewhere in Kafka: it was sent twice.
+        same_payload: with the fingerprint of another, under an id of its own: the source said the same twice.
+    """
+
+    by_coordinates: int
+    sent_again: int
+    same_payload: int
+
+
+@dataclass(frozen=True, slots=True)
+class SourceAudit:
+    """One source.
+
+    Attributes:
+        source, topic: which.
+        rows: of bronze that were looked at.
+        hops: in the order of the way.
+        duplicates: among the rows.
+        slow: who is slow now.
+        offsets: ``TOPIC/PARTITION`` to the next offset that bronze has not taken.
+    """
+
+    source: str
+    topic: str
+    rows: int
+    hops: tuple[Hop, ...]
+    duplicates: Duplicates
+    slow: tuple[Slow, ...]
+    offsets: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One event at one hop.
+
+    Attributes:
+        hop: ``received``, ``broker``, ``bronze`` or the product's name.
+        at: when, microseconds since the epoch.
+        where: collecting node, ``TOPIC/PARTITION/OFFSET``, or table and version.
+    """
+
+    hop: str
+    at: int
+    where: str
+
+
+def audit_source(
+    lake: Lake,
+    pipeline: Pipeline,
+    source: Source,
+    *,
+    since: timedelta,
+    recent: timedelta = timedelta(minutes=5),
+    producer_s: float | None = None,
+    consumer_s: float | None = None,
+    now: datetime | None = None,
+) -> SourceAudit:
+    """Look at the events that bronze took lately.
+
+    Args:
+        lake: where the tables are.
+        pipeline: whose products are followed.
+        source: which.
+        since: how far back.
+        recent: of these, the ones that say what is slow now; a threshold is learnt from the ones before.
+        producer_s: threshold from received to broker; None: learnt.
+        consumer_s: threshold of each later hop; None: learnt.
+        now: the end of the time; by default the clock's.
+    """
+    end = now or datetime.now(UTC)
+    rows = _rows(lake.bronze(source.name), since, end)
+    times = {name: _seconds(rows[name]) for name in _TIMES}
+    is_recent = times["bronze_at"] >= (end - recent).timestamp()
+    waits = {
+        "received to broker": times["broker_time"] - times["received_at"],
+        "broker to bronze": times["bronze_at"] - times["broker_time"],
+    }
+    consumers = {"bronze": waits["broker to bronze"]}
+    for product in pipeline.products_of(source.name):
+        at = _in_product(lake.table(product.layer, product.name), rows)
+        waits[f"bronze to {product.name}"] = consumers[product.name] = at - times["bronze_at"]
+    slow: list[Slow] = []
+    nodes = np.array(rows["collector"].to_pylist(), dtype=object)
+    for node in sorted(set(nodes.tolist())):
+        mine = nodes == node
+        wait = waits["received to broker"]
+        slow += _slow("producer", node, wait[mine & is_recent], wait[mine & ~is_recent], producer_s)
+    for name, wait in consumers.items():
+        slow += _slow("consumer", name, wait[is_recent], wait[~is_recent], consumer_s)
+    return SourceAudit(
+        source.name,
+        source.topic,
+        rows.num_rows,
+        tuple(_hop(name, wait) for name, wait in waits.items()),
+        _duplicates(rows),
+        tuple(slow),
+        _offsets(rows),
+    )
+
+
+def trace(lake: Lake, pipeline: Pipeline, event_id: str) -> list[Step]:
+    """The way of one event and its copies, in the order of time; empty where bronze does not have it."""
+    steps: list[Step] = []
+    for source in pipeline.sources.values():
+        table = lake.bronze(source.name)
+        if not table.exists():
+            continue
+        data = DeltaTable(str(table.path)).to_pyarrow_dataset()
+        rows = data.to_table(columns=[*_COLUMNS, *_TIMES], filter=ds.field("event_id") == event_id)
+        for row in rows.to_pylist():
+            place = f"{row['topic']}/{row['partition']}/{row['offset']}"
+            at = {name: round(row[name].timestamp() * 1e6) for name in _TIMES}
+            steps.append(Step("received", at["received_at"], row["collector"]))
+            steps.append(Step("broker", at["broker_time"], place))
+            steps.append(Step("bronze", at["bronze_at"], table.name))
+        for product in pipeline.products_of(source.name) if rows.num_rows else ():
+            ref = lake.table(product.layer, product.name)
+            commits = list(_commits(ref))
+            for row in rows.to_pylist():
+                key = f"{row['topic']}/{row['partition']}"
+                covering = [commit for commit in commits if commit.through.get(key, 0) > row["offset"]]
+                if covering and (covering[0] is not commits[0] or _reaches_back(ref)):
+                    steps.append(Step(product.name, covering[0].at_us, f"version {covering[0].version}"))
+                elif covering:
+                    steps.append(Step(product.name, covering[0].at_us, f"version {covering[0].version} or before"))
+    return sorted(set(steps), key=lambda step: step.at)
+
+
+@dataclass(frozen=True, slots=True)
+class _Commit:
+    version: int
+    at_us: int
+    through: Mapping[str, int]
+
+
+def _commits(table: TableRef) -> Iterator[_Commit]:
+    """Commits of a product that say how far they reach, oldest first, as far as the log is kept."""
+    for path in sorted((table.path / "_delta_log").glob("[0-9]*.json")):
+        info = _commit_info(path)
+        through = info.get(COMMIT_THROUGH)
+        if through is not None and path.stem.isdigit():
+            found = orjson.loads(through) if isinstance(through, str) else through
+            yield _Commit(int(path.stem), int(info["timestamp"]) * 1000, found)
+
+
+def _reaches_back(table: TableRef) -> bool:
+    return (table.path / "_delta_log" / f"{0:020d}.json").exists()
+
+
+def _commit_info(path: Path) -> dict[str, Any]:
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:  # maintenance has just removed it
+        return {}
+    found = (orjson.loads(line).get("commitInfo") for line in lines if b'"commitInfo"' in line)
+    return next((info for info in found if info), {})
+
+
+def _rows(table: TableRef, since: timedelta, end: datetime) -> pa.Table:
+    columns = [*_COLUMNS, *_TIMES]
+    if not table.exists():
+        text = dict.fromkeys(_COLUMNS, pa.string()) | {"partition": pa.int32(), "offset": pa.int64()}
+        return pa.schema([*text.items(), *((name, pa.timestamp("us", "UTC")) for name in _TIMES)]).empty_table()
+    data = DeltaTable(str(table.path)).to_pyarrow_dataset()
+    start = end - since
+    wanted = (ds.field("date") >= start.date()) & (
+        ds.field("bronze_at") >= pa.scalar(start, data.schema.field("bronze_at").type)
+    )
+    return data.to_table(columns=columns, filter=wanted & (ds.field("origin") == "stream"))
+
+
+def _seconds(column: pa.ChunkedArray) -> Seconds:
+    micros = pc.cast(pc.cast(column, pa.timestamp("us", "UTC")), pa.int64())
+    found: Seconds = micros.to_numpy().astype(np.float64) / 1e6
+    return found
+
+
+def _in_product(table: TableRef, rows: pa.Table) -> Seconds:
+    """For each row, when the product first held it, seconds since the epoch; NaN: not (known to be) yet.
+
+    Where the log does not reach back to its first version, the oldest commit is left out: what it covers may have been
+    covered before.
+    """
+    found = np.full(rows.num_rows, np.nan)
+    commits = list(_commits(table)) if table.exists() else []
+    if not commits:
+        return found
+    whole = _reaches_back(table)
+    at = np.array([commit.at_us / 1e6 for commit in commits])
+    topics = rows["topic"].to_pylist()
+    places = np.array(
+        [f"{topic}/{number}" for topic, number in zip(topics, rows["partition"].to_pylist(), strict=True)], dtype=object
+    )
+    offsets = rows["offset"].to_numpy()
+    for place in set(places.tolist()):
+        ends = np.maximum.accumulate(np.array([commit.through.get(place, 0) for commit in commits], dtype=np.int64))
+        mine = places == place
+        index = np.searchsorted(ends, offsets[mine], side="right")
+        known = ((index > 0) | whole) & (index < len(at))
+        found[mine] = np.where(known, at[np.minimum(index, len(at) - 1)], np.nan)
+    return found
+
+
+def _hop(name: str, wait: Seconds) -> Hop:
+    made = wait[~np.isnan(wait)]
+    if not len(made):
+        return Hop(name, 0, 0.0, 0.0, 0.0)
+    return Hop(name, len(made), *(round(float(value), 6) for value in (made.min(), made.mean(), made.max())))
+
+
+def _slow(kind: str, name: str, recent: Seconds, before: Seconds, declared_s: float | None) -> list[Slow]:
+    recent, before = recent[~np.isnan(recent)], before[~np.isnan(before)]
+    if not len(recent):
+        return []
+    threshold = declared_s
+    if threshold is None:
+        enough = len(before) >= _LEAST
+        threshold = max(_FLOOR_S, _TIMES_WORSE * float(np.percentile(before, 99))) if enough else _UNLEARNT_S
+    average = float(recent.mean())
+    found = Slow(kind, name, round(average, 6), round(threshold, 6), declared_s is None)
+    return [found] if average > threshold else []
+
+
+def _duplicates(rows: pa.Table) -> Duplicates:
+    """Each row is a duplicate of one kind at most: a record taken twice is not also one that was sent twice."""
+    records = rows.group_by(["topic", "partition", "offset"]).aggregate([("event_id", "min"), ("fingerprint", "min")])
+    events = records.group_by(["event_id_min"]).aggregate([("fingerprint_min", "min")])
+    payloads = pc.count_distinct(events["fingerprint_min_min"]).as_py()
+    return Duplicates(rows.num_rows - records.num_rows, records.num_rows - events.num_rows, events.num_rows - payloads)
+
+
+def _offsets(rows: pa.Table) -> dict[str, int]:
+    ends: Sequence[dict[str, Any]] = rows.group_by(["topic", "partition"]).aggregate([("offset", "max")]).to_pylist()
+    return {f"{row['topic']}/{row['partition']}": row["offset_max"] + 1 for row in ends}

@@ -1,0 +1,112 @@
+"""Enough of Spark's DDL to know, without Spark, what JSON a field may hold.
+
+Only what Spark would refuse for certain is told apart; everything else is left to the readers of bronze, who judge by
+Spark itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+_TOKEN = re.compile(r"\s*(`(?:[^`]|``)*`|'(?:[^'\\]|\\.)*'|[A-Za-z_0-9]+|[<>(),:])")
+_ANYTHING: frozenset[type] = frozenset()
+_NUMBER = frozenset({int, float})
+_JSON_TYPES: Mapping[str, frozenset[type]] = {
+    "TINYINT": _NUMBER,
+    "BYTE": _NUMBER,
+    "SMALLINT": _NUMBER,
+    "SHORT": _NUMBER,
+    "INT": _NUMBER,
+    "INTEGER": _NUMBER,
+    "BIGINT": _NUMBER,
+    "LONG": _NUMBER,
+    "BOOLEAN": frozenset({bool}),
+    "ARRAY": frozenset({list}),
+    "MAP": frozenset({dict}),
+    "STRUCT": frozenset({dict}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One declared field.
+
+    Attributes:
+        declared: its type, in capitals, without what is inside of it.
+        json: Python types that its JSON may have; empty: any.
+        fields: of a struct, by name.
+    """
+
+    declared: str
+    json: frozenset[type]
+    fields: Mapping[str, Field] = field(default_factory=dict)
+
+
+def parse_ddl(text: str) -> Mapping[str, Field]:
+    """The fields of a DDL schema, by name; none where it is not understood (whoever reads bronze then says so)."""
+    tokens = list(_tokens(text))
+    try:
+        return _fields(tokens, end="")
+    except (IndexError, ValueError):
+        return {}
+
+
+def find_field(fields: Mapping[str, Field], path: tuple[str, ...]) -> Field | None:
+    """The field at a path, or None."""
+    found = fields.get(path[0])
+    for step in path[1:]:
+        found = found.fields.get(step) if found is not None else None
+    return found
+
+
+def _tokens(text: str) -> Iterator[str]:
+    at = 0
+    text = text.strip()
+    while at < len(text):
+        match = _TOKEN.match(text, at)
+        if match is None:
+            return
+        yield match[1]
+        at = match.end()
+
+
+def _fields(tokens: list[str], end: str) -> dict[str, Field]:
+    """``name[:] type [NOT NULL] [COMMENT '…'], …`` up to ``end``; what is read is taken off the list."""
+    found: dict[str, Field] = {}
+    while tokens and tokens[0] != end:
+        name = tokens.pop(0).strip("`").replace("``", "`")
+        if tokens[0] == ":":
+            tokens.pop(0)
+        found[name] = _type(tokens)
+        while tokens and tokens[0] not in (",", end):
+            tokens.pop(0)
+        if tokens and tokens[0] == ",":
+            tokens.pop(0)
+    return found
+
+
+def _type(tokens: list[str]) -> Field:
+    name = tokens.pop(0).upper()
+    if not re.fullmatch(r"[A-Z_0-9]+", name):
+        raise ValueError(name)
+    fields: dict[str, Field] = {}
+    if tokens and tokens[0] == "<":
+        tokens.pop(0)
+        if name == "STRUCT":
+            fields = _fields(tokens, ">")
+            tokens.pop(0)
+        else:
+            _skip(tokens, "<", ">")
+    elif tokens and tokens[0] == "(":
+        tokens.pop(0)
+        _skip(tokens, "(", ")")
+    return Field(name, _JSON_TYPES.get(name, _ANYTHING), fields)
+
+
+def _skip(tokens: list[str], opening: str, closing: str) -> None:
+    depth = 1
+    while depth:
+        token = tokens.pop(0)
+        depth += (token == opening) - (token == closing)

@@ -1,0 +1,212 @@
+"""Reference data joined to events, carried in their own packet: Kafka headers, kept by bronze.
+
+``[sources.X.enrich.NAME]`` names a small reference, a file or a compacted topic, that every node holds in memory
+(broadcast): no second store is asked on the hot path. An event whose key is in it gets two headers: ``NAME``, the row
+as a JSON object, and ``NAME_version``, which says which state of the reference it was. One whose key is not in it gets
+the version alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import hashlib
+import io
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from ingest.border import Admitted
+from ingest.errors import BrokerUnavailable
+from ingest.reference_topic import TopicReader
+from lakehouse.contract.collector import EnrichSpec
+from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.kafkasecurity import PLAINTEXT, ClientSecurity
+from lakehouse.contract.source import Source, Template
+
+logger = logging.getLogger(__name__)
+
+MAX_FILE_BYTES = 16 * 1024 * 1024
+MAX_ROW_BYTES = 8_192
+REFRESH_S = 2.0
+
+
+class Reference:
+    """Rows by key, ready to be put into a header.
+
+    Attributes:
+        version: 16 hexadecimal characters of a digest of the rows, or ``TOPIC@OFFSETS``.
+    """
+
+    def __init__(self, rows: Mapping[str, str] | None = None, version: str = "") -> None:
+        self.rows: dict[str, str] = dict(rows or {})
+        self.version = version
+
+
+class Enricher:
+    """Adds the references of one source to its events.
+
+    Args:
+        source: its ``enrich``.
+        folder: that files are relative to.
+        bootstrap: ``host:port`` of the broker of topics.
+        at: which of the references: ``border`` or ``refine``.
+        security: how to log in there.
+
+    Raises:
+        ConfigError: a file cannot be read or is not what it should be.
+    """
+
+    def __init__(
+        self, source: Source, folder: Path, bootstrap: str, *, at: str, security: ClientSecurity = PLAINTEXT
+    ) -> None:
+        self._security = security
+        self._source = source
+        self._specs = {name: spec for name, spec in source.enrich.items() if spec.at == at}
+        self._keys = {name: Template(spec.key) for name, spec in self._specs.items()}
+        self._files = {name: folder / spec.file for name, spec in self._specs.items() if spec.file}
+        self._stamps: dict[str, tuple[int, int]] = {}
+        self._bootstrap = bootstrap
+        self.references: dict[str, Reference] = {name: Reference() for name in self._specs}
+        self._unread = {name for name, spec in self._specs.items() if spec.topic}
+        self._complete = asyncio.Event()
+        if not self._unread:
+            self._complete.set()
+        for name in self._files:
+            self._load(name)
+
+    async def complete(self) -> None:
+        """Return when every topic has been read to its end once (while :meth:`run` runs)."""
+        await self._complete.wait()
+
+    def __call__(self, event: Admitted) -> tuple[tuple[str, str], ...]:
+        """The headers for an event that passed the border."""
+        try:
+            fields = orjson.loads(event.payload)
+        except orjson.JSONDecodeError:
+            return ()
+        return self.headers(fields) if isinstance(fields, dict) else ()
+
+    def headers(self, fields: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+        """The headers for an event with these fields."""
+        found: list[tuple[str, str]] = []
+        for name, reference in self.references.items():
+            key = self._keys[name].render(fields)
+            row = reference.rows.get(key) if key is not None else None
+            if row is not None:
+                found.append((name, row))
+            found.append((f"{name}_version", reference.version))
+        return tuple(found)
+
+    async def run(self) -> None:
+        """Follow the references until cancelled: files that change, topics that grow."""
+        topics = {name: spec for name, spec in self._specs.items() if spec.topic}
+        followers = [asyncio.create_task(self._follow(name, spec)) for name, spec in topics.items()]
+        try:
+            while True:
+                await asyncio.sleep(REFRESH_S)
+                await asyncio.to_thread(self._refresh)
+        finally:
+            for follower in followers:
+                follower.cancel()
+            await asyncio.gather(*followers, return_exceptions=True)
+
+    def _refresh(self) -> None:
+        for name, path in self._files.items():
+            try:
+                if _stamp(path) != self._stamps[name]:
+                    self._load(name)
+            except (ConfigError, OSError) as error:
+                logger.error("the reference %s stays as it was: %s", name, error)
+
+    def _load(self, name: str) -> None:
+        spec, path = self._specs[name], self._files[name]
+        try:
+            stamp = _stamp(path)
+            rows = read_rows(path, spec)
+        except (OSError, ValueError) as error:
+            problem = error.strerror if isinstance(error, OSError) else str(error)
+            raise ConfigError(
+                f"{path} cannot be used: {problem}",
+                key=f"sources.{self._source.name}.enrich.{name}.file",
+                remedy="Give a CSV file with a header, a JSON array of objects, or JSON lines",
+            ) from None
+        digest = hashlib.blake2b("\0".join(f"{k}\0{v}" for k, v in sorted(rows.items())).encode(), digest_size=8)
+        self.references[name] = Reference(rows, digest.hexdigest())
+        self._stamps[name] = stamp
+        logger.info("the reference %s has %d rows, version %s", name, len(rows), digest.hexdigest())
+
+    async def _follow(self, name: str, spec: EnrichSpec) -> None:
+        while True:
+            reader = TopicReader(self._bootstrap, spec.topic, self._security)
+            try:
+                while True:
+                    changes = await asyncio.to_thread(reader.poll)
+                    self._apply(self.references[name], spec, changes, reader.version)
+                    if not changes:
+                        self._unread.discard(name)
+                        if not self._unread:
+                            self._complete.set()
+            except BrokerUnavailable as error:
+                logger.warning("the reference %s is not followed for the moment: %s", name, error)
+                await asyncio.sleep(REFRESH_S)
+            finally:
+                await asyncio.to_thread(reader.close)
+
+    def _apply(
+        self, reference: Reference, spec: EnrichSpec, changes: Iterable[tuple[str, bytes | None]], version: str
+    ) -> None:
+        for key, value in changes:
+            try:
+                row = None if value is None else _row_text(orjson.loads(value), spec)
+            except ValueError as error:
+                logger.error("key %s of topic %s is passed over: %s", key, spec.topic, error)
+                continue
+            if row is None:
+                reference.rows.pop(key, None)
+            else:
+                reference.rows[key] = row
+        reference.version = version
+
+
+def read_rows(path: Path, spec: EnrichSpec) -> dict[str, str]:
+    """Rows of a file by key, each as JSON; of several with one key the last.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is too large, or not of a form that is known, or lacks a column.
+    """
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes; a reference is small, join a table instead")
+    text = path.read_text(encoding="utf-8-sig")
+    rows: Iterable[Any]
+    if path.suffix.lower() == ".csv":
+        rows = csv.DictReader(io.StringIO(text))
+    elif text.lstrip().startswith("["):
+        rows = orjson.loads(text)
+    else:
+        rows = [orjson.loads(line) for line in text.splitlines() if line.strip()]
+    found: dict[str, str] = {}
+    for number, row in enumerate(rows, 1):
+        if not isinstance(row, dict) or row.get(spec.column) is None:
+            raise ValueError(f"row {number} has no {spec.column!r}")
+        found[str(row[spec.column])] = _row_text(row, spec)
+    return found
+
+
+def _row_text(row: Any, spec: EnrichSpec) -> str:
+    if not isinstance(row, dict):
+        raise ValueError("it is not an object")
+    chosen = {name: row.get(name) for name in spec.fields} if spec.fields else row
+    text = orjson.dumps(chosen).decode()
+    if len(text) > MAX_ROW_BYTES:
+        raise ValueError(f"a row has more than {MAX_ROW_BYTES} bytes; name the fields that are needed")
+    return text
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_mtime_ns, found.st_size

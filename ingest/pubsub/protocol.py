@@ -1,0 +1,394 @@
+"""The WebSocket of publish/subscribe collection, ``/v1/stream``: JSON objects in text frames, both ways.
+
+=============================================================  =====================================================
+client → node                                                  node → client
+=============================================================  =====================================================
+``{"publish": SOURCE, "event": {…}, "id": ID}``                ``{"ack": ID, "token": …}`` once the event is safe, or
+                                                               ``{"refused": ID, "status": …, "detail": …}``
+``{"subscribe": PRODUCT, "keys": [[…], …], "id": ID}``         ``{"subscribed": PRODUCT, "keys": N, "id": ID}``, then
+                                                               ``{"product", "key", "version", "rows"}`` a key, now
+                                                               and whenever its rows change
+``{"subscribe": PRODUCT, "keys": []}``                         interest ends
+=============================================================  =====================================================
+
+``subscribe`` replaces the keys of that product: a car on another road sends its new list. ``publish`` without ``id`` is
+not acknowledged. While the log is full nothing is read; a connection that does not read is told the newest of each key
+when it does. Handshake and control frames are those of ``websockets``'s protocol without I/O.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import logging
+import socket
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import orjson
+from websockets.exceptions import InvalidState
+from websockets.frames import Frame, Opcode
+from websockets.http11 import Request
+from websockets.protocol import State
+from websockets.server import ServerProtocol
+
+from ingest.border import Admitted
+from ingest.collectors.door import CODES, Door, NotReady, presented_key
+from ingest.errors import EventRefused, LogFull, LogUnavailable
+from ingest.events import Group
+from ingest.pubsub.feed import Feed
+from ingest.pubsub.interests import Interests, Key
+from lakehouse.contract.pipeline import Pipeline
+
+if TYPE_CHECKING:
+    from uvicorn.server import ServerState
+
+logger = logging.getLogger(__name__)
+
+PATH = "/v1/stream"
+MAX_MESSAGE_BYTES = 1_100_000
+MAX_KEYS = 1_000  # of one connection
+_BUFFER_BYTES = 262_144  # unsent bytes of a connection from which on it is told only the newest, later
+_CLOSE_S = 2.0
+_PING_S = 20.0
+_TRY_LATER, _GOING_AWAY, _BAD_MESSAGE = 1013, 1001, 1007
+
+
+class Streams:
+    """Every publish/subscribe connection of a node.
+
+    Args:
+        door: keys, limits, tokens, and the sources that may be published to: those that take events by HTTP.
+        interests: who wants what.
+        pipeline: its products with a channel may be subscribed to.
+        most: connections at a time.
+
+    Attributes:
+        feed: set by the node once it is made.
+        connections: there are now.
+    """
+
+    def __init__(
+        self,
+        door: Door,
+        interests: Interests[StreamProtocol],
+        pipeline: Pipeline,
+        most: int,
+    ) -> None:
+        self.door = door
+        self.interests = interests
+        self.pipeline = pipeline
+        self.most = most
+        self.feed: Feed[StreamProtocol]
+        self.connections: set[StreamProtocol] = set()
+
+    def tell(self, subscriber: StreamProtocol, product: str, keys: Sequence[Key]) -> None:
+        """Keys of a product changed; for :class:`Feed`."""
+        subscriber.tell(product, keys)
+
+    def protocol(
+        self, config: object, server_state: ServerState, app_state: dict[str, Any], _loop: object = None
+    ) -> StreamProtocol:
+        """What uvicorn calls for an upgrade request."""
+        return StreamProtocol(self, server_state.connections)
+
+    async def keep_alive(self) -> None:
+        """Ping every connection now and then; one that answers nothing from one ping to the next but one is cut."""
+        while True:
+            await asyncio.sleep(_PING_S)
+            for connection in list(self.connections):
+                connection.ping()
+
+
+class StreamProtocol(asyncio.Protocol):
+    """One connection.
+
+    Args:
+        streams: what it shares with the others.
+        server: uvicorn's set of connections, which it stops.
+    """
+
+    def __init__(self, streams: Streams, server: set[Any]) -> None:
+        self._streams = streams
+        self._server = server
+        self._loop = asyncio.get_running_loop()
+        self._wire = ServerProtocol(max_size=MAX_MESSAGE_BYTES, logger=logger)
+        self._transport: asyncio.Transport = None  # type: ignore[assignment]
+        self._open = False
+        self._closing: asyncio.TimerHandle | None = None
+        self._paused = False
+        self._stale: dict[tuple[str, Key], None] = {}  # to be told when the socket drains
+        self._held: deque[bytes] = deque()  # messages that came while the log was full
+        self._unacked: deque[tuple[Any, Group | None, Admitted]] = deque()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._silent = 0
+        self._parts: list[bytes] = []
+        self._key: str | None = None
+        self._limited: frozenset[tuple[str, str]] = frozenset()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The upgrade request follows."""
+        self._transport = transport  # type: ignore[assignment]
+        self._transport.set_write_buffer_limits(high=_BUFFER_BYTES)
+        raw: socket.socket | None = transport.get_extra_info("socket")
+        if raw is not None and hasattr(socket, "TCP_NOTSENT_LOWAT") and raw.family != socket.AF_UNIX:
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _BUFFER_BYTES)
+        self._server.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget it; what was taken stays taken."""
+        self._open = False
+        self._server.discard(self)
+        self._streams.connections.discard(self)
+        self._streams.interests.gone(self)
+        self._streams.door.gate.release(self._limited)
+        self._limited = frozenset()
+        for task in self._tasks.values():
+            task.cancel()
+        if self._closing is not None:
+            self._closing.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        """Handshake, control frames, messages."""
+        self._wire.receive_data(data)
+        self._react()
+
+    def eof_received(self) -> None:
+        """The other side sends no more; the transport closes."""
+        self._wire.receive_eof()
+        self._react()
+
+    def pause_writing(self) -> None:
+        """The other side does not read: the newest of each key is told when it does."""
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        """It reads again."""
+        self._paused = False
+        stale, self._stale = self._stale, {}
+        for product, key in stale:
+            self.tell(product, (key,))
+
+    # what the node says
+
+    def tell(self, product: str, keys: Sequence[Key]) -> None:
+        """Send the states of keys, or note them where the socket takes no more."""
+        if not self._open:
+            return
+        for key in keys:
+            state = self._streams.interests.state(product, key)
+            if self._paused:
+                self._stale[product, key] = None
+            elif state is not None:
+                head = orjson.dumps({"product": product, "key": key, "version": state.version})
+                self._send(head[:-1] + b',"rows":' + state.rows + b"}")
+
+    def ping(self) -> None:
+        """Ask whether it is there; cut it where the two pings before were not answered."""
+        self._silent += 1
+        if self._silent > 2:
+            self._transport.abort()
+        elif self._open:
+            self._wire.send_ping(b"")
+            self._flush()
+
+    def shutdown(self) -> None:
+        """Uvicorn stops."""
+        self._close(_GOING_AWAY, "the node stops; connect again")
+
+    # the wire
+
+    def _react(self) -> None:
+        for event in self._wire.events_received():
+            self._silent = 0
+            if isinstance(event, Request):
+                self._accept(event)
+            elif isinstance(event, Frame) and event.opcode in (Opcode.TEXT, Opcode.BINARY, Opcode.CONT):
+                self._parts.append(bytes(event.data))
+                if event.fin:
+                    message, self._parts = b"".join(self._parts), []
+                    self._take(message)
+        self._flush()
+        if self._wire.close_expected() and self._closing is None:
+            self._open = False
+            self._closing = self._loop.call_later(_CLOSE_S, self._transport.abort)
+
+    def _accept(self, request: Request) -> None:
+        response = self._wire.accept(request)
+        if response.status_code == http.HTTPStatus.SWITCHING_PROTOCOLS:
+            origin = request.headers.get("Origin")
+            if urlsplit(request.path).path != PATH:
+                response = self._wire.reject(http.HTTPStatus.NOT_FOUND, f"WebSockets are taken at {PATH}\n")
+            elif origin is not None and urlsplit(origin).netloc != request.headers.get("Host"):
+                response = self._wire.reject(http.HTTPStatus.FORBIDDEN, "another site's page may not connect\n")
+            elif not self._known(request):
+                response = self._wire.reject(http.HTTPStatus.UNAUTHORIZED, "show a key: Authorization: Bearer KEY\n")
+            elif len(self._streams.connections) >= self._streams.most:
+                response = self._wire.reject(http.HTTPStatus.SERVICE_UNAVAILABLE, "too many connections\n")
+        self._wire.send_response(response)
+        self._flush()
+        if self._wire.state is State.OPEN:
+            self._open = True
+            self._streams.connections.add(self)
+
+    def _known(self, request: Request) -> bool:
+        """Whether the key is one, where keys are asked for; each source then has its say."""
+        shown = (presented_key(name.lower().encode(), value.encode()) for name, value in request.headers.raw_items())
+        self._key = next((key for key in shown if key), None)
+        gate = self._streams.door.gate
+        try:
+            return not gate.keys_required or gate.key(self._key) is not None
+        except EventRefused:
+            return False
+
+    def _send(self, body: bytes) -> None:
+        if self._open and self._wire.state is State.OPEN:
+            self._transport.write(Frame(Opcode.TEXT, body).serialize(mask=False))
+
+    def _flush(self) -> None:
+        for data in self._wire.data_to_send():
+            if data:
+                self._transport.write(data)
+            else:
+                self._transport.close()
+
+    def _close(self, code: int, reason: str) -> None:
+        self._open = False
+        if self._closing is not None or self._transport.is_closing():
+            return
+        try:
+            self._wire.send_close(code, reason)
+        except InvalidState:
+            self._transport.close()
+        self._flush()
+        self._closing = self._loop.call_later(_CLOSE_S, self._transport.abort)
+
+    # messages
+
+    def _take(self, message: bytes) -> None:
+        if self._held:
+            self._held.append(message)
+            return
+        try:
+            self._handle(message)
+        except (LogFull, LogUnavailable) as error:
+            logger.info("a publisher waits: %s", error)
+            self._held.append(message)
+            self._transport.pause_reading()
+            self._tasks["held"] = self._loop.create_task(self._take_held())
+
+    async def _take_held(self) -> None:
+        """Take what waits for room in the log, in order; then read on."""
+        while self._held:
+            try:
+                self._handle(self._held[0])
+                self._held.popleft()
+            except (LogFull, LogUnavailable):
+                await self._any_log().room()
+                await asyncio.sleep(0.01)
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def _any_log(self) -> Any:
+        return next(iter(self._streams.door.intakes.values())).log
+
+    def _handle(self, message: bytes) -> None:
+        try:
+            content = orjson.loads(message)
+        except orjson.JSONDecodeError as error:
+            content = None
+            detail = f"not JSON: {error}"
+        else:
+            detail = "a message is an object with publish or subscribe"
+        if isinstance(content, dict) and isinstance(content.get("publish"), str):
+            self._publish(content)
+        elif isinstance(content, dict) and isinstance(content.get("subscribe"), str):
+            self._subscribe(content)
+        else:
+            self._refuse(content.get("id") if isinstance(content, dict) else None, EventRefused(detail, 400))
+
+    def _publish(self, content: dict[str, Any]) -> None:
+        name, number = content["publish"], content.get("id")
+        door = self._streams.door
+        intake = door.intakes.get(name)
+        try:
+            if intake is None:
+                raise EventRefused(f"there is no source {name!r} that takes events here", 404, code="unknown-source")
+            caller = door.gate.admit(intake.border.source, self._key)
+            self._limited = door.gate.hold(intake.border.source, caller, self._limited)
+            if reason := door.not_ready():
+                raise NotReady(reason)
+            door.gate.spend(intake.border.source, caller, 1)
+        except EventRefused as refused:
+            door.count(name if intake is not None else "", refused)
+            self._refuse(number, refused)
+            return
+        event = orjson.dumps(content.get("event"))
+        admitted = intake.border.admit(event, tenant=caller.tenant, max_bytes=caller.max_event_bytes)
+        group = None
+        if admitted.refusal is None or door.gate.keep_reject(name):
+            group = intake.take(admitted).group
+        if number is None or name in door.one_way:
+            return
+        self._unacked.append((number, group, admitted))
+        if "acks" not in self._tasks or self._tasks["acks"].done():
+            self._tasks["acks"] = self._loop.create_task(self._acknowledge())
+
+    async def _acknowledge(self) -> None:
+        """Answer each publication once it is safe, in order."""
+        while self._unacked:
+            number, group, admitted = self._unacked[0]
+            if group is not None:
+                await group.wait()
+            self._unacked.popleft()
+            if admitted.shed:
+                self._send(orjson.dumps({"ack": number, "shed": True}))
+                continue
+            token = self._streams.door.signer.sign(admitted.envelope).decode()
+            if admitted.refusal is None:
+                self._send(orjson.dumps({"ack": number, "token": token}))
+            else:
+                refusal = admitted.refusal
+                self._refuse(number, EventRefused(refusal.reason, refusal.status, code=refusal.code, token=token))
+
+    def _subscribe(self, content: dict[str, Any]) -> None:
+        product, number = content["subscribe"], content.get("id")
+        try:
+            keys = self._keys(product, content.get("keys"))
+        except EventRefused as error:
+            self._refuse(number, error)
+            return
+        interests = self._streams.interests
+        new = interests.want(self, product, keys)
+        self._send(orjson.dumps({"subscribed": product, "keys": len(keys), "id": number}))
+        self.tell(product, [key for key in new if interests.state(product, key) is not None])
+        if any(interests.state(product, key) is None for key in new):
+            self._streams.feed.look(product)
+
+    def _keys(self, product: str, given: Any) -> list[Key]:
+        declared = self._streams.pipeline.products.get(product)
+        if declared is None or not declared.channel:
+            raise EventRefused(f"there is no product {product!r} to subscribe to", 404)
+        intake = self._streams.door.intakes.get(declared.source)
+        if intake is not None:  # where keys are asked for, a key sees what comes of the sources it sends to
+            self._streams.door.gate.admit(intake.border.source, self._key)
+        if not isinstance(given, list):
+            raise EventRefused("keys is a list of keys, each a list of values", 400)
+        parts = [key if isinstance(key, list) else [key] for key in given]
+        if not all(parts) or not all(isinstance(value, str | int) for key in parts for value in key):
+            raise EventRefused("a key is a list of texts or whole numbers", 400)
+        if len({len(key) for key in parts}) > 1:
+            raise EventRefused("the keys of a subscription name equally many columns", 400)
+        others = self._streams.interests.count(self)
+        if len(parts) > MAX_KEYS or others > 4 * MAX_KEYS:
+            raise EventRefused(f"a connection may want {MAX_KEYS} keys of a product at most", 413)
+        return list({tuple(str(value) for value in key): None for key in parts})
+
+    def _refuse(self, number: Any, error: EventRefused) -> None:
+        code = error.code or CODES.get(error.status, "error")
+        body = {"refused": number, "status": error.status, "code": code, "detail": error.reason, **error.members}
+        self._send(orjson.dumps(body))

@@ -1,0 +1,147 @@
+"""Load shedding: when too much waits for Kafka, part of a source's events is not taken at all.
+
+It happens at the border, before the log: what was acknowledged is never shed, and what is shed is never acknowledged.
+An event's fate hangs on its id alone, so one that is sent again meets the same fate while shedding is on. Those that
+are taken meanwhile carry the share in force as a *weight* (1 / (1 - share), the events that each stands for), so that
+``sum(weight)`` estimates what ``count(*)`` would have been; events that could not have been shed weigh 1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lakehouse.contract.envelope import WEIGHT
+from lakehouse.contract.shed import ShedSpec
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.05  # between two looks at what waits
+_SPACE = 2**64
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What waits for Kafka.
+
+    Attributes:
+        events: of the source, in the log.
+        bytes: of the node's log.
+        oldest_at: received_at of the node's oldest event that Kafka has not acknowledged, microseconds since the
+            epoch; 0 where there is none.
+    """
+
+    events: int
+    bytes: int
+    oldest_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What becomes of an event.
+
+    Attributes:
+        shed: it is not taken.
+        extra: headers for one that is.
+    """
+
+    shed: bool
+    extra: tuple[tuple[str, str], ...] = ()
+
+
+TAKEN, SHED = Fate(shed=False), Fate(shed=True)
+
+
+class Shedder:
+    """Sheds the events of one source while too much waits, and stops by itself.
+
+    Args:
+        name: of the source, for the log.
+        spec: as the pipeline declares it.
+        waiting: what waits now.
+        now: seconds of a clock that never goes back.
+        clock: nanoseconds since the epoch, as events are stamped with.
+
+    Attributes:
+        on: whether it sheds now.
+        count: events shed since the node started.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        spec: ShedSpec,
+        waiting: Callable[[], Waiting],
+        *,
+        now: Callable[[], float] = time.monotonic,
+        clock: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._name = name
+        self._spec = spec
+        self._waiting = waiting
+        self._now = now
+        self._clock = clock
+        self._looked = float("-inf")
+        self._calm_since: float | None = None
+        self._least = int(spec.share * _SPACE)
+        self._weighed = Fate(shed=False, extra=((WEIGHT, repr(round(1 / (1 - spec.share), 9))),))
+        self.on = False
+        self.count = 0
+
+    @property
+    def share(self) -> float:
+        """The share in force: of the events that may go, the part that does."""
+        self._look()
+        return self._spec.share if self.on else 0.0
+
+    def judge(self, event_id: str, fields: Mapping[str, Any]) -> Fate:
+        """What becomes of a valid event.
+
+        Args:
+            event_id: its dedupe key.
+            fields: the parsed payload.
+        """
+        self._look()
+        if not self.on or any(test.holds(fields) for test in self._spec.tests):
+            return TAKEN
+        digest = hashlib.blake2b(event_id.encode(), digest_size=8, person=b"millrace-shed").digest()
+        if int.from_bytes(digest, "big") >= self._least:
+            return self._weighed
+        self.count += 1
+        return SHED
+
+    def _look(self) -> None:
+        now = self._now()
+        if now - self._looked < LOOK_S:
+            return
+        self._looked = now
+        pressure = self._pressure(self._waiting())
+        if pressure >= 1:
+            if not self.on:
+                logger.warning(
+                    "source %s: too much waits for Kafka; %.0f %% is shed", self._name, 100 * self._spec.share
+                )
+            self.on, self._calm_since = True, None
+        elif self.on and pressure >= self._spec.off:
+            self._calm_since = None
+        elif self.on:
+            self._calm_since = now if self._calm_since is None else self._calm_since
+            if now - self._calm_since >= self._spec.hold_ms / 1000:
+                logger.warning("source %s: nothing is shed any more; %d events were", self._name, self.count)
+                self.on, self._calm_since = False, None
+
+    def _pressure(self, waiting: Waiting) -> float:
+        """How near the nearest limit is; 1: reached."""
+        spec = self._spec
+        parts = [0.0]
+        if spec.on_events:
+            parts.append(waiting.events / spec.on_events)
+        if spec.on_bytes:
+            parts.append(waiting.bytes / spec.on_bytes)
+        if spec.on_age_ms and waiting.oldest_at:
+            parts.append((self._clock() / 1e6 - waiting.oldest_at / 1e3) / spec.on_age_ms)
+        return max(parts)

@@ -1,0 +1,283 @@
+"""``millrace load``: feed files into bronze, now, from a watched folder, or from addresses on a schedule. No Java."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
+
+from jobs.console import JsonOption, LakeOption, PipelineOption, err, out, print_json
+from jobs.log import log_to_stderr
+from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.lake import Lake
+from lakehouse.contract.pipeline import Pipeline, Source, load_pipeline
+from lakehouse.contract.settings import Settings, load_settings
+from lakehouse.contract.tomlfile import duration_ms
+
+if TYPE_CHECKING:
+    from lakehouse.feeds.load import Load
+    from lakehouse.feeds.model import FileReport, Job, Step
+
+log = logging.getLogger(__name__)
+
+LATE = 4
+"""Exit status of a load whose rows are all in, but after its deadline."""
+_SHOWN = 20  # files in progress, and rows of the table on the screen
+
+
+def load(
+    paths: Annotated[list[str] | None, typer.Argument(help="Files, folders or globs.", show_default=False)] = None,
+    source: Annotated[str | None, typer.Option(help="Whose rows they are; may be left out where there is one.")] = None,
+    format: Annotated[str, typer.Option(help="auto, csv, tsv, jsonl or parquet; gzip is told by itself.")] = "auto",
+    workers: Annotated[int, typer.Option(help="Processes.", min=1)] = min(4, os.cpu_count() or 1),
+    encoding: Annotated[str, typer.Option(help="Of CSV and JSON lines, as Python names it.")] = "utf-8",
+    delimiter: Annotated[str, typer.Option(help="Of CSV.")] = ",",
+    max_rejects: Annotated[
+        float, typer.Option(help="Take no more of a file when this share of its rows is refused.", min=0, max=1)
+    ] = 1.0,
+    gate: Annotated[bool, typer.Option("--gate", help="Ask the source's expectations before each commit.")] = False,
+    sla: Annotated[str | None, typer.Option(help="How long the load may take, e.g. '1 hour'.")] = None,
+    node: Annotated[str, typer.Option(help="Id of this loader.")] = "loader-1",
+    watch: Annotated[Path | None, typer.Option(help="Load what arrives in this folder, until stopped.")] = None,
+    feeds: Annotated[bool, typer.Option("--feeds", help="Fetch the pipeline's feeds, until stopped.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="With --watch or --feeds: what there is now, then end.")] = False,
+    settle: Annotated[float, typer.Option(help="With --watch: seconds that a file must be still.", min=0)] = 2.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Read and count, and write nothing.")] = False,
+    lake: LakeOption = None,
+    pipeline: PipelineOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Load feed files into bronze, each once by its content; goes on inside a file after a crash.
+
+    Exit status: 0 all is in; 1 a file is not; 4 all is in, but after the deadline.
+    """
+    from lakehouse.feeds.files import FORMATS
+
+    settings = load_settings(lake=lake, pipeline=pipeline)
+    loaded = load_pipeline(settings.pipeline_folder())
+    _check(paths, watch, feeds, format, FORMATS, encoding, delimiter)
+    log_to_stderr()
+    options = {"kind": format, "encoding": encoding, "delimiter": delimiter, "node": node, "trial": dry_run}
+    make = _Jobs(settings, {**options, "max_rejects": max_rejects, "gate": gate})
+    allowed_s = duration_ms(_duration(sla)) / 1000 if sla else None
+    if feeds:
+        _serve_feeds(make, loaded, source, workers, once=once, as_json=as_json)
+    elif watch is not None:
+        _serve_inbox(make.job(_source(loaded, source)), watch, settle, workers, allowed_s, once=once, as_json=as_json)
+    else:
+        _load_now(make.job(_source(loaded, source)), paths or [], workers, allowed_s, as_json=as_json)
+
+
+def _load_now(job: Job, paths: Sequence[str], workers: int, allowed_s: float | None, *, as_json: bool) -> None:
+    from lakehouse.feeds.files import find
+    from lakehouse.feeds.load import load as run
+
+    files = find(paths)
+    with _Bars(sum(file.size for file in files), len(files), quiet=as_json) as bars:
+        done = run(job, files, workers=workers, allowed_s=allowed_s, tell=bars.tell)
+    _say(done, as_json)
+    raise typer.Exit(status_of([done]))
+
+
+def _serve_inbox(
+    job: Job, folder: Path, settle_s: float, workers: int, allowed_s: float | None, *, once: bool, as_json: bool
+) -> None:
+    from lakehouse.feeds.inbox import Inbox
+    from lakehouse.feeds.serve import watch_inbox
+
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}", key="--watch", remedy="Make it, or name another")
+    stop = _stopped_by_signals()
+    err.print(f"watching {folder}; done files go to {folder}/done, others to {folder}/failed")
+    loads = watch_inbox(job, Inbox(folder, settle_s), stop, workers=workers, allowed_s=allowed_s, once=once)
+    statuses = []
+    for done in loads:
+        _say(done, as_json)
+        statuses.append(status_of([done]))
+    raise typer.Exit(max(statuses, default=0) if once else 0)
+
+
+def _serve_feeds(make: _Jobs, pipeline: Pipeline, only: str | None, workers: int, *, once: bool, as_json: bool) -> None:
+    from lakehouse.feeds.serve import run_feeds
+
+    sources = [_source(pipeline, only)] if only else [s for s in pipeline.sources.values() if s.feeds]
+    if not any(source.feeds for source in sources):
+        raise ConfigError("no source has feeds", key="feeds", remedy="Add [[sources.NAME.feeds]] to the pipeline")
+    stop = _stopped_by_signals()
+    failures = 0
+    statuses = []
+    for outcome in run_feeds([make.job(source) for source in sources], stop, workers=workers, once=once):
+        if outcome.load is not None:
+            _say(outcome.load, as_json)
+            statuses.append(status_of([outcome.load]))
+        failures += bool(outcome.problem)
+    raise typer.Exit((1 if failures else max(statuses, default=0)) if once else 0)
+
+
+def status_of(loads: Sequence[Load]) -> int:
+    """Exit status: 0 all is in, 1 a file is not, 4 all is in but late."""
+    if not all(load.ok for load in loads):
+        return 1
+    return LATE if any(load.late for load in loads) else 0
+
+
+class _Jobs:
+    """Makes the job of a source out of the command's options."""
+
+    def __init__(self, settings: Settings, options: dict[str, Any]) -> None:
+        self._settings = settings
+        self._options = options
+
+    def job(self, source: Source) -> Job:
+        from lakehouse.feeds.model import Job
+
+        return Job(Lake(self._settings.lake), source, tenant=self._settings.tenant, **self._options)
+
+
+class _Bars:
+    """Progress of all files together, and of those in hand."""
+
+    def __init__(self, total: int, files: int, *, quiet: bool) -> None:
+        self._bars = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            DownloadColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[rows]:>12,} rows"),
+            console=err,
+            disable=quiet,
+            transient=True,
+        )
+        self._files = files
+        self._finished = 0
+        self._all = self._bars.add_task(f"0 of {files} files", total=max(1, total), rows=0)
+        self._tasks: dict[str, TaskID] = {}
+        self._read: dict[str, int] = {}
+        self._rows: dict[str, int] = {}
+
+    def __enter__(self) -> _Bars:
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bars.stop()
+
+    def tell(self, message: Step | FileReport) -> None:
+        """Move the bars."""
+        from lakehouse.feeds.model import FileReport
+
+        if isinstance(message, FileReport):
+            self._finished += 1
+            self._read[message.name] = message.bytes
+            if (task := self._tasks.pop(message.name, None)) is not None:
+                self._bars.remove_task(task)
+        else:
+            self._read[message.name], self._rows[message.name] = message.read, message.rows
+            if message.name not in self._tasks and len(self._tasks) < _SHOWN:
+                self._tasks[message.name] = self._bars.add_task(Path(message.name).name, total=message.size, rows=0)
+            if (task := self._tasks.get(message.name)) is not None:
+                self._bars.update(task, completed=message.read, rows=message.rows)
+        read, rows = sum(self._read.values()), sum(self._rows.values())
+        self._bars.update(self._all, completed=read, rows=rows, description=f"{self._finished} of {self._files} files")
+
+
+def _say(done: Load, as_json: bool) -> None:
+    reports = list(done.reports)
+    if as_json:
+        print_json(
+            {
+                "load": done.id,
+                "source": done.source,
+                "ok": done.ok,
+                "late": done.late,
+                "seconds": round(done.seconds, 3),
+                "rows": done.new_rows,
+                "files": [dataclasses.asdict(report) for report in reports],
+            }
+        )
+        return
+    table = Table(
+        "file", "state", *[Column(name, justify="right") for name in ("rows", "rejects", "seconds")], "reason"
+    )
+    bad = [report for report in reports if not report.ok]
+    shown = bad + [report for report in reports if report.ok][: max(0, _SHOWN - len(bad))]
+    names = _short([report.name for report in reports])
+    for report in shown:
+        state = f"[{'green' if report.ok else 'red'}]{report.state}[/]"
+        row = (f"{report.rows:,}", f"{report.rejects:,}", f"{report.seconds:.1f}", report.reason)
+        table.add_row(_escaped(names[report.name]), state, *map(_escaped, row))
+    out.print(table)
+    if len(reports) > len(shown):
+        where = "" if shown[0].state == "would load" else "; table [bold]loads[/] has them all"
+        out.print(f"… and {len(reports) - len(shown):,} more{where}")
+    rate = done.new_rows / done.seconds if done.seconds else 0.0
+    late = "; [red]after the deadline[/]" if done.late else ""
+    out.print(f"{len(reports):,} files, {done.new_rows:,} rows in {done.seconds:.1f} s ({rate:,.0f} rows/s){late}")
+
+
+def _short(names: Sequence[str]) -> dict[str, str]:
+    """Names without the folder that all have in common."""
+    common = os.path.commonpath([str(Path(name).parent) for name in names]) if names else ""
+    return {name: os.path.relpath(name, common) for name in names}
+
+
+def _check(
+    paths: Sequence[str] | None,
+    watch: Path | None,
+    feeds: bool,
+    kind: str,
+    kinds: Sequence[str],
+    encoding: str,
+    delimiter: str,
+) -> None:
+    import codecs
+
+    if sum((bool(paths), watch is not None, feeds)) != 1:
+        raise ConfigError("say what to load", key="load", remedy="Give paths, or --watch DIR, or --feeds")
+    if kind not in kinds:
+        raise ConfigError(f"{kind!r} is no format", key="--format", remedy=f"Use one of: {', '.join(kinds)}")
+    try:
+        codecs.lookup(encoding)
+    except LookupError:
+        raise ConfigError(f"{encoding!r} is no encoding", key="--encoding", remedy="Use e.g. utf-8, cp1252") from None
+    if len(delimiter) != 1:
+        raise ConfigError("must be one character", key="--delimiter", remedy="Use e.g. ';'")
+
+
+def _duration(text: str) -> str:
+    try:
+        duration_ms(text)
+    except ValueError as error:
+        raise ConfigError(str(error), key="--sla") from None
+    return text
+
+
+def _source(pipeline: Pipeline, name: str | None) -> Source:
+    if name is None and len(pipeline.sources) == 1:
+        return next(iter(pipeline.sources.values()))
+    if name not in pipeline.sources:
+        problem = f"there is no source {name!r}" if name else f"pipeline {pipeline.name} has several sources"
+        raise ConfigError(problem, key="--source", remedy=f"Sources: {', '.join(pipeline.sources)}")
+    return pipeline.sources[name]
+
+
+def _stopped_by_signals() -> threading.Event:
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
+
+
+def _escaped(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)

@@ -1,0 +1,227 @@
+"""One run of the demo: play, follow, wait until everything has arrived, count."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import webbrowser
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+
+from jobs.account import Account, Push, take_account
+from jobs.arrival import covers, end_offsets, followed, tables_through
+from jobs.board import Board, Figures
+from jobs.outcome import Outcome
+from jobs.playing import Options, Playing, Progress, source_stats, upstream_problems
+from jobs.supervise import Child
+from jobs.up import Stack
+from lakehouse.contract.errors import ConfigError, EnvironmentProblem
+from lakehouse.contract.lake import Lake
+from lakehouse.contract.pipeline import Pipeline, Product
+from lakehouse.contract.settings import Settings
+from serve.client import Snapshot, subscribe
+
+READY_S = 180.0
+CONNECT_S = 30.0
+DRAIN_S = 120.0
+
+
+@dataclass
+class Seen:
+    """What the demo has seen so far."""
+
+    began: float = field(default_factory=time.time)
+    pushes: dict[str, list[Push]] = field(default_factory=dict)
+    first_result_s: float | None = None
+    stopping: bool = False
+
+
+class Show:
+    """One demo.
+
+    Attributes:
+        watched: the product whose pushes are timed, by source.
+        shown: the product on the board.
+    """
+
+    def __init__(self, settings: Settings, pipeline: Pipeline, options: Options, console: Console) -> None:
+        self.settings = settings
+        self.pipeline = pipeline
+        self.options = options
+        self.console = console
+        self.playing = None if options.live else Playing(pipeline, settings.pipeline, options)
+        self.stack = Stack(settings, upstreams=self.playing.upstreams() if self.playing else {})
+        self.watched = followed(pipeline)
+        if not self.watched:
+            raise ConfigError("no product of the pipeline has a channel", key="products", file=pipeline.path)
+        self.shown: Product = next(iter(self.watched.values()))
+        self.sources = self.playing.sources if self.playing else list(pipeline.sources)
+        self.seen = Seen()
+        self.before: dict[str, dict[str, int]] = {}
+
+    async def play(self) -> dict[str, Any]:
+        """Play, wait until everything has arrived, count."""
+        lake, stack = Lake(self.settings.lake), self.stack
+        since_us = int(time.time() * 1e6)
+        self.before = {name: source_stats(stack, name) for name in self.sources}
+        url = f"{stack.address.serve}/"
+        self.console.print(f"Dashboard [bold link={url}]{url}[/]   lake {self.settings.lake}")
+        board = Board(self.console, self.shown, quiet=self.options.quiet)
+        readers = [asyncio.create_task(self._follow(name, board)) for name in {p.name for p in self.watched.values()}]
+        if self.playing is not None:
+            stack.supervisor.start(Child("player", self.playing.command(), stack.log_file("player")))
+        if self.options.browser:
+            await asyncio.to_thread(webbrowser.open, url)
+        try:
+            with board:
+                progress = await self._until_played(board)
+                counts = {name: source_stats(stack, name) for name in self.sources}
+                arrived = await self._until_arrived(lake, progress)
+        finally:
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+        with self.console.status("Counting …"):
+            if self.playing is not None:
+                counts = {name: source_stats(stack, name) for name in self.sources}
+            accounts = await asyncio.to_thread(self._accounts, lake, progress, since_us)
+        acknowledged = sum(
+            found.get("acknowledged", 0) - self.before[name].get("acknowledged", 0) for name, found in counts.items()
+        )
+        return Outcome(
+            self.pipeline.name,
+            None if self.playing is None else progress.total,
+            acknowledged,
+            accounts,
+            arrived=arrived,
+            pushes=sum(map(len, self.seen.pushes.values())),
+            first_result_s=self.seen.first_result_s,
+            restarts={**stack.supervisor.restarts, "broker": stack.restarts_of_broker},
+            lake=self.settings.lake,
+        ).figures()
+
+    async def until_ready(self) -> None:
+        """Wait until every part is ready.
+
+        Raises:
+            EnvironmentProblem: one did not get ready.
+        """
+        stack, deadline = self.stack, time.monotonic() + READY_S
+        while waiting := await asyncio.to_thread(stack.waiting_for):
+            if self.seen.stopping:
+                raise EnvironmentProblem("stopped while starting")
+            if time.monotonic() > deadline or max(stack.supervisor.restarts.values(), default=0) >= 4:
+                folder = stack.log_file("lakehouse").parent
+                raise EnvironmentProblem(f"not ready: {', '.join(waiting)}", f"See {folder}, or run: millrace doctor")
+            await asyncio.to_thread(stack.tend)
+            await asyncio.sleep(0.1)
+
+    async def until_connected(self) -> None:
+        """Wait until every live upstream is connected.
+
+        Raises:
+            EnvironmentProblem: one is not reached.
+        """
+        deadline = time.monotonic() + CONNECT_S
+        while problems := await asyncio.to_thread(upstream_problems, self.stack):
+            if time.monotonic() > deadline or self.seen.stopping:
+                url, reason = next(iter(problems.items()))
+                raise EnvironmentProblem(
+                    f"{url} is not reached ({reason})",
+                    "Check the network and HTTPS_PROXY; without --live made-up events are played",
+                )
+            await asyncio.sleep(0.2)
+
+    async def _follow(self, table: str, board: Board) -> None:
+        pushes = self.seen.pushes.setdefault(table, [])
+        async with subscribe(self.stack.address.serve, table) as subscription:
+            async for message in subscription.reader():
+                now = time.time() * 1000
+                pushes.append(Push(now, dict(message.through or {})))
+                is_first = self.seen.first_result_s is None and not isinstance(message, Snapshot)
+                if is_first and not isinstance(message, Snapshot) and message.upserts:
+                    self.seen.first_result_s = time.time() - self.seen.began
+                if table == self.shown.name:
+                    board.pushed(message, now)
+
+    async def _until_played(self, board: Board) -> Progress:
+        """Tend the parts until the input is played, the time is over, or Ctrl-C; how far it is then."""
+        progress = Progress()
+        began = None
+        while not self.seen.stopping:
+            await asyncio.to_thread(self.stack.tend)
+            found = {name: await asyncio.to_thread(source_stats, self.stack, name) for name in self.sources}
+            new = sum(s.get("acknowledged", 0) - self.before[n].get("acknowledged", 0) for n, s in found.items() if s)
+            if self.playing is not None:
+                told = await asyncio.to_thread(self.playing.progress)
+                progress = told if told is not None else progress
+            else:
+                progress = Progress({"": new})
+            if began is None and progress.total:
+                began = time.monotonic()
+            board.show(Figures(progress.total, new, sum(s.get("in_log", 0) for s in found.values())))
+            if progress.done:
+                break
+            seconds = self.options.seconds
+            if seconds is not None and began is not None and time.monotonic() - began >= seconds:
+                break
+            await asyncio.sleep(0.25)
+        if self.playing is not None:
+            return await self.playing.halt(self.stack) or progress
+        return progress
+
+    async def _until_arrived(self, lake: Lake, progress: Progress) -> bool:
+        """Wait until all that was sent has reached the subscriber; False if it did not in time."""
+        if self.playing is None:  # nobody tells a live stream to end, so reading ends
+            await asyncio.to_thread(self.stack.supervisor.stop, "collect")
+        self.seen.stopping = False
+        deadline = time.monotonic() + DRAIN_S
+        topics = [self.pipeline.sources[name].topic for name in self.sources]
+        while time.monotonic() < deadline and not self.seen.stopping:
+            await asyncio.to_thread(self.stack.tend)
+            if await self._at_rest():
+                ends = await asyncio.to_thread(end_offsets, self.stack.address.kafka, topics, self.stack.security())
+                through = ends is not None and await asyncio.to_thread(tables_through, lake, self.pipeline, ends)
+                if ends is not None and through and self._pushed(ends):
+                    return True
+            await asyncio.sleep(0.1)
+        return False
+
+    async def _at_rest(self) -> bool:
+        """Whether Kafka has everything that the player sent."""
+        if self.playing is None:
+            return True
+        progress = await asyncio.to_thread(self.playing.progress)
+        if progress is None:
+            return False
+        for name in self.sources:
+            stats = await asyncio.to_thread(source_stats, self.stack, name)
+            if not stats or stats["upstream"] < progress.sent[name] or stats["in_log"]:
+                return False
+        return True
+
+    def _pushed(self, ends: Mapping[str, int]) -> bool:
+        for name in self.sources:
+            if name in self.watched:
+                pushes = self.seen.pushes.get(self.watched[name].name, [])
+                topic = self.pipeline.sources[name].topic
+                mine = {place: end for place, end in ends.items() if place.rpartition("/")[0] == topic}
+                if not covers(pushes[-1].through if pushes else {}, mine):
+                    return False
+        return True
+
+    def _accounts(self, lake: Lake, progress: Progress, since_us: int) -> list[Account]:
+        """The account of each source."""
+        found = []
+        for name in self.sources:
+            sent: tuple[list[str | None], list[float]] = ([], [])
+            if self.playing is not None:
+                sent = self.playing.sent(name, progress.sent.get(name, 0))
+            watched = self.watched.get(name)
+            pushes = self.seen.pushes.get(watched.name, []) if watched else []
+            source = self.pipeline.sources[name]
+            found.append(take_account(lake, self.pipeline, source, *sent, pushes, since_us=since_us))
+        return found

@@ -1,0 +1,227 @@
+"""Files of API keys, of collectors and of the server alike: who may send, who may read. Hashes only, never a key.
+
+A key is ``mr_ID_SECRET``, the secret being 256 random bits. SHA-256 of it is kept: nothing slower is needed for a
+secret that cannot be guessed. A running process reads its file again when it has changed, so that a revoked key ends
+within :data:`RELOAD_S`. A tier says what its keys may do by a dataclass of its own below :class:`Key`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+import hmac
+import json
+import logging
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.tomlfile import build, read_toml
+
+logger = logging.getLogger(__name__)
+
+RELOAD_S = 1.0
+_PREFIX = "mr"
+_NOBODY = hashlib.sha256(b"").hexdigest()
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Key:
+    """What is kept of any key.
+
+    Attributes:
+        hash: SHA-256 of the whole key, hexadecimal.
+        name: whose it is, for people.
+        tenant: that it belongs to; empty: the process's own.
+        rate: events or requests a second, on each process; 0: no limit of its own.
+        connections: at a time, on each process; 0: no limit of its own.
+        created: when it was made, ISO 8601.
+        id: the public part of the key.
+    """
+
+    hash: str
+    name: str = ""
+    tenant: str = ""
+    rate: int = 0
+    connections: int = 0
+    created: str = ""
+    id: str = ""
+
+    def __post_init__(self) -> None:
+        if min(self.rate, self.connections) < 0:
+            raise ConfigError("a limit is not negative", key="keys", remedy="Write 0 for no limit")
+        if len(self.hash) != 64:
+            raise ConfigError("not a SHA-256 in hexadecimal", key="hash", remedy="Make keys with: millrace keys new")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.id}, {self.name!r})"
+
+
+K = TypeVar("K", bound=Key)
+
+
+class KeyFile(Generic[K]):
+    """One file of keys, ``[keys.ID]`` tables in TOML.
+
+    Args:
+        path: of the file; made, readable by its owner only, when the first key is.
+        kind: what its keys are.
+    """
+
+    def __init__(self, path: Path, kind: type[K]) -> None:
+        self.path = path
+        self._kind = kind
+
+    def read(self) -> dict[str, K]:
+        """Keys by id; none where there is no file.
+
+        Raises:
+            ConfigError: the file cannot be used.
+        """
+        if not self.path.exists():
+            return {}
+        tables = read_toml(self.path)
+        if unknown := tables.keys() - {"keys"}:
+            raise ConfigError("unknown key", key=min(unknown), remedy="Known keys: keys", file=self.path)
+        found: Any = tables.get("keys", {})
+        if not isinstance(found, Mapping) or not all(isinstance(value, Mapping) for value in found.values()):
+            raise ConfigError("not a table of keys", key="keys", remedy="[keys.ID]", file=self.path)
+        return {
+            name: dataclasses.replace(build(self._kind, values, file=self.path, at=f"keys.{name}"), id=name)
+            for name, values in found.items()
+        }
+
+    def new(self, key: K) -> str:
+        """Add a key with these properties; returns the key itself, which is nowhere else.
+
+        Args:
+            key: its ``hash``, ``id`` and ``created`` do not matter.
+        """
+        name = secrets.token_hex(6)
+        text = f"{_PREFIX}_{name}_{secrets.token_urlsafe(32)}"
+        made = dataclasses.replace(
+            key, id=name, hash=_digest(text), created=datetime.now(UTC).isoformat(timespec="seconds")
+        )
+        with self._changing() as keys:
+            keys[name] = made
+        return text
+
+    def revoke(self, name: str) -> K:
+        """Take a key away.
+
+        Raises:
+            ConfigError: there is none of this id.
+        """
+        with self._changing() as keys:
+            if name not in keys:
+                known = f"Known: {', '.join(keys) or 'none'}"
+                raise ConfigError(f"there is no key {name!r}", key="keys", remedy=known, file=self.path)
+            return keys.pop(name)
+
+    @contextmanager
+    def _changing(self) -> Iterator[dict[str, K]]:
+        """The keys, to be changed; written when the block ends, one process at a time."""
+        path = self.path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            keys = self.read()
+            yield keys
+            draft = path.with_name(f"{path.name}.draft")
+            handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write("# API keys: hashes, made and revoked with `millrace keys`.\n")
+                file.writelines(_toml(name, key) for name, key in keys.items())
+                file.flush()
+                os.fsync(handle)
+            draft.replace(path)
+        finally:
+            os.close(lock)
+
+
+class KeyRing(Generic[K]):
+    """The keys as a running process uses them.
+
+    Args:
+        file: where they are.
+        clock: seconds, monotonic.
+
+    Raises:
+        ConfigError: the file cannot be used.
+    """
+
+    def __init__(self, file: KeyFile[K], clock: Callable[[], float] = time.monotonic) -> None:
+        self._file = file
+        self._clock = clock
+        self._stamp = _stamp(file.path)
+        self._keys = file.read()
+        self._asked = bool(self._keys)
+        self._look_at = clock() + RELOAD_S
+
+    @property
+    def required(self) -> bool:
+        """Whether a key has to be shown: there is one, or was when the process started."""
+        self._reload()
+        return self._asked
+
+    def find(self, presented: str) -> K | None:
+        """The key that was presented, or None."""
+        self._reload()
+        parts = presented.split("_", 2)
+        key = self._keys.get(parts[1]) if len(parts) == 3 else None
+        same = hmac.compare_digest(_digest(presented), key.hash if key is not None else _NOBODY)
+        return key if same else None
+
+    def get(self, name: str) -> K | None:
+        """The key of an id, where the id itself is proof enough: a ticket that we signed, something kept for a key."""
+        self._reload()
+        return self._keys.get(name)
+
+    def _reload(self) -> None:
+        now = self._clock()
+        if now < self._look_at:
+            return
+        self._look_at = now + RELOAD_S
+        stamp = _stamp(self._file.path)
+        if stamp == self._stamp:
+            return
+        self._stamp = stamp
+        try:
+            self._keys = self._file.read()
+        except ConfigError as error:
+            logger.error("the keys stay as they were: %s", error)
+            return
+        self._asked = self._asked or bool(self._keys)  # the last key revoked does not open the door to everybody
+        logger.info("%s has been read again: %d keys", self._file.path, len(self._keys))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _toml(name: str, key: Key) -> str:
+    values = {n: v for n, v in dataclasses.asdict(key).items() if n != "id" and v not in ("", 0, (), {}, False)}
+    plain = "".join(f"{n} = {json.dumps(v)}\n" for n, v in values.items() if not isinstance(v, dict))
+    inner = {n: v for n, v in values.items() if isinstance(v, dict)}
+    tables = [
+        f"[keys.{name}.{n}]\n" + "".join(f"{json.dumps(k)} = {json.dumps(each)}\n" for k, each in v.items())
+        for n, v in inner.items()
+    ]
+    return f"\n[keys.{name}]\n{plain}{''.join(tables)}"

@@ -1,0 +1,65 @@
+"""Fingerprints of what a pipeline declares, so that a changed declaration is noticed and never mixed with the old one.
+
+Only what makes a difference to rows goes in, and only where it differs from the default: new options of Millrace leave
+the fingerprints of existing declarations as they were.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+import sqlglot
+from sqlglot.errors import SqlglotError
+
+from lakehouse.contract.expectations import QUARANTINE
+from lakehouse.contract.pipeline import Product, Source
+
+_JUDGES = ("schema", "event_id", "event_time", "required")  # fields of a source that decide what an event is
+# Fields of a product that change no row.
+_NO_ROWS = {"name", "channel", "confirm", "positions", "expectations", "trigger"}
+
+
+def source_declaration(source: Source) -> str:
+    """Fingerprint of how a source's events are read, judged and told apart; 32 hexadecimal characters."""
+    found = {name: _plain(getattr(source, name)) for name in _JUDGES}
+    if source.dedupe_horizon:
+        found["dedupe_horizon"] = source.dedupe_horizon_ms
+    return _digest({**found, "expectations": sorted(source.expected(QUARANTINE).items())})
+
+
+def product_declaration(product: Product, source: Source) -> str:
+    """Fingerprint of everything that a product's rows are made by; 32 hexadecimal characters."""
+    found = {
+        field.name: _plain(getattr(product, field.name))
+        for field in dataclasses.fields(product)
+        if field.name not in _NO_ROWS and not _is_default(field, getattr(product, field.name))
+    }
+    if source.lateness:
+        found["late"] = source.lateness  # holds for the product that says nothing else
+    return _digest({**found, "sql": _tokens(product.sql), "of": source_declaration(source)})
+
+
+def _is_default(field: dataclasses.Field[Any], value: object) -> bool:
+    if field.default_factory is not dataclasses.MISSING:
+        return bool(value == field.default_factory())
+    return bool(value == field.default)
+
+
+def _plain(value: Any) -> Any:
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
+
+
+def _tokens(sql: str) -> Any:
+    """The text without its comments and spacing, which change nothing."""
+    try:
+        return [token.text for token in sqlglot.tokenize(sql, dialect="spark")]
+    except SqlglotError:
+        return sql
+
+
+def _digest(found: Any) -> str:
+    text = json.dumps(found, sort_keys=True, default=repr)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

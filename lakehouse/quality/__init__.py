@@ -1,0 +1,1 @@
+"""Quality gates: expectations of events in the stream, of batches before they are committed, and of tables."""

@@ -1,0 +1,72 @@
+"""Expectations that do not refuse an event: ``warn`` notes it, ``halt`` stops the query before it counts."""
+
+from __future__ import annotations
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from lakehouse.contract.expectations import HALT, WARN
+from lakehouse.contract.lake import WARNINGS, Lake
+from lakehouse.contract.pipeline import Source
+from lakehouse.errors import ExpectationHalt
+from lakehouse.quality.accepted import accepted
+from lakehouse.silver.quarantine import COLUMNS, Quarantine
+
+
+class Watch:
+    """Looks after one source's ``warn`` and ``halt`` expectations in its query.
+
+    Args:
+        keep_warned: this query is the one that keeps the source's rows of table ``warnings``.
+        again: other expectations warned until now: fill the table in anew.
+    """
+
+    def __init__(self, lake: Lake, source: Source, *, keep_warned: bool, again: bool = False) -> None:
+        self._source = source
+        self._halts = bool(source.expected(HALT))
+        self._accepted = accepted(lake, source.name) if self._halts else frozenset()
+        self.warnings: Quarantine | None = None
+        self.restore = False
+        if keep_warned and source.expected(WARN):
+            told = "Events that count although they fail an expectation, which `reason` names"
+            table = lake.table("silver", WARNINGS)
+            self.restore = again
+            self.warnings = Quarantine(table, told, "source,event_id,reason")
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns of conformed events that :meth:`check` and :meth:`warned` look at."""
+        return (*(("event_id", "halted") if self._halts else ()), *(("warned",) if self.warnings is not None else ()))
+
+    def check(self, first: pa.Table) -> None:
+        """Refuse to go on where an event that is to count fails a ``halt`` expectation.
+
+        Args:
+            first: the batch's first copies with :attr:`columns` and their place in bronze.
+
+        Raises:
+            ExpectationHalt: the first such event, in bronze's order.
+        """
+        if not self._halts:
+            return
+        bad = first.filter(pc.is_valid(first["halted"]))
+        if bad.num_rows and self._accepted:
+            bad = bad.filter(pc.invert(pc.is_in(bad["event_id"], pa.array(sorted(self._accepted)))))
+        if bad.num_rows:
+            order = [("bronze_at", "ascending"), ("partition", "ascending"), ("offset", "ascending")]
+            row = bad.sort_by(order).slice(0, 1).to_pylist()[0]
+            place = f"{row['topic']}/{row['partition']}/{row['offset']}"
+            raise ExpectationHalt(self._source.name, row["halted"], row["event_id"], place)
+
+    def warned(self, first: pa.Table) -> bool:
+        """Whether any of these events is to be noted."""
+        return self.warnings is not None and first["warned"].null_count < first.num_rows
+
+
+def warned_rows(events: DataFrame) -> pa.Table:
+    """Rows of table ``warnings``: one for each event and expectation that it fails."""
+    noted = events.where(F.col("warned").isNotNull()).withColumn("reason", F.explode("warned"))
+    payload = F.expr("make_valid_utf8(payload)")
+    return noted.withColumn("payload", payload).select(*COLUMNS.names).toArrow()

@@ -1,0 +1,232 @@
+"""Views: a small table that is what its SQL gives over the newest version of another product.
+
+A view has no state of its own: it is computed anew and compared with the table, and what differs is committed, together
+with the version of the base that it was computed from. So a repeated computation commits nothing, and one that a crash
+cut off is done again; subscribers get only rows whose values changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+
+import pyarrow as pa
+from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
+from deltalake.exceptions import DeltaError
+
+from lakehouse.contract import lake as names
+from lakehouse.contract.faults import crash_point
+from lakehouse.contract.lake import Lake, TableRef
+from lakehouse.contract.pipeline import Pipeline, View
+from lakehouse.contract.sqlcheck import (
+    VIEW_FUNCTIONS,
+    QueryRefused,
+    check_functions,
+    check_relations,
+    grouped,
+    outputs,
+    parse_query,
+)
+from lakehouse.queries.engine import Engine
+from lakehouse.queries.errors import QueryError
+from lakehouse.queries.follow import Follower
+
+log = logging.getLogger(__name__)
+
+COMMIT_BASE = "millrace.base"  # JSON [table id, version] of the base, in a view's commitInfo
+PROPERTY_VIEW = "millrace.view"  # of which declaration the table is
+KEPT = {
+    names.PROPERTY_POSITIONS: "21600000",
+    "delta.checkpointInterval": "1000000",
+    "delta.logRetentionDuration": "interval 6 hours",
+    "delta.deletedFileRetentionDuration": "interval 6 hours",
+}
+"""Properties of tables that are derived here: how long a subscriber's position lives."""
+_MAX_SQL = 1_000_000  # bytes; of a pipeline's file, which is trusted. Queries of the run time were checked when added.
+
+
+class ViewKeeper:
+    """The one writer of a view's table.
+
+    Args:
+        view: its declaration.
+        table: where it lies.
+        owner: the pipeline, for the table's properties.
+        max_rows, max_columns: more make it fail.
+
+    Raises:
+        QueryError: the SQL may not be a view's.
+    """
+
+    def __init__(self, view: View, table: TableRef, owner: str, *, max_rows: int, max_columns: int) -> None:
+        self.view = view
+        self.table = table
+        self._owner = owner
+        self._max_rows = max_rows
+        try:
+            self._tree = parse_query(view.sql, max_bytes=_MAX_SQL)
+            check_relations(self._tree, [view.base])
+            check_functions(self._tree, VIEW_FUNCTIONS)
+            outputs(self._tree, limit=max_columns)
+        except QueryRefused as refused:
+            raise QueryError(view.name, refused.problem, refused.remedy) from None
+        self.key = view.key or grouped(self._tree)
+        if not self.key:
+            raise QueryError(view.name, "which columns name one row?", 'Add key = ["…"]')
+        declared = json.dumps([view.base, view.sql, self.key])
+        self._declaration = hashlib.blake2b(declared.encode(), digest_size=16).hexdigest()
+        self._delta: DeltaTable | None = None
+        self._rows: pa.Table | None = None
+        self._through = ""
+
+    def compute(self, base: Follower, engine: Engine) -> pa.Table:
+        """The view's rows over the base as it stands, in order of the key.
+
+        Raises:
+            QueryError: it fails, has too many rows, or two rows with one key.
+        """
+        rows = engine.query(self.view.name, self._tree, self.view.base, base.rows(engine))
+        if rows.num_rows > self._max_rows:
+            raise QueryError(
+                self.view.name,
+                f"it has {rows.num_rows:,} rows, and a view may have {self._max_rows:,}",
+                "Aggregate or filter more, make it a product of the source, or raise queries.max_view_rows",
+            )
+        missing = [column for column in self.key if column not in rows.schema.names]
+        if missing:
+            raise QueryError(
+                self.view.name, f"it gives no column {missing[0]!r}", f"Columns: {', '.join(rows.schema.names)}"
+            )
+        if len(rows.schema.names) != len(set(rows.schema.names)):
+            raise QueryError(self.view.name, "two of its columns have one name", "Give one another name")
+        if rows.num_rows != rows.group_by(list(self.key)).aggregate([]).num_rows:
+            raise QueryError(self.view.name, f"several rows have one {', '.join(self.key)}", "Add a column to the key")
+        return rows.sort_by([(column, "ascending") for column in self.key])
+
+    def refresh(self, base: Follower, engine: Engine) -> bool:
+        """Bring the table to the base's version; False where nothing had to be committed.
+
+        Raises:
+            QueryError: see :meth:`compute`, or the table cannot be written.
+        """
+        rows = self.compute(base, engine)
+        try:
+            return self._commit(rows, base)
+        except (DeltaError, OSError) as error:
+            log.warning("view %s is written once more: %s", self.view.name, str(error).splitlines()[0])
+        self._delta = self._rows = None  # what it knew of the table may be out of date
+        try:
+            return self._commit(rows, base)
+        except (DeltaError, OSError) as error:
+            self._delta = self._rows = None
+            raise QueryError(self.view.name, f"its table cannot be written: {str(error).splitlines()[0]}") from None
+
+    def sweep(self) -> None:
+        """Delete files that no position needs; between two refreshes, by their own thread."""
+        if self._delta is not None:
+            sweep(self._delta)
+
+    def _commit(self, rows: pa.Table, base: Follower) -> bool:
+        facts = base.facts.through.get(names.COMMIT_THROUGH, "")
+        delta = self._ensure(rows.schema)
+        same = self._rows is not None and rows.equals(self._rows)
+        if same and facts == self._through:
+            return False
+        properties = CommitProperties(
+            custom_metadata={**base.facts.take(), COMMIT_BASE: json.dumps([base.table_id, base.version])},
+            app_transactions=[Transaction(f"view-{base.table_id}", base.version)],
+            max_commit_retries=0,
+        )
+        crash_point("view.before_commit")
+        if same:  # only the word goes out that the events so far change nothing
+            write_deltalake(delta, rows.schema.empty_table(), mode="append", commit_properties=properties)
+        else:
+            write_deltalake(delta, rows, mode="overwrite", commit_properties=properties)
+        self._rows, self._through = rows, facts
+        return True
+
+    def _ensure(self, schema: pa.Schema) -> DeltaTable:
+        """The table, made anew where it is another view's, with what it holds read once."""
+        if self._delta is not None and self._rows is not None and self._rows.schema.equals(schema):
+            return self._delta
+        if self.table.exists():
+            delta = DeltaTable(str(self.table.path))
+            found = pa.schema(delta.schema().to_arrow())
+            if delta.metadata().configuration.get(PROPERTY_VIEW) == self._declaration and _same(found, schema):
+                self._rows = delta.to_pyarrow_table().cast(schema).sort_by([(c, "ascending") for c in self.key])
+                self._through = _newest_through(delta)
+                self._delta = delta
+                return delta
+            log.info("view %s is declared otherwise than its table: it is made anew", self.view.name)
+            shutil.rmtree(self.table.path)
+        self.table.path.mkdir(parents=True, exist_ok=True)
+        self._delta = DeltaTable.create(
+            str(self.table.path),
+            schema=schema,
+            mode="ignore",
+            name=self.view.name,
+            configuration={
+                names.PROPERTY_KEY: ",".join(self.key),
+                names.PROPERTY_PIPELINE: self._owner,
+                PROPERTY_VIEW: self._declaration,
+                **KEPT,
+            },
+            raise_if_key_not_exists=False,
+        )
+        self._rows = None
+        return self._delta
+
+
+def proofs(lake: Lake, pipeline: Pipeline) -> Iterator[tuple[str, int, int, pa.Table, pa.Table]]:
+    """Each view's table and what its SQL gives over the base version that its newest commit names.
+
+    Yields:
+        name, version, base version, rows of the table, rows computed again: the base itself is proven by a replay.
+    """
+    engine = Engine()
+    try:
+        for view in pipeline.views.values():
+            table = lake.table(view.layer, view.name)
+            base = next((t for t in lake.tables() if t.name == view.base), None)
+            if not table.exists() or base is None:
+                continue
+            delta = DeltaTable(str(table.path))
+            found = next((info[COMMIT_BASE] for info in delta.history(limit=50) if COMMIT_BASE in info), None)
+            if found is None:
+                continue
+            follower = Follower(base, max_rows=10**9)
+            follower.open(json.loads(found)[1])
+            keeper = ViewKeeper(view, table, pipeline.name, max_rows=10**9, max_columns=10**4)
+            yield (
+                view.name,
+                delta.version(),
+                follower.version,
+                delta.to_pyarrow_table(),
+                keeper.compute(follower, engine),
+            )
+    finally:
+        engine.close()
+
+
+def sweep(delta: DeltaTable) -> None:
+    """Vacuum a table by its own writer's handle, where there is something to remove."""
+    if delta.vacuum(dry_run=True):
+        delta.vacuum(dry_run=False)
+        delta.update_incremental()
+
+
+def _same(one: pa.Schema, other: pa.Schema) -> bool:
+    """Whether columns are alike, nullability and the spelling of UTC apart."""
+    return [(f.name, str(f.type).replace("large_", "")) for f in one] == [
+        (f.name, str(f.type).replace("large_", "")) for f in other
+    ]
+
+
+def _newest_through(delta: DeltaTable) -> str:
+    for info in delta.history(limit=50):
+        if names.COMMIT_THROUGH in info:
+            return str(info[names.COMMIT_THROUGH])
+    return ""

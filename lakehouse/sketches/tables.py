@@ -1,0 +1,154 @@
+"""Sketch columns of Delta tables, read with delta-rs and merged across windows and groups: no Spark, no pipeline."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+from deltalake import DeltaTable
+
+from lakehouse.contract import lake as names
+from lakehouse.contract.lake import Lake, TableRef
+from lakehouse.contract.tomlfile import duration_ms
+from lakehouse.errors import BadSketch
+from lakehouse.sketches.kinds import Merged, merged_of
+
+_START, _END = "window_start", "window_end"
+_MOST = 1_000  # rows of sketches in memory at once
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Sketches of some windows, merged.
+
+    Attributes:
+        sketch: of all of them.
+        start: of the first window.
+        end: of the last.
+        windows: how many there were.
+        rows: rows that were merged: one a window and group.
+    """
+
+    sketch: Merged
+    start: datetime
+    end: datetime
+    windows: int
+    rows: int
+
+
+class SketchTable:
+    """A table whose rows carry sketches.
+
+    Raises:
+        BadSketch: it carries none.
+    """
+
+    def __init__(self, ref: TableRef) -> None:
+        self.ref = ref
+        self._delta = DeltaTable(str(ref.path))
+        self.property = self._delta.metadata().configuration.get(names.PROPERTY_OPERATOR, "")
+        if not self.property:
+            raise BadSketch(f"table {ref.name} holds no sketches")
+        self.parameters: Mapping[str, Any] = json.loads(self.property)
+
+    @property
+    def operator(self) -> str:
+        """Which operator keeps it."""
+        return str(self.parameters["operator"])
+
+    def newest(self) -> datetime:
+        """Start of the newest window.
+
+        Raises:
+            BadSketch: the table is empty.
+        """
+        starts = self._delta.to_pyarrow_dataset().to_table(columns=[_START])[_START]
+        newest: datetime | None = pc.max(starts).as_py()
+        if newest is None:
+            raise BadSketch(f"table {self.ref.name} has no windows yet")
+        return newest
+
+    def span(self, start: datetime | None, end: datetime | None, groups: Mapping[str, str] | None = None) -> Span:
+        """The windows that start from ``start`` on and before ``end``, merged; of sliding ones those side by side.
+
+        Args:
+            groups: column of ``by`` to the value that it must have, as text.
+
+        Raises:
+            BadSketch: there are none, there is no such column, or sliding windows cannot be laid side by side.
+        """
+        rows = self._rows(start, end, groups or {})
+        sketch = merged_of(self.property)
+        starts: set[datetime] = set()
+        ends: set[datetime] = set()
+        count = 0
+        for batch in rows.to_batches(max_chunksize=_MOST):
+            for row in batch.to_pylist():
+                if row["sketch"] is None:  # a lower rank of top_n
+                    continue
+                sketch.add(row)
+                starts.add(row[_START])
+                ends.add(row[_END])
+                count += 1
+        if not count:
+            raise BadSketch(f"table {self.ref.name} has no such windows")
+        return Span(sketch, min(starts), max(ends), len(starts), count)
+
+    def _rows(self, start: datetime | None, end: datetime | None, groups: Mapping[str, str]) -> pa.Table:
+        condition = ds.field(_START).is_valid()
+        if start is not None:
+            condition &= ds.field(_START) >= pa.scalar(start, pa.timestamp("us", "UTC"))
+        if end is not None:
+            condition &= ds.field(_START) < pa.scalar(end, pa.timestamp("us", "UTC"))
+        by = self.parameters.get("by", [])
+        for column, value in groups.items():
+            if column not in by:
+                raise BadSketch(f"table {self.ref.name} has no groups by {column!r}; it has: {', '.join(by) or 'none'}")
+            condition &= ds.field(column).cast(pa.string()) == value
+        columns = [_START, _END, *merged_of(self.property).columns]
+        rows = self._delta.to_pyarrow_dataset().to_table(columns=columns, filter=condition)
+        return self._side_by_side(rows, start) if self.parameters.get("slide") and rows.num_rows else rows
+
+    def _side_by_side(self, rows: pa.Table, start: datetime | None) -> pa.Table:
+        """Of overlapping windows those that hold every event once."""
+        window, slide = (duration_ms(self.parameters[key]) for key in ("window", "slide"))
+        if window % slide:
+            raise BadSketch(f"windows of {window} ms every {slide} ms cannot be laid side by side")
+        first = pc.min(rows[_START]).as_py()
+        if start is not None:  # the first that starts no earlier
+            late = (start - datetime(1970, 1, 1, tzinfo=UTC)) % timedelta(milliseconds=slide)
+            first = start if not late else start - late + timedelta(milliseconds=slide)
+        since = pc.cast(pc.subtract(rows[_START], pa.scalar(first, rows[_START].type)), pa.int64())
+        tiles = pc.divide(since, window * 1_000)
+        return rows.filter(pc.equal(pc.multiply(tiles, window * 1_000), since))
+
+
+def is_held(lake: Lake, place: str, item: str, span: Span, groups: Mapping[str, str]) -> bool:
+    """Whether a table holds an item for certain: the confirmation of a "maybe".
+
+    Args:
+        place: ``TABLE.COLUMN``; where the table has windows, only those within the span count.
+        groups: column to the value that it must have, as text, where the table has the column.
+
+    Raises:
+        BadSketch: the table has no such column.
+        UnknownTable: there is no such table.
+    """
+    table, _, column = place.partition(".")
+    data = DeltaTable(str(lake.find(table).path)).to_pyarrow_dataset()
+    if column not in data.schema.names:
+        raise BadSketch(f"table {table} has no column {column!r}")
+    condition = ds.field(column).cast(pa.string()) == item
+    for name, value in groups.items():
+        if name in data.schema.names:
+            condition &= ds.field(name).cast(pa.string()) == value
+    if _START in data.schema.names:
+        kind = pa.timestamp("us", "UTC")
+        condition &= (ds.field(_START) >= pa.scalar(span.start, kind)) & (ds.field(_START) < pa.scalar(span.end, kind))
+    return bool(data.head(1, columns=[column], filter=condition).num_rows)

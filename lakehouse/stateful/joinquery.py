@@ -1,0 +1,321 @@
+"""The query that keeps one join: both bronze tables in, pairs found in an index of what came before, one product out.
+
+Steps of one micro-batch, and what a crash after each of them means (each has a crash point):
+
+1. Spark writes to its checkpoint which files of both tables the batch holds. Crash: the same batch runs again.
+2. The index of seen events says which rows are first copies. Crash: judging again gives the same answer.
+3. They are entered in the index of the join, under the batch's number. Crash: entering again tells the same changes.
+4. The product is committed with the batch's number in the same commit. Crash: the batch runs again and is skipped.
+5. Spark notes in its checkpoint that the batch is done.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from deltalake import DeltaTable
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.streaming.query import StreamingQuery
+from pyspark.sql.types import StructType
+
+from lakehouse.bronze.horizon import seen_index
+from lakehouse.bronze.seen import SeenIndex
+from lakehouse.bronze.table import touch
+from lakehouse.contract.faults import crash_point
+from lakehouse.contract.lake import Lake
+from lakehouse.contract.pipeline import Pipeline, Product, Source
+from lakehouse.contract.settings import Settings
+from lakehouse.declaration import product_declaration, source_declaration
+from lakehouse.gold.stateful import store_of
+from lakehouse.gold.store import BatchMark, ProductStore, later
+from lakehouse.live import Checkpoint, newest, version_of
+from lakehouse.maintain import Maintenance
+from lakehouse.silver.conform import conform
+from lakehouse.stateful.join import Join
+from lakehouse.stateful.joinbuild import Sides, changes_sql, event_schema, joined_build, side_rows
+from lakehouse.stateful.joinindex import LEFT, RIGHT, Change, JoinIndex
+
+log = logging.getLogger(__name__)
+
+_JUDGED = ("dedupe_key", "topic", "partition", "offset", "bronze_at")
+
+
+@dataclass(frozen=True, slots=True)
+class JoinQuery:
+    """A running query that keeps a join.
+
+    Attributes:
+        query: Spark's handle.
+        writer: what it hands its batches to.
+    """
+
+    query: StreamingQuery
+    writer: JoinWriter
+
+    def stop(self) -> None:
+        """Stop it; when this returns, nothing is written any more and all files are closed."""
+        self.query.stop()
+        self.writer.close()
+
+
+def query_name(product: str) -> str:
+    """Name of a join's streaming query (and its checkpoint and indexes)."""
+    return f"join-{product}"
+
+
+def start_join(spark: SparkSession, settings: Settings, pipeline: Pipeline, product: Product) -> JoinQuery:
+    """Start the query that keeps a join; both bronze tables must exist."""
+    lake = Lake(settings.lake)
+    name = query_name(product.name)
+    sides = Sides(product, pipeline.sources[product.source], pipeline.sources[product.right])
+    declaration = product_declaration(product, sides.left) + source_declaration(sides.right)
+    store = store_of(product, lake.table(product.layer, product.name), pipeline.name, declaration)
+    care = Maintenance(lake, pipeline=pipeline)
+    schemas = (event_schema(spark, sides, 0), event_schema(spark, sides, 1))
+    writer = JoinWriter(lake, sides, schemas, store, care)
+    start = _Start(lake, writer, declaration).catch_up(spark)
+    spark.sparkContext.setLocalProperty("spark.scheduler.pool", name)
+
+    def rows(source: Source, version: int, number: int) -> DataFrame:
+        stream = (
+            spark.readStream.format("delta")
+            .option("startingVersion", version)
+            .option("maxBytesPerTrigger", settings.spark.max_bytes_per_trigger)
+            .option("ignoreDeletes", "true")
+            .load(str(lake.bronze(source.name).path))
+        )
+        return side_rows(conform(stream, source), sides, number)
+
+    query = (
+        rows(sides.left, start[0], 0)
+        .unionByName(rows(sides.right, start[1], 1))
+        .writeStream.queryName(name)
+        .option("checkpointLocation", str(lake.checkpoint(name)))
+        .trigger(processingTime=f"{product.trigger_ms} milliseconds")
+        .foreachBatch(writer)
+        .start()
+    )
+    return JoinQuery(query, writer)
+
+
+class JoinWriter:
+    """Takes one micro-batch of both sides after another into a join's index and product."""
+
+    def __init__(
+        self,
+        lake: Lake,
+        sides: Sides,
+        schemas: tuple[StructType, StructType],
+        store: ProductStore,
+        maintenance: Maintenance,
+    ) -> None:
+        assert isinstance(store.operator, Join)
+        self.sides = sides
+        self._schemas = schemas
+        self.store = store
+        self.operator: Join = store.operator
+        self.folder = lake.checkpoint(query_name(store.product.name))
+        self.tables = (lake.bronze(sides.left.name).path, lake.bronze(sides.right.name).path)
+        self.seen_folder = lake.state / "seen" / query_name(store.product.name)
+        self.index_folder = index_folder(lake, store.product.name)
+        self.seen = self._open_seen()
+        self.index = JoinIndex(self.index_folder, store.product)
+        self.positions: list[str] = ["", ""]
+        self._maintenance = maintenance
+        self._busy = threading.Lock()
+        self._query = ""
+        self._ids = [str(DeltaTable(str(path)).metadata().id) for path in self.tables]
+        mark = store.mark()
+        self.through: dict[str, int] = dict(mark.through) if mark else {}
+        self.clock: int | None = mark.clock if mark else None
+        self._empty: pa.Table | None = None
+
+    def __call__(self, events: DataFrame, batch: int) -> None:
+        with self._busy:  # Spark does not wait for us when it stops the query
+            self._take(events, batch)
+
+    def close(self) -> None:
+        """Wait for the batch in hand, and close the files."""
+        with self._busy:
+            self._maintenance.close()
+            for seen in self.seen:
+                seen.close()
+            self.index.close()
+
+    def clear(self) -> None:
+        """Forget what was seen and remembered."""
+        for seen in self.seen:
+            seen.close()
+        self.index.close()
+        shutil.rmtree(self.seen_folder, ignore_errors=True)
+        shutil.rmtree(self.index_folder, ignore_errors=True)
+        self.seen = self._open_seen()
+        self.index = JoinIndex(self.index_folder, self.store.product)
+
+    def offsets(self, batch: int) -> list[str]:
+        """Both Delta sources' offsets behind a batch (JSON); where Spark names none, where the source began."""
+        found = list(self.positions)
+        for line in (self.folder / "offsets" / str(batch)).read_text(encoding="utf-8").splitlines()[2:]:
+            if line != "-":
+                found[self._ids.index(json.loads(line)["reservoirId"])] = line
+        return found
+
+    def _take(self, events: DataFrame, batch: int) -> None:
+        self._query = self._query or Checkpoint.read(self.folder).query
+        place = f"{self._query}/{batch}"
+        rows = events.toArrow()
+        valid = rows.filter(pc.invert(rows["rejected"]))
+        first = pa.concat_tables([self._first(valid, side, place) for side in (LEFT, RIGHT)])
+        crash_point("join.after_judge")
+        changes = self.index.enter(first, batch, place)
+        crash_point("join.after_index")
+        mark = self._mark(rows, first, batch)
+        if not self.store.holds(self._query, batch):
+            gained = self._partial(events, [change for change in changes if change.sign > 0])
+            lost = [change for change in changes if change.sign < 0]
+            partial = self.operator.signed(gained, self._partial(events, lost) if lost else None)
+            crash_point("join.before_commit")
+            self.store.apply(partial, mark)
+            crash_point("join.after_commit")
+        retention = self.store.product.retention_ms
+        if retention is not None and self.clock is not None:
+            self.index.forget(self.clock - 1000 * (retention + self.store.product.within_ms))
+        self._maintenance.after_batch([self.store])
+
+    def _first(self, valid: pa.Table, side: int, place: str) -> pa.Table:
+        """First copies of one side."""
+        rows = valid.filter(pc.equal(valid["side"], side))
+        return rows.filter(pa.array(self.seen[side].judge(rows.select(_JUDGED), place).first))
+
+    def _open_seen(self) -> tuple[SeenIndex, SeenIndex]:
+        return (
+            seen_index(self.seen_folder / "left", self.sides.left),
+            seen_index(self.seen_folder / "right", self.sides.right),
+        )
+
+    def _partial(self, events: DataFrame, changes: Sequence[Change]) -> pa.Table:
+        if not changes and self._empty is not None:
+            return self._empty
+        found = changes_sql(events.sparkSession, self.sides, self.operator, changes, self._schemas)
+        self._empty = found.slice(0, 0)
+        return found
+
+    def _mark(self, rows: pa.Table, first: pa.Table, batch: int) -> BatchMark:
+        for end in rows.group_by(["topic", "partition"]).aggregate([("offset", "max")]).to_pylist():
+            place = f"{end['topic']}/{end['partition']}"
+            self.through[place] = max(self.through.get(place, 0), end["offset_max"] + 1)
+        self.clock = later(self.clock, newest(first))
+        received = pc.cast(first["received_at"], pa.int64()).to_numpy()
+        return BatchMark(
+            self._query,
+            batch,
+            position_of(self.offsets(batch)),
+            dict(self.through),
+            len(received),
+            int(received.min()) // 1000 if len(received) else None,
+            int(received.max()) // 1000 if len(received) else None,
+            self.clock,
+        )
+
+
+class _Start:
+    """Brings a join to where its checkpoint stands, or to the end of bronze where there is none."""
+
+    def __init__(self, lake: Lake, writer: JoinWriter, declaration: str) -> None:
+        self._writer = writer
+        self._file = writer.index_folder.with_suffix(".json")
+        self._declaration = declaration
+
+    def catch_up(self, spark: SparkSession) -> tuple[int, int]:
+        """Build what the checkpoint does not cover; returns the versions to stream from where there is none."""
+        writer = self._writer
+        done = Checkpoint.read(writer.folder)
+        noted = self._noted()
+        if done.batch < 0 or noted is None:
+            return self._anew(spark)
+        writer.positions = [_behind(version) for version in noted]
+        writer.positions = writer.offsets(done.batch)
+        mark = writer.store.mark()
+        place = f"{done.query}/{done.batch}"
+        no_product = mark is None or mark.query != done.query or bool(writer.store.outdated())
+        no_index = not all(_reaches(found.position(), place) for found in (writer.index, *writer.seen))
+        if no_product or no_index:
+            versions = [version_of(position) for position in writer.positions]
+            if versions[0] is None or versions[1] is None:
+                return self._anew(spark)
+            through = (versions[0], versions[1])
+            self._build(spark, through, done.query, done.batch, product=no_product, index=no_index)
+        return noted[0] + 1, noted[1] + 1
+
+    def _anew(self, spark: SparkSession) -> tuple[int, int]:
+        writer = self._writer
+        shutil.rmtree(writer.folder, ignore_errors=True)
+        starts = (touch(writer.tables[0]), touch(writer.tables[1]))
+        through = (starts[0] - 1, starts[1] - 1)
+        writer.positions = [_behind(version) for version in through]
+        log.info("building join %s from bronze", writer.store.product.name)
+        self._build(spark, through, "build", -1, product=True, index=True)
+        self._file.write_text(json.dumps({"declaration": self._declaration, "through": through}), encoding="utf-8")
+        return starts
+
+    def _build(
+        self, spark: SparkSession, through: tuple[int, int], query: str, batch: int, *, product: bool, index: bool
+    ) -> None:
+        writer = self._writer
+        with joined_build(spark, writer.sides, writer.tables, through) as build:
+            if index:
+                writer.clear()
+                rows = build.rows()
+                for side, seen in enumerate(writer.seen):
+                    seen.judge(build.copies(side).select(*_JUDGED).toArrow(), f"{query}/{batch}")
+                writer.index.enter(rows, batch, f"{query}/{batch}", changes=False)
+            writer.through = dict(build.through)
+            writer.clock = build.clock()
+            if product:
+                number = batch if batch >= 0 else sum(through)
+                place = position_of(writer.positions)
+                mark = BatchMark(query, number, place, dict(writer.through), clock=writer.clock)
+                writer.store.replace(build.partial(writer.operator), mark)
+
+    def _noted(self) -> tuple[int, int] | None:
+        try:
+            found = json.loads(self._file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return tuple(found["through"]) if found["declaration"] == self._declaration else None
+
+
+def index_folder(lake: Lake, product: str) -> Path:
+    """Where a join's index lies."""
+    return lake.state / "joins" / product
+
+
+def position_of(offsets: Sequence[str]) -> str:
+    """Both sources' offsets as the one text that a commit carries: the left one's, the right one's inside of it."""
+    left, right = (json.loads(offset) for offset in offsets)
+    return json.dumps({**left, "right": right}, separators=(",", ":"))
+
+
+def versions_of(position: str) -> tuple[int, int] | None:
+    """The bronze versions of both sides that a commit's position ends with, or None inside of a version."""
+    left, right = version_of(position), version_of(json.dumps(json.loads(position)["right"]))
+    return None if left is None or right is None else (left, right)
+
+
+def _behind(version: int) -> str:
+    return json.dumps({"reservoirVersion": version + 1, "index": -1})
+
+
+def _reaches(position: str, place: str) -> bool:
+    """Whether an index at ``position`` holds the batch ``place``, both ``QUERY/BATCH``."""
+    query, _, batch = position.rpartition("/")
+    wanted, _, number = place.rpartition("/")
+    return query == wanted and int(batch) >= int(number)

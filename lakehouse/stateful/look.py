@@ -1,0 +1,123 @@
+"""What products remember, read beside their writer and without Spark."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from deltalake import DeltaTable
+
+from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.lake import Lake
+from lakehouse.contract.pipeline import Pipeline, Product
+from lakehouse.contract.stateful import STATEFUL
+from lakehouse.gold.stateful import StateStore, store_of
+from lakehouse.stateful.joinindex import LEFT, JoinIndex
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class StateFacts:
+    """What one product remembers.
+
+    Attributes:
+        product: its name.
+        operator: its operator.
+        live: rows, or events of both sides of a join, that later events go on from.
+        settled: rows that stay as they are; 0 for a join.
+        bytes: of a join's index on disk; 0 for others, whose table is their state.
+        clock: newest event time that it knows of, or None.
+    """
+
+    product: str
+    operator: str
+    live: int
+    settled: int
+    bytes: int
+    clock: datetime | None
+
+
+def stateful_products(pipeline: Pipeline) -> list[Product]:
+    """The products of a pipeline that remember, in the order of the file."""
+    return [product for product in pipeline.products.values() if product.operator in STATEFUL]
+
+
+def look(lake: Lake, pipeline: Pipeline, product: Product) -> StateFacts | None:
+    """What the product remembers; None where its table is not there yet."""
+    store = store_of(product, lake.table(product.layer, product.name), pipeline.name)
+    if not store.table.exists():
+        return None
+    mark = store.mark()
+    micros = mark.clock if mark else None
+    clock = None if micros is None else _at(micros)
+    if isinstance(store, StateStore):
+        rows = _rows(store.table.path)
+        live = int(store.keeps.live(rows, micros).sum()) if rows.num_rows else 0
+        return StateFacts(product.name, product.operator, live, rows.num_rows - live, 0, clock)
+    folder = lake.state / "joins" / product.name
+    index = JoinIndex(folder, product, readonly=True)
+    try:
+        size = sum(file.stat().st_blocks * 512 for file in folder.iterdir())
+        return StateFacts(product.name, product.operator, len(index), 0, size, clock)
+    finally:
+        index.close()
+
+
+def remembered(lake: Lake, pipeline: Pipeline, product: Product, key: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Everything that the product remembers of one key.
+
+    Args:
+        key: column to its value as text: the left columns of a join's ``on``, or columns of the product's key.
+
+    Raises:
+        ConfigError: a column of the key is missing, or is none.
+    """
+    if product.operator != "join":
+        known = list(product.by)
+        _check(key, known, exact=False)
+        store = store_of(product, lake.table(product.layer, product.name), pipeline.name)
+        rows = _rows(store.table.path)
+        plain = rows.select([f.name for f in rows.schema if not pa.types.is_binary(f.type)]).to_pylist()
+        return [row for row in plain if all(str(row[name]) == value for name, value in key.items())]
+    _check(key, [left for left, _ in product.columns_on], exact=True)
+    values = [key[left] for left, _ in product.columns_on]
+    index = JoinIndex(lake.state / "joins" / product.name, product, readonly=True)
+    try:
+        return [
+            {
+                "side": product.source if entry.side == LEFT else product.right,
+                "at": _at(entry.at),
+                "event": json.loads(entry.body),
+            }
+            for entry in index.lookup(join_key(values))
+        ]
+    finally:
+        index.close()
+
+
+def join_key(values: Sequence[str]) -> bytes:
+    """The 16 bytes that stand for these values, as Spark makes them (:mod:`lakehouse.stateful.joinbuild`)."""
+    text = json.dumps(list(values), separators=(",", ":"), ensure_ascii=False)
+    return hashlib.md5(text.encode(), usedforsecurity=False).digest()
+
+
+def _check(key: Mapping[str, str], known: list[str], *, exact: bool) -> None:
+    if set(key) - set(known) or (exact and set(key) != set(known)):
+        raise ConfigError(
+            f"{', '.join(key) or 'nothing'} is not its key", key="key", remedy=f"Give: {', '.join(known) or 'no key'}"
+        )
+
+
+def _rows(path: Path) -> pa.Table:
+    return DeltaTable(str(path)).to_pyarrow_table()
+
+
+def _at(micros: int) -> datetime:
+    return _EPOCH + timedelta(microseconds=micros)

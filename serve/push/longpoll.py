@@ -1,0 +1,221 @@
+"""Long polling: ``GET /v1/poll?table=&from=&wait=``. Each answer holds what came after a position, and the next one.
+
+A poll is a subscriber for as long as the request lives, so nothing differs from the other transports: what lies between
+two polls comes out of the ring, or the log. A request waits in the task that uvicorn gives every request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from serve.errors import RequestError
+from serve.hub import Hub
+from serve.messages import Message, heartbeat, slow
+from serve.principal import Access, Principal
+from serve.push import encoding
+from serve.push import request as asked
+from serve.push.problems import refused
+from serve.rows import to_json
+from serve.subscriber import Subscriber
+from serve.tables import Tables, clock_ms, now_ms
+
+MAX_WAIT_S = 60
+DEFAULT_WAIT_S = 25
+MAX_BYTES = 1_048_576  # of changes in one answer; a snapshot comes whole
+_FIRST_BYTES_S = 60.0  # that a snapshot or a replay may take before its first bytes are there
+POSITION_HEADER = "Millrace-Position"
+_EXTRA = frozenset({"wait", "codec"})
+
+
+class PollCodec:
+    """JSON messages with a comma behind each: they are put together to a list. ``resumed`` is not told: it is what
+    asking from a position means."""
+
+    name = "poll json"
+    answers = False
+    media_type = "application/json"
+
+    def frame(self, message: Message) -> bytes:
+        """The message, and a comma."""
+        return b"" if message.kind == "resumed" else message.body + b","
+
+    def heartbeat(self, message: Message) -> bytes:
+        """Nothing: an answer without changes has one of its own."""
+        return b""
+
+    def answer(self, data: bytes, position: str, behind: int) -> bytes:
+        """The body."""
+        tail = to_json({"position": position, "behind": behind})
+        return b'{"messages":[' + data.removesuffix(b",") + b"]," + tail[1:]
+
+
+class PollPackCodec(PollCodec):
+    """A sequence of MessagePack objects; position and the rest stand in headers."""
+
+    name = "poll msgpack"
+    media_type = "application/vnd.msgpack"
+
+    def frame(self, message: Message) -> bytes:
+        """The message."""
+        return b"" if message.kind == "resumed" else encoding.as_msgpack(message)[0]
+
+    def answer(self, data: bytes, position: str, behind: int) -> bytes:
+        """The body."""
+        return data
+
+
+CODECS = {"json": PollCodec(), "msgpack": PollPackCodec()}
+
+
+class PollLink:
+    """Gathers one answer. Bounded: it stops fetching when it has :data:`MAX_BYTES` and no snapshot is under way.
+
+    Args:
+        hub: where it fetches.
+        principal: whose it is.
+    """
+
+    def __init__(self, hub: Hub, principal: Principal) -> None:
+        self.subscriber: Subscriber | None = None
+        self.principal = principal
+        self.parts: list[bytes] = []
+        self.size = 0
+        self.some = asyncio.Event()
+        self.closed: RequestError | None = None
+        self._hub = hub
+
+    def write(self, data: bytes) -> None:
+        """Take it; the answer can go."""
+        if data:
+            self.parts.append(data)
+            self.size += len(data)
+            self.some.set()
+
+    def pump(self) -> None:
+        """Fetch."""
+        subscriber = self.subscriber
+        assert subscriber is not None
+        while self.closed is None and (self.size < MAX_BYTES or subscriber.snapshot is not None):
+            data = self._hub.data_to_send(subscriber)
+            if not data:
+                return
+            self.write(data)
+
+    def close(self, code: int, reason: str) -> None:
+        """The answer is an error, or what there is."""
+        self.closed = RequestError(code, "closed", reason)
+        self.some.set()
+
+    def buffered(self) -> int:
+        """Nothing waits: the answer is written at once."""
+        return 0
+
+    async def drained(self) -> None:
+        """Not before this answer is full."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether it holds something, and no half of a snapshot."""
+        subscriber = self.subscriber
+        waits = subscriber is not None and self._hub.reached(subscriber) is None
+        return self.closed is not None or (bool(self.parts) and not waits)
+
+
+async def poll(request: Request) -> Response:
+    """One answer."""
+    tables: Tables = request.state.tables
+    hub: Hub = request.state.hub
+    access: Access = request.state.access
+    principal = asked.admitted(request)
+    link = PollLink(hub, principal)
+    subscriber: Subscriber | None = None
+    joining: asyncio.Task[None] | None = None
+    try:
+        query = asked.query_of(request.url.query)
+        codec = CODECS.get(query.get("codec", "json"))
+        if codec is None:
+            raise asked.bad("bad_request", f"codec is one of {', '.join(CODECS)} here")
+        wait = asked.whole_number(query.get("wait", str(DEFAULT_WAIT_S)), "wait", 0, MAX_WAIT_S)
+        wanted = asked.subscription(query, hub.seal, also=_EXTRA)
+        if wanted.window:
+            raise asked.bad("bad_request", "the next poll acknowledges this one: there is no window")
+        access.enter(principal, link)
+        subscriber = link.subscriber = Subscriber(link, codec, asked.peer_of(request), principal)
+        joining = asyncio.create_task(tables.join(subscriber, wanted))
+        await _wait(request, link, joining, wait)
+        if link.closed is not None and not link.parts:
+            raise link.closed
+        return _answer(hub, subscriber, codec, link)
+    except RequestError as error:
+        return refused(error)
+    finally:
+        if joining is not None and not joining.done():
+            joining.cancel()
+        if subscriber is not None:
+            hub.unsubscribed(subscriber)
+        access.leave(principal, link)
+
+
+async def _wait(request: Request, link: PollLink, joining: asyncio.Task[None], seconds: float) -> None:
+    """Until there is an answer, the time is up, or nobody is there any more."""
+    gone = asyncio.ensure_future(_disconnected(request))
+    loop = asyncio.get_running_loop()
+    until = loop.time() + seconds
+    patience = loop.time() + max(seconds, _FIRST_BYTES_S)
+    try:
+        while not link.whole and not gone.done():
+            busy = not joining.done() or link.parts or _fetching(link)
+            left = (patience if busy else until) - loop.time()
+            if left <= 0:
+                return
+            link.some.clear()
+            waits = {gone, asyncio.ensure_future(link.some.wait())}
+            if not joining.done():
+                waits.add(joining)
+            done, _ = await asyncio.wait(waits, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            for task in waits - {gone, joining}:
+                task.cancel()
+            if joining in done:
+                joining.result()
+    finally:
+        gone.cancel()
+    if joining.done():
+        joining.result()
+
+
+def _fetching(link: PollLink) -> bool:
+    """Whether a snapshot is being made for it."""
+    subscriber = link.subscriber
+    return subscriber is not None and subscriber.feed is not None and subscriber in subscriber.feed.waiting
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _answer(hub: Hub, subscriber: Subscriber, codec: PollCodec, link: PollLink) -> Response:
+    position, feed = hub.reached(subscriber), subscriber.feed
+    if position is None or feed is None:
+        raise RequestError(RequestError.FULL, "busy", "the answer was not ready in time; ask again")
+    token, behind = hub.seal.token(position), hub.behind(subscriber)
+    notes: list[Message] = []
+    if not link.parts:
+        notes.append(heartbeat(feed.channel.name, token, behind, feed.channel.state.facts.newest_at, now_ms()))
+    elif not subscriber.told_slow and (late := _late_ms(subscriber)) >= hub.settings.slow_after_ms:
+        hub.counters.slow += 1
+        notes.append(slow(feed.channel.name, behind, int(late), hub.settings.cut_after_ms))
+    data = b"".join([*map(codec.frame, notes), *link.parts])
+    headers = {"Cache-Control": "no-store", POSITION_HEADER: token, "Millrace-Behind": str(behind)}
+    return Response(codec.answer(data, token, behind), headers=headers, media_type=codec.media_type)
+
+
+def _late_ms(subscriber: Subscriber) -> float:
+    """How long the first message after this answer has been waiting for its poll."""
+    lane = subscriber.lane
+    if subscriber.live or lane is None or subscriber.cursor >= lane.ring.next:
+        return 0.0
+    return clock_ms() - lane.ring.frame(max(subscriber.cursor, lane.ring.first)).at

@@ -1,0 +1,208 @@
+"""Callbacks: JSON-RPC 2.0 over a WebSocket with the subprotocol ``millrace.rpc``. The server calls the client.
+
+The client calls ``subscribe``, ``unsubscribe``, ``filter`` and ``ack``; each table it subscribed to calls its method
+``change`` (or ``alert``: no snapshot, and only changes with rows that fulfil the condition), ``snapshot``, ``resumed``,
+``expired``, ``slow``, ``heartbeat``, with the message as parameters. With ``"reply": true`` changes are requests whose
+id is the position: the reply acknowledges it, and no more than ``window`` of them are out at a time. The id is no
+counter, so that a call's bytes are the same for every subscriber.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import orjson
+
+from serve.errors import RequestError
+from serve.messages import Message
+from serve.push import request as asked
+from serve.push.codec import WebSocketCodec
+from serve.subscriber import Subscriber, SubscribeRequest
+from serve.tables import clock_ms
+
+if TYPE_CHECKING:
+    from serve.push.websocket import SubscriberProtocol
+
+MAX_SUBSCRIPTIONS = 16
+_DEFAULT_WINDOW = 16
+_PARSE_ERROR, _INVALID_REQUEST, _NO_METHOD, _REFUSED = -32700, -32600, -32601, -32000
+_CODECS: dict[tuple[str, bool, int], WebSocketCodec] = {}
+
+
+def rpc_codec(method: str, reply: bool, bits: int) -> WebSocketCodec:
+    """Messages as calls; the same object each time.
+
+    Args:
+        method: what changes call, ``change`` or ``alert``.
+        reply: whether they are requests.
+        bits: see :class:`~serve.push.codec.WebSocketCodec`.
+    """
+    key = (method, reply, bits)
+    if key not in _CODECS:
+        made = WebSocketCodec(f"rpc {method}{' reply' if reply else ''}", _encoder(method, reply), bits)
+        _CODECS[key] = _SkippingCodec(made) if method == "alert" else made
+    return _CODECS[key]
+
+
+class _SkippingCodec(WebSocketCodec):
+    """Alerts: what has no row that fulfils the condition makes no call."""
+
+    def __init__(self, inner: WebSocketCodec) -> None:
+        self.name = inner.name
+        self._inner = inner
+
+    def frame(self, message: Message) -> bytes:
+        if message.kind == "snapshot" or (message.kind == "change" and not message.rows):
+            return b""
+        return self._inner.frame(message)
+
+
+def _encoder(method: str, reply: bool) -> Any:
+    def encode(message: Message) -> tuple[bytes, bool]:
+        call: dict[str, Any] = {"jsonrpc": "2.0"}
+        if message.kind == "change":
+            call["method"] = method
+            if reply:
+                call["id"] = message.head["position"]
+        else:
+            call["method"] = message.kind
+        return orjson.dumps(call | {"params": orjson.Fragment(message.body)}), True
+
+    return encode
+
+
+class RpcSession:
+    """What one connection has asked for.
+
+    Args:
+        wire: its connection.
+        bits: the window of compression; 0: none.
+    """
+
+    def __init__(self, wire: SubscriberProtocol, bits: int) -> None:
+        self._wire = wire
+        self._bits = bits
+        self._by_table: dict[str, Subscriber] = {}
+        self._methods = {
+            "subscribe": self._subscribe,
+            "unsubscribe": self._unsubscribe,
+            "filter": self._filter,
+            "ack": self._ack,
+        }
+
+    def received(self, text: bytes) -> None:
+        """A call of the client's, or its answer to one of ours."""
+        try:
+            content = orjson.loads(text)
+        except orjson.JSONDecodeError:
+            self._failed(None, _PARSE_ERROR, "not JSON")
+            return
+        if not isinstance(content, dict) or content.get("jsonrpc") != "2.0":
+            self._failed(None, _INVALID_REQUEST, "a JSON-RPC 2.0 object is wanted; batches are not taken")
+        elif "method" not in content:
+            self._answered(content)
+        else:
+            self._called(content)
+
+    def _called(self, content: dict[str, Any]) -> None:
+        ident = content.get("id")
+        method = self._methods.get(content["method"]) if isinstance(content["method"], str) else None
+        if method is None:
+            self._failed(ident, _NO_METHOD, f"methods: {', '.join(self._methods)}")
+            return
+        try:
+            params = content.get("params") or {}
+            result = method(asked.texts_of(params), ident)
+        except RequestError as error:
+            self._refused(ident, error)
+            return
+        if result is not None and ident is not None:
+            self._say({"id": ident, "result": result})
+
+    def _answered(self, content: dict[str, Any]) -> None:
+        """The reply to a change. With an error in it nothing more is sent: the client comes back from where it was."""
+        ident = content.get("id")
+        if "error" in content:
+            self._wire.close(RequestError.BAD_REQUEST, "the call of a change failed; resume from before it")
+        elif isinstance(ident, str):
+            try:
+                self._acknowledged(ident)
+            except RequestError as error:
+                self._refused(None, error)
+
+    # Methods
+
+    def _subscribe(self, params: dict[str, str], ident: Any) -> dict[str, Any] | None:
+        method = params.pop("method", "change")
+        reply = asked.truth(params.pop("reply", ""), "reply")
+        if method not in ("change", "alert"):
+            raise asked.bad("bad_request", "method is change or alert")
+        if reply:
+            params.setdefault("window", str(_DEFAULT_WINDOW))
+        request = asked.subscription(params, self._wire.hub.seal)
+        if request.table in self._by_table:
+            raise asked.bad("bad_request", f"{request.table} is subscribed to already")
+        if len(self._by_table) >= MAX_SUBSCRIPTIONS:
+            raise asked.bad("bad_request", f"{MAX_SUBSCRIPTIONS} subscriptions a connection are taken")
+        subscriber = Subscriber(self._wire, rpc_codec(method, reply, self._bits), self._wire.peer, self._wire.principal)
+        subscriber.paused = any(other.paused for other in self._wire.subscribers)
+        self._by_table[request.table] = subscriber
+        self._wire.subscribers.append(subscriber)
+        self._wire.run(self._join(subscriber, request, ident))
+        return None
+
+    async def _join(self, subscriber: Subscriber, request: SubscribeRequest, ident: Any) -> None:
+        def accepted() -> None:
+            if ident is not None:
+                self._say({"id": ident, "result": {"table": request.table}})
+
+        try:
+            await self._wire.tables.join(subscriber, request, accepted)
+        except RequestError as error:
+            self._forget(request.table)
+            self._refused(ident, error)
+
+    def _unsubscribe(self, params: dict[str, str], _: Any) -> dict[str, Any]:
+        subscriber = self._forget(params.get("table", ""))
+        if subscriber is None:
+            raise asked.bad("bad_request", "that table is not subscribed to")
+        return {"table": params["table"]}
+
+    def _filter(self, params: dict[str, str], _: Any) -> dict[str, Any]:
+        subscriber = self._by_table.get(params.get("table", ""))
+        if subscriber is None:
+            raise asked.bad("bad_request", "that table is not subscribed to")
+        if params.keys() & {"from", "conflate", "window"}:
+            raise asked.bad("bad_request", "a filter has where, columns and select")
+        hub = self._wire.hub
+        hub.refiltered(subscriber, asked.subscription(params, hub.seal), clock_ms())
+        self._wire.loop.call_soon(self._wire.pump)  # after the answer
+        return {"table": params["table"]}
+
+    def _ack(self, params: dict[str, str], _: Any) -> dict[str, Any]:
+        self._acknowledged(params.get("position", ""))
+        return {}
+
+    def _acknowledged(self, token: str) -> None:
+        hub = self._wire.hub
+        position = asked.position_of(token, hub.seal)
+        for subscriber in self._wire.subscribers:
+            feed = subscriber.feed
+            if feed is not None and feed.head.table_id == position.table_id and hub.acknowledged(subscriber, position):
+                self._wire.pump()
+
+    def _forget(self, table: str) -> Subscriber | None:
+        subscriber = self._by_table.pop(table, None)
+        if subscriber is not None:
+            self._wire.subscribers.remove(subscriber)
+            self._wire.hub.unsubscribed(subscriber)
+        return subscriber
+
+    def _refused(self, ident: Any, error: RequestError) -> None:
+        self._failed(ident, _REFUSED, error.detail, {"code": error.code})
+
+    def _failed(self, ident: Any, code: int, detail: str, data: Any = None) -> None:
+        self._say({"id": ident, "error": {"code": code, "message": detail} | ({"data": data} if data else {})})
+
+    def _say(self, content: dict[str, Any]) -> None:
+        self._wire.say(orjson.dumps({"jsonrpc": "2.0", **content}))

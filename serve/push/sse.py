@@ -1,0 +1,152 @@
+"""Server-sent events (WHATWG HTML, 9.2): the WebSocket subscriber's ring with another frame.
+
+Uvicorn parses the request; then the connection is ours, an asyncio protocol without a task or a queue. ``id:`` is the
+position, so that a browser that reconnects says in ``Last-Event-ID`` where it was, to whichever server it finds.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+from serve import messages
+from serve.errors import RequestError
+from serve.messages import Message
+from serve.push import request as asked
+from serve.push.problems import hints
+from serve.push.wire import WireProtocol
+from serve.rows import to_json
+from serve.subscriber import SubscribeRequest
+
+if TYPE_CHECKING:
+    from uvicorn.server import ServerState
+
+PATHS = (b"/v1/subscribe", b"/v1/sse")
+KIND = b"text/event-stream"
+RETRY_MS = 1_000  # give or take a half, so that those who lost one server do not find the next one at the same moment
+_CLOSE_S = 2.0
+
+
+class SseCodec:
+    """Events without a name (``onmessage``): the type is in the data. One ``data`` line: JSON has no line breaks."""
+
+    name = "sse json"
+    answers = False  # nothing comes back on this connection
+
+    def frame(self, message: Message) -> bytes:
+        """Position, where the message has one, and data."""
+        if message.position is None:
+            return b"data: " + message.body + b"\n\n"
+        return b"id: " + str(message.head["position"]).encode() + b"\ndata: " + message.body + b"\n\n"
+
+    def heartbeat(self, message: Message) -> bytes:
+        """As any other message."""
+        return self.frame(message)
+
+
+SSE = SseCodec()
+
+
+def wants_events(method: bytes, path: bytes, headers: Mapping[str, str]) -> bool:
+    """Whether a request is for a stream of events."""
+    if method != b"GET" or path not in PATHS:
+        return False
+    return path == PATHS[1] or KIND.decode() in headers.get("accept", "")
+
+
+class SseProtocol(WireProtocol):
+    """One stream. Constructed by :class:`serve.push.http.ServingHttpProtocol` once the request is there.
+
+    Args:
+        server_state, app_state: see :class:`~serve.push.wire.WireProtocol`.
+    """
+
+    def __init__(self, server_state: ServerState, app_state: dict[str, Any]) -> None:
+        super().__init__(server_state, app_state, SSE)
+        self._begun = False
+        self._ended = False
+        self._origin: str | None = None  # of a foreign page that may read this
+
+    def begin(self, query: str, headers: Mapping[str, str]) -> None:
+        """Answer the request; ``connection_made`` comes first."""
+        try:
+            [subscriber] = self.subscribers
+            subscriber.principal = self.admit(asked.credentials(headers, f"?{query}", self.peer))
+            self._origin = self.access.allowed_origin(headers)
+            wanted = asked.query_of(query)
+            if headers.get("last-event-id"):  # newer than what the address says, which stays as it was
+                wanted["from"] = headers["last-event-id"]
+            request = asked.subscription(wanted, self.hub.seal)
+            if request.window:
+                raise asked.bad("bad_request", "there is no way to acknowledge here, so no window")
+        except RequestError as error:
+            self._refuse(error)
+            return
+        self.run(self._subscribe(request))
+
+    def data_received(self, data: bytes) -> None:
+        """Nothing is expected after the request."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the subscriber."""
+        self._ended = True
+        super().connection_lost(exc)
+
+    @property
+    def open(self) -> bool:
+        """From the head to the last event."""
+        return self._begun and not self._ended
+
+    def close(self, code: int, reason: str) -> None:
+        """The last event says why; the connection's end ends the stream."""
+        for subscriber in self.subscribers:
+            self.hub.unsubscribed(subscriber)
+        if self.lost or self._ended:
+            return
+        if self._begun:
+            self.transport.write(SSE.frame(messages.closed(code, reason)))
+        self._ended = True
+        self.transport.close()
+        self.loop.call_later(_CLOSE_S, self.transport.abort)
+
+    async def _subscribe(self, request: SubscribeRequest) -> None:
+        try:
+            await self.tables.join(self.subscribers[0], request, self._head)
+        except RequestError as error:
+            self._refuse(error)
+
+    @property
+    def _cors(self) -> bytes:
+        if self._origin is None:
+            return b""
+        return b"access-control-allow-origin: %s\r\nvary: origin\r\n" % self._origin.encode("latin-1")
+
+    def _head(self) -> None:
+        """The body goes on to the end of the connection: every event's bytes are the same for everybody."""
+        self._begun = True
+        retry = int(RETRY_MS * (0.5 + random.random()))
+        self.transport.write(
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncache-control: no-store\r\n"
+            b"x-accel-buffering: no\r\nx-content-type-options: nosniff\r\nconnection: close\r\n"
+            b"%s\r\nretry: %d\n\n" % (self._cors, retry)
+        )
+
+    def _refuse(self, error: RequestError) -> None:
+        """A problem (RFC 9457) before the stream: an EventSource does not ask again then."""
+        if self._begun:
+            self.transport.write(SSE.frame(messages.error(error.code, error.detail)))
+            self.close(error.close, error.detail)
+            return
+        status = HTTPStatus(error.status)
+        content = {"type": "about:blank", "title": status.phrase, "status": status.value}
+        body = to_json(content | {"detail": error.detail, "code": error.code})
+        more = "".join(f"{name}: {value}\r\n" for name, value in hints(error).items()).encode()
+        self.transport.write(
+            b"HTTP/1.1 %d %s\r\ncontent-type: application/problem+json\r\n%s"
+            b"content-length: %d\r\nconnection: close\r\n\r\n"
+            % (status.value, status.phrase.encode(), more, len(body))
+            + body
+        )
+        self.close(error.close, error.detail)

@@ -1,0 +1,182 @@
+"""The server's SQL workers: a few processes, started when the first statement comes, killed rather than waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from lakehouse.contract.settings import Settings
+from serve.errors import RequestError
+from serve.principal import Principal
+from serve.sql.worker import LENGTH, READY, packed
+
+log = logging.getLogger(__name__)
+
+TIMEOUT = 4408
+_START_S = 60.0
+_WAITING = 4  # statements that wait for each worker
+_ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a statement gave.
+
+    Attributes:
+        head: columns, number of rows, whether there were more, versions of tables.
+        body: JSON array, or Arrow IPC stream.
+    """
+
+    head: dict[str, Any]
+    body: bytes
+
+
+class Workers:
+    """At most ``serve.max_sql`` processes.
+
+    Args:
+        settings: the lake, and bounds.
+
+    Attributes:
+        counts: statements by how they ended, for metrics.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._slots = asyncio.Semaphore(settings.serve.max_sql)
+        self._asked = 0
+        self._idle: list[asyncio.subprocess.Process] = []
+        self._closed = False
+        self.counts: dict[str, int] = dict.fromkeys(("done", "failed", "cancelled", "timeout", "busy"), 0)
+
+    @property
+    def running(self) -> int:
+        """Statements that run or wait."""
+        return self._asked
+
+    async def close(self) -> None:
+        """End every process."""
+        self._closed = True
+        for process in self._idle:
+            await _killed(process)
+        self._idle.clear()
+
+    async def run(
+        self,
+        sql: str,
+        principal: Principal,
+        *,
+        as_of: str = "",
+        rows: int | None = None,
+        arrow: bool = False,
+    ) -> Result:
+        """Run a statement. Cancelling ends it, with its process.
+
+        Raises:
+            RequestError: it is refused, fails, takes too long, or too many wait.
+        """
+        serve = self._settings.serve
+        if self._asked >= serve.max_sql * (1 + _WAITING):
+            self.counts["busy"] += 1
+            raise RequestError(RequestError.FULL, "busy", f"{self._asked} statements run or wait; ask again")
+        limits = {
+            "seconds": serve.sql_timeout_s,
+            "memory_mb": serve.sql_memory_mb,
+            "rows": min(rows or serve.sql_rows, serve.sql_rows),
+            "size": serve.sql_bytes,
+        }
+        rights = {
+            "tables": None if principal.tables is None else sorted(principal.tables),
+            "rows": dict(principal.rows),
+        }
+        request = {
+            "lake": str(self._settings.lake),
+            "sql": sql,
+            "as_of": as_of,
+            "arrow": arrow,
+            "principal": rights,
+            "limits": limits,
+        }
+        self._asked += 1
+        try:
+            async with self._slots:
+                return await self._run(packed(request))
+        except asyncio.CancelledError:
+            self.counts["cancelled"] += 1
+            raise
+        finally:
+            self._asked -= 1
+
+    async def _run(self, request: bytes) -> Result:
+        process = self._idle.pop() if self._idle else await _started()
+        seconds = self._settings.serve.sql_timeout_s
+        usable = False
+        try:
+            async with asyncio.timeout(seconds):
+                head, body = await _exchange(process, request)
+            usable = True
+        except TimeoutError:
+            self.counts["timeout"] += 1
+            raise RequestError(TIMEOUT, "timeout", f"it ran for more than {seconds:g} s") from None
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self.counts["failed"] += 1
+            detail = "the statement ended its worker; most likely it took too much memory"
+            raise RequestError(RequestError.BAD_REQUEST, "bad_sql", detail) from None
+        finally:
+            if usable and process.returncode is None and not self._closed:
+                self._idle.append(process)
+            else:
+                await asyncio.shield(_killed(process))
+        if head["code"]:
+            self.counts["failed"] += 1
+            close = RequestError.NOT_FOUND if head["code"] == "no_such_table" else RequestError.BAD_REQUEST
+            remedy = f". {head['remedy']}" if head["remedy"] else ""
+            raise RequestError(close, head["code"], head["detail"] + remedy)
+        self.counts["done"] += 1
+        return Result(head, body)
+
+
+async def _started() -> asyncio.subprocess.Process:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "serve.sql.worker",
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        cwd=_ROOT,
+        env=os.environ | {"MALLOC_ARENA_MAX": "2"},  # arenas reserve addresses, which the worker's limit counts
+    )
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(_START_S):
+            await process.stdout.readexactly(len(READY))
+    except (TimeoutError, asyncio.IncompleteReadError):
+        await _killed(process)
+        raise RequestError(RequestError.FULL, "busy", "no worker could be started; the server's log says why") from None
+    except asyncio.CancelledError:
+        await asyncio.shield(_killed(process))
+        raise
+    return process
+
+
+async def _exchange(process: asyncio.subprocess.Process, request: bytes) -> tuple[dict[str, Any], bytes]:
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(request)
+    await process.stdin.drain()
+    head, body = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
+    content: dict[str, Any] = orjson.loads(await process.stdout.readexactly(head))
+    return content, await process.stdout.readexactly(body)
+
+
+async def _killed(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()

@@ -1,0 +1,115 @@
+"""``POST /v1/sql``, and ``DELETE /v1/sql/ID`` to end a statement; so does hanging up."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from serve.errors import RequestError
+from serve.push import request as asked
+from serve.push.body import json_object
+from serve.rows import to_json
+from serve.sql.pool import Result, Workers
+
+ARROW = "application/vnd.apache.arrow.stream"
+_MAX_SQL = 65_536
+_NAMES = frozenset({"sql", "as_of", "limit", "format", "id"})
+_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+async def run(request: Request) -> Response:
+    """Run one statement: ``{"sql", "as_of"?, "limit"?, "format"?: "json"|"arrow", "id"?}``."""
+    workers: Workers = request.state.workers
+    running: dict[tuple[str, str], asyncio.Task[Result]] = request.state.statements
+    principal = asked.admitted(request)
+    body = await json_object(request, 2 * _MAX_SQL, _NAMES)
+    sql, as_of, limit, ident = _read(body)
+    arrow = _wants_arrow(body, request)
+    key = principal.key, ident
+    if key in running:
+        raise RequestError(4409, "taken", f"a statement {ident!r} is running")
+    task = asyncio.create_task(workers.run(sql, principal, as_of=as_of, rows=limit, arrow=arrow))
+    running[key] = task
+    gone = asyncio.create_task(_hung_up(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+        result = await task
+    except asyncio.CancelledError:
+        if not task.cancelled():
+            raise  # the server stops
+        raise RequestError(4408, "cancelled", "the statement was ended") from None
+    finally:
+        running.pop(key, None)
+        gone.cancel()
+        task.cancel()
+    return _answer(result, ident, arrow)
+
+
+async def cancel(request: Request) -> Response:
+    """End a statement of one's own that runs in this process."""
+    running: dict[tuple[str, str], asyncio.Task[Result]] = request.state.statements
+    ident: str = request.path_params["ident"]
+    task = running.get((asked.admitted(request).key, ident))
+    if task is None:
+        raise RequestError(RequestError.NOT_FOUND, "no_such_statement", f"no statement {ident!r} is running here")
+    task.cancel()
+    return Response(to_json({"id": ident, "state": "cancelling"}), 202, media_type="application/json")
+
+
+ROUTES: list[BaseRoute] = [
+    Route("/v1/sql", run, methods=["POST"]),
+    Route("/v1/sql/{ident}", cancel, methods=["DELETE"]),
+]
+
+
+def _read(body: dict[str, Any]) -> tuple[str, str, int | None, str]:
+    sql, as_of, limit = body.get("sql"), body.get("as_of", ""), body.get("limit")
+    if not isinstance(sql, str) or not sql.strip():
+        raise asked.bad("bad_request", "sql is a text, one statement")
+    if len(sql) > _MAX_SQL:
+        raise asked.bad("bad_request", f"sql has more than {_MAX_SQL} characters")
+    if not isinstance(as_of, str | int) or isinstance(as_of, bool):
+        raise asked.bad("bad_request", "as_of is a version or a time")
+    if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
+        raise asked.bad("bad_request", "limit is a whole number above 0")
+    ident = body.get("id", secrets.token_hex(8))
+    if not isinstance(ident, str) or not _ID.fullmatch(ident):
+        raise asked.bad("bad_request", "id has letters, digits, _ and -, up to 64")
+    return sql, str(as_of), limit, ident
+
+
+def _wants_arrow(body: dict[str, Any], request: Request) -> bool:
+    form = body.get("format", "arrow" if ARROW in request.headers.get("accept", "") else "json")
+    if form not in ("json", "arrow"):
+        raise asked.bad("bad_request", "format is json or arrow")
+    return bool(form == "arrow")
+
+
+def _answer(result: Result, ident: str, arrow: bool) -> Response:
+    head = result.head
+    headers = {"Cache-Control": "no-store", "Millrace-Statement": ident}
+    headers["Millrace-Truncated"] = "true" if head["truncated"] else "false"
+    if arrow:
+        return Response(result.body, headers=headers, media_type=ARROW)
+    content = {
+        "id": ident,
+        "columns": [{"name": name, "type": kind} for name, kind in head["columns"]],
+        "rows": orjson.Fragment(result.body),
+        "truncated": head["truncated"],
+        "versions": head["versions"],
+    }
+    return Response(to_json(content), headers=headers, media_type="application/json")
+
+
+async def _hung_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,231 @@
+"""Webhooks over HTTP. A key sees its own ones only; the secret is shown once."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from dataclasses import replace
+from typing import Any
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from serve.errors import RequestError
+from serve.hub import Hub
+from serve.position import Position
+from serve.principal import Principal
+from serve.push import request as asked
+from serve.push.body import json_object
+from serve.rows import to_json
+from serve.subscriber import SubscribeRequest
+from serve.tables import Tables
+from serve.webhooks.call import Outcome, new_secret, secret_key
+from serve.webhooks.fleet import Fleet
+from serve.webhooks.guard import Forbidden, target_of
+from serve.webhooks.model import DELIVERED, Delivery, Webhook
+from serve.webhooks.store import Store
+
+NOW = "now"
+_MAX_BODY = 32_768
+_MAX_LISTED = 1_000
+_NAMES = frozenset({"table", "url", "where", "columns", "conflate", "secret", "from"})
+
+
+async def add(request: Request) -> Response:
+    """``{"table", "url", "where"?, "columns"?, "conflate"?, "secret"?, "from"?: POSITION|"now"}`` → id and secret."""
+    fleet: Fleet = request.state.fleet
+    principal = asked.admitted(request)
+    body = await json_object(request, _MAX_BODY, _NAMES)
+    wanted, position = await _wanted(request, principal, body)
+    url, secret = _text(body, "url"), _text(body, "secret") or new_secret()
+    try:
+        await target_of(url, private=request.state.settings.serve.webhook_private)
+        secret_key(secret)
+    except (Forbidden, ValueError) as error:
+        raise RequestError(RequestError.BAD_REQUEST, "bad_webhook", str(error)) from None
+    hook = Webhook(
+        "wh_" + secrets.token_hex(12),
+        principal.key,
+        wanted.table,
+        url,
+        secret,
+        wanted.where,
+        wanted.columns,
+        wanted.conflate,
+        int(time.time() * 1000),
+    )
+    store = await fleet.store()
+    most: int = request.state.settings.serve.max_webhooks
+    if not await asyncio.to_thread(store.add, hook, position, most):
+        raise RequestError(4409, "full", f"the lake has {most} webhooks, which is the bound")
+    fleet.changed()
+    return _json({**_shown(hook), "secret": hook.secret}, 201, Location=f"/v1/webhooks/{hook.id}")
+
+
+async def listed(request: Request) -> Response:
+    """All of one's own."""
+    store, key = await _store(request), asked.admitted(request).key
+    hooks = [hook for hook in (await asyncio.to_thread(store.all)).values() if hook.key == key]
+    return _json({"webhooks": [await _with_state(store, hook) for hook in hooks]})
+
+
+async def show(request: Request) -> Response:
+    """One, and how it fares."""
+    store, hook = await _own(request)
+    return _json(await _with_state(store, hook))
+
+
+async def remove(request: Request) -> Response:
+    """Nothing is delivered to it any more; its log is forgotten."""
+    store, hook = await _own(request)
+    await asyncio.to_thread(store.remove, hook.id)
+    request.state.fleet.changed()
+    return Response(status_code=204)
+
+
+async def ping(request: Request) -> Response:
+    """Call it now with a message of type ``ping``, and say how that went."""
+    _, hook = await _own(request)
+    fleet: Fleet = request.state.fleet
+    at = int(time.time() * 1000)
+    body = to_json({"type": "ping", "webhook": hook.id, "table": hook.table, "at": at})
+    return _json(_outcome(await fleet.caller.post(hook.url, hook.secret, f"ping_{at}", "ping", body)))
+
+
+async def deliveries(request: Request) -> Response:
+    """The latest deliveries, the newest first: ``?limit=&before=``."""
+    return await _log(request, dead=False)
+
+
+async def dead(request: Request) -> Response:
+    """Dead letters with their messages, the newest first: ``?limit=&before=``."""
+    return await _log(request, dead=True)
+
+
+async def redeliver(request: Request) -> Response:
+    """Call it once more with a dead letter, out of turn."""
+    store, hook = await _own(request)
+    fleet: Fleet = request.state.fleet
+    ident: str = request.path_params["delivery"]
+    letter = await asyncio.to_thread(store.dead, hook.id, ident)
+    if letter is None:
+        raise RequestError(RequestError.NOT_FOUND, "no_such_delivery", f"there is no dead letter {ident!r}")
+    outcome = await fleet.caller.post(hook.url, hook.secret, letter.id, letter.kind, letter.body)
+    await asyncio.to_thread(store.tell, _after(letter, outcome))
+    return _json(_outcome(outcome))
+
+
+ROUTES: list[BaseRoute] = [
+    Route("/v1/webhooks", listed, methods=["GET"]),
+    Route("/v1/webhooks", add, methods=["POST"]),
+    Route("/v1/webhooks/{ident}", show, methods=["GET"]),
+    Route("/v1/webhooks/{ident}", remove, methods=["DELETE"]),
+    Route("/v1/webhooks/{ident}/ping", ping, methods=["POST"]),
+    Route("/v1/webhooks/{ident}/deliveries", deliveries, methods=["GET"]),
+    Route("/v1/webhooks/{ident}/dead", dead, methods=["GET"]),
+    Route("/v1/webhooks/{ident}/dead/{delivery}", redeliver, methods=["POST"]),
+]
+
+
+async def _wanted(request: Request, principal: Principal, body: dict[str, Any]) -> tuple[SubscribeRequest, str]:
+    """The subscription that is asked for, and the position that it begins at; empty: with a snapshot."""
+    hub: Hub = request.state.hub
+    tables: Tables = request.state.tables
+    named = {name: value for name, value in body.items() if name not in ("url", "secret")}
+    begin = named.get("from")
+    if begin == NOW:
+        del named["from"]
+    wanted = asked.subscription(asked.texts_of(named), hub.seal)
+    if not principal.may_read(wanted.table):
+        raise RequestError(RequestError.NOT_FOUND, "no_such_table", f"no table {wanted.table!r} is served here")
+    await tables.wait_for(wanted.table)
+    view = hub.view_of(wanted.table, principal, wanted)
+    if begin == NOW:
+        state = hub.channels[wanted.table].state
+        return wanted, hub.seal.token(Position(state.table.table_id, state.version, 0, view.id))
+    return wanted, "" if wanted.position is None else hub.seal.token(wanted.position)
+
+
+def _text(body: dict[str, Any], name: str) -> str:
+    value = body.get(name, "")
+    if not isinstance(value, str):
+        raise asked.bad("bad_request", f"{name} is a text")
+    return value
+
+
+async def _store(request: Request) -> Store:
+    fleet: Fleet = request.state.fleet
+    return await fleet.store()
+
+
+async def _own(request: Request) -> tuple[Store, Webhook]:
+    store, ident = await _store(request), request.path_params["ident"]
+    hook = (await asyncio.to_thread(store.all)).get(ident)
+    if hook is None or hook.key != asked.admitted(request).key:
+        raise RequestError(RequestError.NOT_FOUND, "no_such_webhook", f"there is no webhook {ident!r}")
+    return store, hook
+
+
+async def _log(request: Request, *, dead: bool) -> Response:
+    store, hook = await _own(request)
+    query = asked.query_of(request.url.query)
+    limit = asked.whole_number(query.get("limit", "100"), "limit", 1, _MAX_LISTED)
+    before = asked.whole_number(query["before"], "before", 0, 999_999_999) if "before" in query else None
+    found = await asyncio.to_thread(store.deliveries, hook.id, dead=dead, limit=limit, before=before)
+    shown = [_delivery(number, each, message=dead) for number, each in found]
+    return _json({"deliveries": shown, "before": found[-1][0] if len(found) == limit else None})
+
+
+def _delivery(number: int, one: Delivery, *, message: bool) -> dict[str, Any]:
+    shown = {
+        "id": one.id,
+        "number": number,
+        "type": one.kind,
+        "position": one.position or None,
+        "state": one.state,
+        "attempts": one.attempts,
+        "status": one.status or None,
+        "error": one.error or None,
+        "at": one.at,
+    }
+    return shown | ({"message": orjson.Fragment(one.body)} if message else {})
+
+
+def _after(letter: Delivery, outcome: Outcome) -> Delivery:
+    at, attempts = int(time.time() * 1000), letter.attempts + 1
+    body, state = (letter.body, letter.state) if outcome.error else (b"", DELIVERED)
+    return replace(letter, body=body, state=state, attempts=attempts, status=outcome.status, error=outcome.error, at=at)
+
+
+async def _with_state(store: Store, hook: Webhook) -> dict[str, Any]:
+    position, state, detail = await asyncio.to_thread(store.progress, hook.id)
+    shown = _shown(hook) | {"state": state, "position": position or None}
+    return shown | ({"detail": detail} if detail else {})
+
+
+def _shown(hook: Webhook) -> dict[str, Any]:
+    return {
+        "id": hook.id,
+        "table": hook.table,
+        "url": hook.url,
+        "where": hook.where,
+        "columns": hook.columns,
+        "conflate": hook.conflate,
+        "created": hook.created,
+    }
+
+
+def _outcome(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "delivered": not outcome.error,
+        "status": outcome.status or None,
+        "error": outcome.error or None,
+        "ms": outcome.ms,
+    }
+
+
+def _json(content: Any, status: int = 200, **headers: str) -> Response:
+    return Response(to_json(content), status, {"Cache-Control": "no-store", **headers}, "application/json")

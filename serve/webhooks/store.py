@@ -1,0 +1,194 @@
+"""Webhooks, their positions and deliveries in SQLite: ``LAKE/_millrace/webhooks/webhooks.db``, its owner's only.
+
+Position and outcome of a delivery change in one transaction. A crash of the machine may forget the last of them
+(``synchronous=NORMAL``): then a message is delivered again with the position that it had, which is what positions are
+for. Blocking, tens of microseconds each; one connection, guarded by a lock.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lakehouse.contract.errors import EnvironmentProblem
+from serve.webhooks.model import DEAD, Delivery, Webhook
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS webhooks (
+  id TEXT PRIMARY KEY, key TEXT NOT NULL, tbl TEXT NOT NULL, url TEXT NOT NULL, secret TEXT NOT NULL,
+  cond TEXT NOT NULL, cols TEXT NOT NULL, conflate INTEGER NOT NULL, created INTEGER NOT NULL,
+  position TEXT NOT NULL DEFAULT '', state TEXT NOT NULL DEFAULT 'active', detail TEXT NOT NULL DEFAULT '');
+CREATE TABLE IF NOT EXISTS deliveries (
+  seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, webhook TEXT NOT NULL, kind TEXT NOT NULL,
+  position TEXT NOT NULL, body BLOB NOT NULL, state TEXT NOT NULL, attempts INTEGER NOT NULL, status INTEGER NOT NULL,
+  error TEXT NOT NULL, at INTEGER NOT NULL);
+CREATE INDEX IF NOT EXISTS by_webhook ON deliveries (webhook, state, seq);
+"""
+_FIELDS = "id, webhook, kind, position, body, state, attempts, status, error, at"
+
+
+class Store:
+    """See the module.
+
+    Args:
+        folder: made where it is absent.
+        kept: deliveries, and as many dead ones, of each webhook.
+
+    Raises:
+        EnvironmentProblem: the file cannot be used.
+    """
+
+    def __init__(self, folder: Path, kept: int) -> None:
+        self.folder = folder
+        self._kept = kept
+        self._lock = threading.Lock()
+        path = folder / "webhooks.db"
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path.touch(mode=0o600)
+            self._db = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
+            self._db.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; {_SCHEMA}")
+        except (OSError, sqlite3.Error) as error:
+            raise EnvironmentProblem(
+                f"webhooks cannot be kept in {path}: {error}", "Let the server write there"
+            ) from None
+
+    def close(self) -> None:
+        """Nothing follows."""
+        with self._lock:
+            self._db.close()
+
+    # Webhooks
+
+    def add(self, webhook: Webhook, position: str, most: int) -> bool:
+        """Keep one; False: there are as many as there may be."""
+        with self._changing() as db:
+            if db.execute("SELECT count(*) FROM webhooks").fetchone()[0] >= most:
+                return False
+            db.execute(
+                "INSERT INTO webhooks (id, key, tbl, url, secret, cond, cols, conflate, created, position)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    webhook.id,
+                    webhook.key,
+                    webhook.table,
+                    webhook.url,
+                    webhook.secret,
+                    webhook.where,
+                    ",".join(webhook.columns),
+                    int(webhook.conflate),
+                    webhook.created,
+                    position,
+                ),
+            )
+            return True
+
+    def all(self) -> dict[str, Webhook]:
+        """By id, in the order in which they were made."""
+        with self._lock:
+            rows = self._db.execute(
+                "SELECT id, key, tbl, url, secret, cond, cols, conflate, created FROM webhooks ORDER BY created, id"
+            ).fetchall()
+        return {
+            row[0]: Webhook(
+                row[0],
+                row[1],
+                row[2],
+                row[3],
+                row[4],
+                row[5],
+                tuple(filter(None, row[6].split(","))),
+                bool(row[7]),
+                row[8],
+            )
+            for row in rows
+        }
+
+    def progress(self, webhook: str) -> tuple[str, str, str]:
+        """Position, state (``active``, ``failing`` or ``stopped``) and why."""
+        with self._lock:
+            row = self._db.execute("SELECT position, state, detail FROM webhooks WHERE id = ?", (webhook,)).fetchone()
+        return row if row is not None else ("", "gone", "")
+
+    def remove(self, webhook: str) -> bool:
+        """Forget one, and its deliveries."""
+        with self._changing() as db:
+            db.execute("DELETE FROM deliveries WHERE webhook = ?", (webhook,))
+            return db.execute("DELETE FROM webhooks WHERE id = ?", (webhook,)).rowcount > 0
+
+    def say(self, webhook: str, state: str, detail: str) -> None:
+        """How it fares."""
+        with self._changing() as db:
+            db.execute("UPDATE webhooks SET state = ?, detail = ? WHERE id = ?", (state, detail, webhook))
+
+    def moved(self, webhook: str, position: str) -> None:
+        """It has everything up to a position; nothing had to be delivered."""
+        with self._changing() as db:
+            db.execute("UPDATE webhooks SET position = ? WHERE id = ?", (position, webhook))
+
+    # Deliveries
+
+    def tell(self, delivery: Delivery, position: str | None = None) -> None:
+        """How a delivery has fared; with ``position`` the webhook goes on from there. The oldest ones are forgotten."""
+        with self._changing() as db:
+            db.execute(
+                f"INSERT INTO deliveries ({_FIELDS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"  # noqa: S608 - names
+                " ON CONFLICT (id) DO UPDATE SET body = excluded.body, state = excluded.state,"
+                " attempts = excluded.attempts, status = excluded.status, error = excluded.error, at = excluded.at",
+                (
+                    delivery.id,
+                    delivery.webhook,
+                    delivery.kind,
+                    delivery.position,
+                    delivery.body,
+                    delivery.state,
+                    delivery.attempts,
+                    delivery.status,
+                    delivery.error,
+                    delivery.at,
+                ),
+            )
+            if position is not None:
+                db.execute("UPDATE webhooks SET position = ? WHERE id = ?", (position, delivery.webhook))
+            same = "=" if delivery.state == DEAD else "<>"
+            db.execute(
+                f"DELETE FROM deliveries WHERE webhook = ?1 AND state {same} '{DEAD}' AND seq <= (SELECT seq FROM"  # noqa: S608
+                f" deliveries WHERE webhook = ?1 AND state {same} '{DEAD}' ORDER BY seq DESC LIMIT 1 OFFSET ?2)",
+                (delivery.webhook, self._kept),
+            )
+
+    def deliveries(
+        self, webhook: str, *, dead: bool, limit: int, before: int | None = None
+    ) -> list[tuple[int, Delivery]]:
+        """The newest first, each with its number; older than the number ``before``."""
+        state = "state = ?" if dead else "? <> ''"
+        with self._lock:
+            rows = self._db.execute(
+                f"SELECT seq, {_FIELDS} FROM deliveries WHERE webhook = ? AND {state} AND seq < ?"  # noqa: S608
+                " ORDER BY seq DESC LIMIT ?",
+                (webhook, DEAD, 2**62 if before is None else before, limit),
+            ).fetchall()
+        return [(row[0], Delivery(*row[1:])) for row in rows]
+
+    def dead(self, webhook: str, delivery: str) -> Delivery | None:
+        """A dead letter."""
+        with self._lock:
+            row = self._db.execute(
+                f"SELECT {_FIELDS} FROM deliveries WHERE webhook = ? AND id = ? AND state = ?",  # noqa: S608
+                (webhook, delivery, DEAD),
+            ).fetchone()
+        return None if row is None else Delivery(*row)
+
+    @contextmanager
+    def _changing(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._db
+            except BaseException:
+                self._db.execute("ROLLBACK")
+                raise
+            self._db.execute("COMMIT")

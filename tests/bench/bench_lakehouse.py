@@ -1,0 +1,355 @@
+"""What the lakehouse takes, beside a plain Spark job; ``make bench-lakehouse ARGS="--events 2000000"``.
+
+Steps, one after the other on an idle machine, each with the real broker, Spark and Delta:
+
+1. Catch-up: the topic is full of made-up RSVPs (about 1.4 KB each) before ``millrace run`` starts; from the start of
+   its first bronze batch to the commit of the last product that holds them all. Bronze and the worked case's products.
+2. The plain job (:mod:`tests.bench.plain_spark_job`: readStream → groupBy → foreachBatch MERGE, default settings) on
+   the same topic: one of those products, no record, no dedupe; from when its query runs to its last MERGE.
+3. Sustained: RSVPs come at ``--rate`` for ``--seconds`` while the pipeline runs; events over the time from the first
+   one's sending to the commit of the last product that holds the last.
+4. Growth: latency of a trickle on an empty lake, and on the lake that step 1 filled (1,000 times the rows): from an
+   event's sending to the commit of the slowest product that holds it.
+5. The batch loader (:mod:`tests.bench.bench_loader`).
+
+After each of 1, 3 and 4 the products are counted: no event may be missing, none may count twice. CPU is of the whole
+driver process with its JVM. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow.compute as pc
+from deltalake import DeltaTable
+from rich.console import Console
+
+from ingest.broker import EmbeddedBroker
+from ingest.publish import ensure_topics
+from lakehouse.contract import lake as names
+from lakehouse.contract.lake import Lake
+from lakehouse.contract.pipeline import Pipeline, load_pipeline
+from lakehouse.contract.settings import load_settings
+
+PATIENCE_S = 900.0
+err = Console(stderr=True)
+
+
+@dataclass(slots=True)
+class Sent:
+    """What one feed put on the topic."""
+
+    partition: npt.NDArray[np.int32]
+    offset: npt.NDArray[np.int64]
+    sent_ms: npt.NDArray[np.float64]
+    ids: npt.NDArray[np.uint64]
+
+    def ends(self, topic: str) -> dict[str, int]:
+        """``TOPIC/PARTITION`` to the offset behind its last event."""
+        return {f"{topic}/{p}": int(self.offset[self.partition == p].max()) + 1 for p in np.unique(self.partition)}
+
+
+@dataclass(slots=True)
+class Site:
+    """A lake, its topic and what was sent to it."""
+
+    lake: Lake
+    pipeline: Pipeline
+    topic: str
+    bootstrap: str
+    sent: list[Sent] = field(default_factory=list)
+
+    def products(self) -> list[Path]:
+        """Folders of the products."""
+        return [self.lake.table(p.layer, p.name).path for p in self.pipeline.products.values()]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--events", type=int, default=2_000_000, help="of the catch-up")
+    parser.add_argument("--rate", type=float, default=40_000.0, help="events a second of the sustained run")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of the sustained run")
+    parser.add_argument("--trickle", type=float, default=100.0, help="events a second of the growth runs")
+    parser.add_argument("--without", action="append", default=[], choices=("plain", "sustained", "growth", "loader"))
+    options = parser.parse_args()
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as name:
+        folder = Path(name)
+        broker = EmbeddedBroker(folder / "broker", die_with_parent=True)
+        bootstrap = broker.start()
+        try:
+            site = _site(folder / "lake", bootstrap)
+            found |= catch_up(site, options.events, folder)
+            if "plain" not in options.without:
+                found |= plain(site, folder)
+            if "sustained" not in options.without:
+                found |= sustained(site, folder, options.rate, options.seconds)
+            if "growth" not in options.without:
+                found |= growth(site, folder, options.trickle, options.events)
+        finally:
+            broker.stop()
+        if "loader" not in options.without:
+            from tests.bench import bench_loader
+
+            found |= bench_loader.measure(folder / "loader")
+    lost, twice = found.get("lost", 0), found.get("twice", 0)
+    sys.stdout.write(json.dumps(found) + "\n")
+    return 0 if lost == twice == 0 else 1
+
+
+def catch_up(site: Site, events: int, folder: Path) -> dict[str, Any]:
+    """Step 1."""
+    err.print(f"Filling the topic with {events:,} RSVPs …")
+    sent = feed(site, folder, events)
+    err.print("Catch-up: millrace run …")
+    with Driver(site) as driver:
+        cpu = driver.cpu_s()
+        ended = _wait_for(site, sent)
+        used = driver.cpu_s() - cpu
+    began = _first_batch_ms(site)
+    rate = events / (ended - began) * 1000
+    lost, twice = _count(site)
+    err.print(f"  {rate:,.0f} events/s, {used / events * 1e6:.0f} CPU s a million events, lost {lost}, twice {twice}")
+    return {
+        "catch_up_events_s": round(rate),
+        "catch_up_cpu_s_per_million": round(used / events * 1e6, 1),
+        "lost": lost,
+        "twice": twice,
+    }
+
+
+def plain(site: Site, folder: Path) -> dict[str, Any]:
+    """Step 2."""
+    err.print("The plain job on the same topic …")
+    commits, ready = folder / "commits.jsonl", folder / "ready"
+    command = [sys.executable, "-m", "tests.bench.plain_spark_job", "--lake", str(folder / "plain")]
+    command += ["--kafka", site.bootstrap, "--commits", str(commits), "--ready", str(ready)]
+    ends = {place.rpartition("/")[2]: end for place, end in site.sent[0].ends(site.topic).items()}
+    job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _until(ready.exists)
+        began, cpu = time.time() * 1000, _cpu_s(job.pid)
+
+        def reached() -> bool:
+            rows = [json.loads(line) for line in commits.read_text().splitlines()] if commits.exists() else []
+            return bool(rows) and all(rows[-1]["ends"].get(p, 0) >= end for p, end in ends.items())
+
+        _until(reached)
+        ended = json.loads(commits.read_text().splitlines()[-1])["at_ms"]
+        used = _cpu_s(job.pid) - cpu
+    finally:
+        _end(job)
+    events = len(site.sent[0].offset)
+    rate = events / (ended - began) * 1000
+    err.print(f"  {rate:,.0f} events/s, {used / events * 1e6:.0f} CPU s a million events")
+    return {"plain_spark_events_s": round(rate), "plain_spark_cpu_s_per_million": round(used / events * 1e6, 1)}
+
+
+def sustained(site: Site, folder: Path, rate: float, seconds: float) -> dict[str, Any]:
+    """Step 3."""
+    err.print(f"Sustained: {rate:,.0f} events/s for {seconds:.0f} s …")
+    fresh = _site(folder / "sustained", site.bootstrap, suffix="sustained")
+    with Driver(fresh) as driver:
+        warm = feed(fresh, folder, 20_000, seed=7)
+        _wait_for(fresh, warm)
+        cpu = driver.cpu_s()
+        sent = feed(fresh, folder, int(rate * seconds), rate=rate, seed=8)
+        ended = _wait_for(fresh, sent)
+        used = driver.cpu_s() - cpu
+    took_s = (ended - sent.sent_ms[0]) / 1000
+    behind_s = (ended - sent.sent_ms[-1]) / 1000
+    lost, twice = _count(fresh)
+    found = len(sent.offset) / took_s
+    err.print(
+        f"  {found:,.0f} events/s; the last was in gold {behind_s:.1f} s after it was sent; lost {lost}, twice {twice}"
+    )
+    if lost or twice:
+        raise SystemExit("events were lost or counted twice")
+    return {
+        "sustained_events_s": round(found),
+        "sustained_offered_s": round(len(sent.offset) / ((sent.sent_ms[-1] - sent.sent_ms[0]) / 1000)),
+        "sustained_behind_s": round(behind_s, 1),
+        "sustained_cpu_s_per_million": round(used / len(sent.offset) * 1e6, 1),
+    }
+
+
+def growth(site: Site, folder: Path, rate: float, rows: int) -> dict[str, Any]:
+    """Step 4: rows of the trickle before the measuring are a thousandth of those in the lake."""
+    few = max(1, rows // 1000)
+    empty = _site(folder / "empty", site.bootstrap, suffix="empty")
+    latency = {}
+    for name, place in (("empty", empty), ("full", site)):
+        err.print(f"Growth: {rate:,.0f} events/s on the {name} lake …")
+        with Driver(place):
+            _wait_for(place, feed(place, folder, few, rate=rate, seed=21))
+            sent = feed(place, folder, int(rate * 30), rate=rate, seed=22)
+            _wait_for(place, sent)
+        latency[name] = float(np.median(_latency_ms(place, sent)))
+    lost, twice = _count(empty)
+    again = _count(site)
+    err.print(f"  p50 {latency}, lost {lost + again[0]}, twice {twice + again[1]}")
+    return {
+        "latency_growth": round(latency["full"] / latency["empty"], 3),
+        "latency_empty_ms": round(latency["empty"]),
+        "latency_full_ms": round(latency["full"]),
+        "lost": lost + again[0],
+        "twice": twice + again[1],
+    }
+
+
+# Parts
+
+
+def _site(root: Path, bootstrap: str, suffix: str = "") -> Site:
+    """A lake with a pipeline like the worked case's on a topic of its own."""
+    folder = root.parent / f"pipeline-{root.name}"
+    shipped = load_settings().pipeline_folder()
+    folder.mkdir(parents=True)
+    for file in shipped.iterdir():
+        text = file.read_text(encoding="utf-8")
+        if suffix and file.name == "pipeline.toml":
+            text = text.replace('topic = "meetup-raw-rsvps"', f'topic = "meetup-raw-rsvps-{suffix}"')
+        (folder / file.name).write_text(text, encoding="utf-8")
+    pipeline = load_pipeline(folder)
+    source = pipeline.sources["rsvps"]
+    ensure_topics(bootstrap, [source])
+    return Site(Lake(root), pipeline, source.topic, bootstrap)
+
+
+def feed(site: Site, folder: Path, events: int, rate: float = 0.0, seed: int = 1) -> Sent:
+    """Send events in a process of their own, and wait for it."""
+    out = folder / f"sent-{time.monotonic_ns()}.npz"
+    command = [sys.executable, "-m", "tests.bench.lakehouse_feed", "--kafka", site.bootstrap, "--topic", site.topic]
+    command += ["--events", str(events), "--rate", str(rate), "--seed", str(seed + 100 * len(site.sent)), "--out"]
+    subprocess.run([*command, str(out)], check=True)
+    with np.load(out) as found:
+        sent = Sent(found["partition"], found["offset"], found["sent_ms"], found["id"])
+    site.sent.append(sent)
+    return sent
+
+
+class Driver:
+    """``millrace run``."""
+
+    def __init__(self, site: Site) -> None:
+        self._site = site
+
+    def __enter__(self) -> Driver:
+        command = [sys.executable, "-m", "jobs.cli", "run", "--lake", str(self._site.lake.root)]
+        command += ["--pipeline", str(self._site.pipeline.path.parent), "--kafka", self._site.bootstrap]
+        marker = self._site.lake.state / "run" / "lakehouse.json"
+        marker.unlink(missing_ok=True)
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        _until(marker.exists)
+        return self
+
+    def cpu_s(self) -> float:
+        """CPU time until now."""
+        return _cpu_s(self._process.pid)
+
+    def __exit__(self, *_: object) -> None:
+        _end(self._process)
+
+
+def _cpu_s(pid: int) -> float:
+    ticks, pids = 0, [pid]
+    for one in pids:
+        try:
+            fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(fields[11]) + int(fields[12])
+            for task in Path(f"/proc/{one}/task").iterdir():
+                pids += [int(child) for child in (task / "children").read_text().split()]
+        except OSError:
+            continue
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _commits(table: Path) -> list[tuple[float, dict[str, int]]]:
+    """When each commit that says how far it reaches was made (ms since the epoch), and how far."""
+    found = []
+    for file in sorted((table / "_delta_log").glob("[0-9]*.json")):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            if line.startswith('{"commitInfo"'):
+                info = json.loads(line)["commitInfo"]
+                if names.COMMIT_THROUGH in info:
+                    found.append((float(file.stat().st_mtime * 1000), json.loads(info[names.COMMIT_THROUGH])))
+    return found
+
+
+def _wait_for(site: Site, sent: Sent) -> float:
+    """Wait until every product holds all that was sent; when the last of them did, ms since the epoch."""
+    ends = sent.ends(site.topic)
+
+    def reached(table: Path) -> bool:
+        newest = sorted((table / "_delta_log").glob("[0-9]*.json"))[-50:]
+        for file in reversed(newest):
+            for line in file.read_text(encoding="utf-8").splitlines():
+                if line.startswith('{"commitInfo"') and names.COMMIT_THROUGH in line:
+                    through = json.loads(json.loads(line)["commitInfo"][names.COMMIT_THROUGH])
+                    return all(through.get(place, 0) >= end for place, end in ends.items())
+        return False
+
+    _until(lambda: all(reached(table) for table in site.products()))
+    return max(
+        next(at for at, through in _commits(table) if all(through.get(p, 0) >= end for p, end in ends.items()))
+        for table in site.products()
+    )
+
+
+def _latency_ms(site: Site, sent: Sent) -> npt.NDArray[np.float64]:
+    slowest = np.zeros(len(sent.offset))
+    for table in site.products():
+        commits = _commits(table)
+        at = np.array([when for when, _ in commits])
+        for partition in np.unique(sent.partition):
+            place = f"{site.topic}/{partition}"
+            reach = np.maximum.accumulate([through.get(place, 0) for _, through in commits])
+            mine = sent.partition == partition
+            slowest[mine] = np.maximum(slowest[mine], at[np.searchsorted(reach, sent.offset[mine], side="right")])
+    return slowest - sent.sent_ms
+
+
+def _first_batch_ms(site: Site) -> float:
+    """When the first bronze batch was begun: Spark then writes its offsets down."""
+    return (site.lake.checkpoint("bronze-rsvps") / "offsets" / "0").stat().st_mtime * 1000
+
+
+def _count(site: Site) -> tuple[int, int]:
+    """Events lost and counted twice, by the product that counts them."""
+    rows = DeltaTable(str(site.lake.table("gold", "members").path)).to_pyarrow_table(columns=["rsvps"])
+    held = int(pc.sum(rows["rsvps"]).as_py() or 0)
+    distinct = len(np.unique(np.concatenate([sent.ids for sent in site.sent])))
+    return max(0, distinct - held), max(0, held - distinct)
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise SystemExit("nothing came of it in time")
+        time.sleep(0.1)
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
+    process.terminate()
+    try:
+        process.wait(60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

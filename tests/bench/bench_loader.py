@@ -1,0 +1,201 @@
+"""How many rows a second the batch loader brings into bronze: ``python -m tests.bench.bench_loader [--rows N]``.
+
+Offers of 14,000 merchants (about 300 bytes of JSON a row) as feed files of each format, written beforehand; the time
+runs from the call of the loader, its worker processes' start included, to its last commit. Each format into a lake of
+its own. ``--end-to-end`` then runs the pipeline's Spark driver over what was loaded, from the start of the loader to
+the commit of ``catalogue`` that holds the last offer: loading and products one after the other, so the rate of both
+side by side is no lower. ``--compiled`` lets Spark compile its queries and the JVM optimise, which the settings leave
+out because they make short batches slower. The last line is one JSON object; ``loader_rows_s`` is that of JSON lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from deltalake import DeltaTable
+from rich.console import Console
+
+from ingest.simulate.scenes.offers import offer
+from lakehouse.contract.lake import Lake
+from lakehouse.contract.pipeline import load_pipeline
+from lakehouse.contract.settings import conf_dir
+from lakehouse.feeds.files import find
+from lakehouse.feeds.load import Load, load
+from lakehouse.feeds.model import Job
+from lakehouse.gold.store import ProductStore
+from lakehouse.live import version_of
+from serve.query import run_sql
+
+FORMATS = ("jsonl", "jsonl.gz", "csv", "parquet")
+PATIENCE_S = 1_800.0
+err = Console(stderr=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=1_000_000)
+    parser.add_argument("--files", type=int, default=16)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--formats", nargs="*", default=list(FORMATS))
+    parser.add_argument("--end-to-end", action="store_true")
+    parser.add_argument("--compiled", action="store_true")
+    options = parser.parse_args(arguments)
+    sizes = {"files": options.files, "workers": options.workers}
+    with tempfile.TemporaryDirectory(prefix="bench-loader-") as folder:
+        found = measure(Path(folder), options.rows, formats=options.formats, **sizes)
+    if options.end_to_end:
+        found["offers_end_to_end_s"] = end_to_end(options.rows, compiled=options.compiled, **sizes)
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+def measure(
+    folder: Path, rows: int = 1_000_000, *, files: int = 16, workers: int = 2, formats: Sequence[str] = FORMATS
+) -> dict[str, float]:
+    """Rows a second into bronze, by format; prints them, and returns ``loader_rows_s`` with the others.
+
+    Args:
+        folder: for the files and lakes; made where absent, and left empty.
+    """
+    found: dict[str, float] = {}
+    for kind in formats:
+        place = folder / kind
+        size = write(place / "in", rows, files, kind)
+        before = _cpu_s()
+        done = _load(place, workers)
+        cpu = _cpu_s() - before
+        rate = done.new_rows / done.seconds
+        found["loader_rows_s" if kind == "jsonl" else f"loader_{kind.replace('.', '_')}_rows_s"] = round(rate)
+        err.print(
+            f"{kind:>9}: {done.new_rows:,} rows, {size / 1e6:,.0f} MB in {done.seconds:.1f} s: {rate:,.0f} rows/s; "
+            f"{cpu / done.new_rows * 1e6:.1f} s of CPU a million rows; {workers} workers",
+            soft_wrap=True,
+        )
+        shutil.rmtree(place)
+    return found
+
+
+def write(folder: Path, rows: int, files: int, kind: str) -> int:
+    """Feed files with so many rows in all, made of a thousand different offers each; returns their bytes."""
+    import gzip
+
+    import pyarrow as pa
+    import pyarrow.csv as pacsv
+    import pyarrow.parquet as pq
+
+    folder.mkdir(parents=True)
+    models = [offer(1, number * 13 % 14_000, number, 1, 1_790_000_000_000) for number in range(1_000)]
+    for number in range(files):
+        count = rows // files + (number < rows % files)
+        made = [{**models[i % 1_000], "offer": f"o{number:03}{i:07}", "version": 1 + i % 7} for i in range(count)]
+        path = folder / f"offers-{number:03}.{kind}"
+        if kind.startswith("jsonl"):
+            text = b"".join(json.dumps(row).encode() + b"\n" for row in made)
+            path.write_bytes(gzip.compress(text, 1) if kind.endswith("gz") else text)
+        elif kind == "csv":
+            pacsv.write_csv(pa.Table.from_pylist(made), path)
+        else:
+            pq.write_table(pa.Table.from_pylist(made), path)
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def end_to_end(rows: int, *, files: int = 16, workers: int = 2, compiled: bool = False) -> float:
+    """Offers a second from the loader's start to the catalogue that holds them all; the driver's start left out."""
+    pipeline = load_pipeline(conf_dir() / "pipelines" / "offers")
+    with tempfile.TemporaryDirectory(prefix="bench-offers-") as text:
+        folder = Path(text)
+        write(folder / "in", rows, files, "jsonl")
+        lake = Lake(folder / "lake")
+        arguments = ["--lake", str(lake.root), "--pipeline", "offers"]
+        environment = {**os.environ, "MILLRACE_SPARK_REHEARSE": "false"}
+        if compiled:
+            environment["MILLRACE_CONF"] = str(_compiled(folder / "conf"))
+        script = "import sys; from jobs.streams import main; from lakehouse.stream import Stages; "
+        script += f"sys.exit(main('bench', Stages(bronze=False), {arguments!r}))"
+        with (folder / "driver.log").open("wb") as log:
+            driver = subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=log, stderr=log)
+        try:
+            store = ProductStore(pipeline.products["catalogue"], lake.table("gold", "catalogue"), "offers")
+            _load(folder / "warm", workers, lake, write_rows=1_000)
+            _wait(lambda: _holds(lake, store), driver, folder)
+            began, cpu = time.monotonic(), _cpu_of(driver.pid)
+            _load(folder, workers, lake)
+            _wait(lambda: _holds(lake, store), driver, folder)
+            took = time.monotonic() - began
+            held = run_sql(lake, "SELECT count(*) AS n FROM catalogue").to_pylist()[0]["n"]
+            cpu = _cpu_of(driver.pid) - cpu
+            err.print(
+                f"end to end: {rows:,} offers in {took:.1f} s: {rows / took:,.0f}/s; the catalogue has {held:,}; "
+                f"the driver used {cpu / rows * 1e6:.1f} s of CPU a million offers",
+                soft_wrap=True,
+            )
+            return round(rows / took)
+        finally:
+            driver.terminate()
+            driver.wait()
+
+
+def _load(folder: Path, workers: int, lake: Lake | None = None, *, write_rows: int = 0) -> Load:
+    if write_rows:
+        write(folder / "in", write_rows, 1, "jsonl")
+    source = load_pipeline(conf_dir() / "pipelines" / "offers").sources["offers"]
+    done = load(Job(lake or Lake(folder / "lake"), source), find([folder / "in"]), workers=workers)
+    assert done.ok, [report for report in done.reports if not report.ok]
+    return done
+
+
+def _holds(lake: Lake, store: ProductStore) -> bool:
+    mark = store.mark()
+    reached = version_of(mark.bronze) if mark else None
+    return reached is not None and reached >= DeltaTable(str(lake.bronze("offers").path)).version()
+
+
+def _wait(check: object, driver: subprocess.Popen[bytes], folder: Path) -> None:
+    assert callable(check)
+    deadline = time.monotonic() + PATIENCE_S
+    while not check():
+        if driver.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError((folder / "driver.log").read_text()[-2_000:])
+        time.sleep(0.1)
+
+
+def _compiled(folder: Path) -> Path:
+    """The settings, but with code generation and both JIT compilers."""
+    shutil.copytree(conf_dir(), folder)
+    spark = {
+        "spark.sql.codegen.wholeStage": "true",
+        "spark.sql.codegen.factoryMode": "FALLBACK",
+        "spark.driver.extraJavaOptions": "-XX:ReservedCodeCacheSize=256m -XX:+UseSerialGC -Xss2m",
+    }
+    with (folder / "default.toml").open("a") as file:  # which ends with the table [spark.conf]
+        file.writelines(f'"{key}" = "{value}"\n' for key, value in spark.items())
+    return folder
+
+
+def _cpu_of(pid: int) -> float:
+    """CPU seconds of a process and its descendants."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except FileNotFoundError:
+        return 0.0
+    ticks = int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK") + sum(_cpu_of(int(child)) for child in children)
+
+
+def _cpu_s() -> float:
+    found = os.times()
+    return found.user + found.system + found.children_user + found.children_system
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Look-ups of a visitor's whole session by HTTP; ``make bench-lookup ARGS="--seconds 10"``.
+
+A real Delta table of visits, ``millrace serve`` as it is, and an open-loop client on a few kept connections: a request's
+time runs from when it was due, so that one that waits for its turn counts as slow. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import pyarrow as pa
+import uvloop
+from deltalake import DeltaTable, write_deltalake
+
+from lakehouse.contract import lake as names
+from tests.bench.bench_fanout import Server
+
+SCHEMA = pa.schema([("visitor", pa.string()), ("session_start", pa.int64()), ("views", pa.int64())])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--rate", type=int, default=1_000, help="look-ups a second")
+    parser.add_argument("--visitors", type=int, default=50_000, help="with two sessions each")
+    parser.add_argument("--connections", type=int, default=16)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
+        visits(Path(folder) / "gold" / "visits", options.visitors)
+        server = Server(Path(folder), 0)
+        try:
+            found = uvloop.run(load(server.url, options))
+        finally:
+            server.stop()
+    sys.stdout.write(json.dumps(found) + "\n")
+    return 0 if found["wrong"] == 0 else 1
+
+
+def visits(folder: Path, visitors: int) -> None:
+    """Two sessions of each visitor."""
+    folder.mkdir(parents=True)
+    DeltaTable.create(
+        folder, SCHEMA, configuration={names.PROPERTY_KEY: "visitor,session_start"}, raise_if_key_not_exists=False
+    )
+    who = [f"v{number}" for number in range(visitors)]
+    columns = [who * 2, [1] * visitors + [2] * visitors, [3] * (2 * visitors)]
+    write_deltalake(folder, pa.table(columns, schema=SCHEMA), mode="append")
+
+
+async def load(url: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Warm up, then ask at the rate; times in ms."""
+    loop, address = asyncio.get_running_loop(), urlsplit(url)
+    idle: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
+    for _ in range(options.connections):
+        idle.put_nowait(await asyncio.open_connection(address.hostname, address.port))
+    times: list[float] = []
+    wrong = 0
+
+    async def ask(due: float) -> None:
+        nonlocal wrong
+        reader, writer = connection = await idle.get()
+        visitor = random.randrange(options.visitors)
+        writer.write(f"GET /v1/tables/visits/v{visitor} HTTP/1.1\r\nHost: {address.netloc}\r\n\r\n".encode())
+        head = await reader.readuntil(b"\r\n\r\n")
+        size = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
+        body = await reader.readexactly(size)
+        idle.put_nowait(connection)
+        times.append((loop.time() - due) * 1000)
+        wrong += b" 200 " not in head[:16] or body.count(b'"views"') != 2
+
+    async def play(seconds: float) -> None:
+        began, asked = loop.time(), []
+        for number in range(int(seconds * options.rate)):
+            due = began + number / options.rate
+            if (pause := due - loop.time()) > 0:
+                await asyncio.sleep(pause)
+            asked.append(asyncio.create_task(ask(due)))
+        await asyncio.gather(*asked)
+
+    await play(2.0)
+    times.clear()
+    wrong = 0
+    began = loop.time()
+    await play(options.seconds)
+    took = loop.time() - began
+    p50, p99 = (round(float(each), 2) for each in np.percentile(times, [50, 99]))
+    return {
+        "lookups_s": round(len(times) / took),
+        "p50_ms": p50,
+        "p99_ms": p99,
+        "wrong": wrong,
+        "visitors": options.visitors,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""The collector that ``make bench-collect`` measures, in a process of its own: log, delivery, HTTP; one source.
+
+It is put together here, not by ``ingest.node``, because the benchmark also measures it without a log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import cProfile
+import os
+import signal
+import sys
+from pathlib import Path
+
+import uvloop
+
+from ingest.acks import RecentEvents
+from ingest.app import HttpServer, make_app
+from ingest.border import Border
+from ingest.collectors.door import Door
+from ingest.delivery import Delivery
+from ingest.events import Segment
+from ingest.limits import Gate
+from ingest.log import MessageLog
+from ingest.memory import calm_garbage_collector
+from ingest.protocols import HybridLogging
+from ingest.publish import make_publisher
+from ingest.source import Intake
+from ingest.stats import NodeStats
+from ingest.tokens import Signer
+from lakehouse.contract.pipeline import CollectorSpec, Pipeline, Source
+from lakehouse.contract.settings import CollectSettings, KafkaSettings
+
+LOG_BYTES = 1 << 30
+
+
+class NoLogging(HybridLogging):
+    """Writes nothing: an event is acknowledged when Kafka has it, and what Kafka has not is lost with the process.
+
+    Only here, to have something to measure against: everything else is the same.
+    """
+
+    @property
+    def durable_seq(self) -> int:
+        """As if it were on the disk: sending never waits for that."""
+        return self._last_seq
+
+    @durable_seq.setter
+    def durable_seq(self, seq: int) -> None:
+        pass
+
+    def add(self, segment: Segment, chunks: list[bytes], size: int) -> int:
+        """Counts the bytes."""
+        offset = segment.size
+        segment.size = segment.durable = offset + size
+        return offset
+
+    def _write(self) -> None:
+        self._sealed.clear()
+
+    def write_now(self) -> None:
+        """Nothing."""
+
+    def remove(self, segments: list[Segment]) -> None:
+        """There are no files."""
+
+
+def source_of(topic: str) -> Source:
+    """The benchmark's source: events of about 300 bytes with an id and a key."""
+    return Source(
+        topic=topic,
+        schema="id BIGINT, who STRING, pad STRING",
+        event_time="received_at",
+        event_id="{id}",
+        key="{who}",
+        required=("id", "who"),
+        collectors=(CollectorSpec("http"),),
+        name="clicks",
+    )
+
+
+async def run(folder: Path, bootstrap: str, topic: str, protocol: str, client: str) -> None:
+    """Serve until SIGTERM; the URL is printed when it is ready."""
+    source = source_of(topic)
+    topics = {"clicks": topic}
+    publisher = make_publisher(bootstrap, KafkaSettings(client=client, linger_ms=10), topics)
+    log = MessageLog.open(
+        folder / "log", "bench", limit=LOG_BYTES, protocol=NoLogging if protocol == "none" else protocol
+    )
+    recent = RecentEvents(topics)
+    delivery = Delivery(log, publisher, recent.known)
+    lane = log.lane("clicks/http/0", "clicks")
+    intake = Intake(Border(source, tenant="default", collector="bench"), lane, log, delivery, recent)
+    door = Door({"clicks": intake}, lambda: log.problem, Gate(), Signer.of_lake(folder))
+    stats = NodeStats("bench", log, delivery, ["clicks"], list, lambda: True)
+    app = make_app(door=door, stats=stats, recent=recent, pipeline=Pipeline({"clicks": source}), lake_root=folder)
+    server = HttpServer(app, door, CollectSettings(port=0))
+    await asyncio.to_thread(publisher.start, delivery.deliver)
+    tasks = [asyncio.create_task(delivery.run()), asyncio.create_task(server.serve())]
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    print(server.url, flush=True)
+    await stop.wait()
+    server.stop()
+    await asyncio.wait_for(delivery.drained(), 60)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await asyncio.to_thread(publisher.close, 5.0)
+    await log.close()
+
+
+def main() -> None:
+    """``collect_node FOLDER BOOTSTRAP TOPIC PROTOCOL CLIENT CORE``."""
+    folder, bootstrap, topic, protocol, client, core = sys.argv[1:7]
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(0, {int(core)})
+    profile = cProfile.Profile() if os.environ.get("PROFILE") else None
+    if profile is not None:
+        profile.enable()
+    calm_garbage_collector()
+    uvloop.run(run(Path(folder), bootstrap, topic, protocol, client))
+    if profile is not None:
+        profile.dump_stats(os.environ["PROFILE"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Random failures on real processes; each prints its seed."""

@@ -1,0 +1,248 @@
+"""Collector and broker killed, the link cut, the disk full: what was acknowledged is in Kafka once by id, in order.
+
+Two kills of the collector and the full disk run with the other tests; ``make chaos`` runs twenty of each. A failure
+is repeated with MILLRACE_CHAOS_SEED=N, which a test prints.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import random
+import resource
+import sys
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from ingest.broker import EmbeddedBroker
+from jobs.up import free_port
+from lakehouse.contract.envelope import Envelope
+from tests.chaos.proxy import Link
+from tests.ingest.conftest import consume, event, eventually, request
+
+pytestmark = pytest.mark.broker
+log = logging.getLogger(__name__)
+
+NODE = """
+import asyncio, dataclasses, logging, resource, sys
+logging.disable()
+from pathlib import Path
+from ingest.node import run_collector
+from tests.ingest.conftest import pipeline_of, settings_of
+folder, bootstrap, topic, port, log_bytes, file_bytes = sys.argv[1:]
+if int(file_bytes):
+    import signal
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the bound then fails, as on a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(file_bytes), resource.RLIM_INFINITY))
+settings = settings_of(Path(folder), log_bytes=int(log_bytes))
+settings = dataclasses.replace(settings, collect=dataclasses.replace(settings.collect, port=int(port)))
+asyncio.run(run_collector(settings, pipeline_of(topic, "http"), bootstrap=bootstrap, stop=asyncio.Event()))
+"""
+LOG_BYTES = 64 * 1024 * 1024
+KEYS = 7
+
+
+class Rig:
+    """A collector in a process of its own, and senders that note what was acknowledged.
+
+    Each key has one sender, which sends an event again until it is acknowledged, and only then the next: so the order
+    of first appearance within a key is known whatever happens.
+    """
+
+    def __init__(self, folder: Path, bootstrap: str, topic: str, *, file_bytes: int = 0) -> None:
+        self._arguments = [str(folder), bootstrap, topic]
+        self._file_bytes = file_bytes
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.child: asyncio.subprocess.Process | None = None
+        self.acknowledged: list[int] = []
+        self.refused = 0
+        self._stopping = False
+
+    async def start(self) -> None:
+        arguments = [*self._arguments, str(self.port), str(LOG_BYTES), str(self._file_bytes)]
+        self.child = await asyncio.create_subprocess_exec(sys.executable, "-c", NODE, *arguments)
+
+    async def kill(self) -> None:
+        if self.child is not None and self.child.returncode is None:
+            self.child.kill()
+            await self.child.wait()
+
+    def allow(self) -> None:
+        """The disk has room again."""
+        assert self.child is not None
+        resource.prlimit(self.child.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+    async def more(self, count: int) -> None:
+        """Return when so many more events were acknowledged."""
+        wanted = len(self.acknowledged) + count
+        await eventually(lambda: len(self.acknowledged) >= wanted, 120)
+
+    @contextlib.asynccontextmanager
+    async def sending(self) -> AsyncIterator[None]:
+        senders = [asyncio.create_task(self._send(key)) for key in range(KEYS)]
+        try:
+            yield
+        finally:
+            self._stopping = True
+            async with asyncio.timeout(120):
+                await asyncio.gather(*senders)
+
+    async def _send(self, key: int) -> None:
+        number = key
+        while True:
+            try:
+                status, _, _ = await request(
+                    self.url, "POST", "/v1/clicks", event(number), content_type="application/json"
+                )
+            except OSError:
+                status = 0
+            except Exception as error:  # noqa: BLE001 - http.client has many for an answer that is cut off
+                log.debug("%s", error)
+                status = 0
+            if status == 202:
+                self.acknowledged.append(number)
+                number += KEYS
+                if self._stopping:
+                    return
+            else:
+                self.refused += status in (429, 503)
+                await asyncio.sleep(0.02)
+
+
+def check(bootstrap: str, topic: str, acknowledged: list[int]) -> None:
+    records = consume(bootstrap, topic, len(set(acknowledged)), 120)
+    found: dict[int, int] = defaultdict(int)
+    order: dict[bytes, list[int]] = defaultdict(list)
+    for record in records:
+        envelope = Envelope.from_headers(record.headers)
+        number = int(envelope.event_id)
+        assert record.value == event(number)
+        if found[number] == 0:
+            order[record.key].append(number)
+        found[number] += 1
+    assert set(acknowledged) <= set(found), "acknowledged and lost"
+    for key, numbers in order.items():
+        assert numbers == sorted(numbers), f"order within {key!r}"
+
+
+def dice(name: str) -> random.Random:
+    seed = int(os.environ.get("MILLRACE_CHAOS_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 31)
+    print(json.dumps({"test": name, "MILLRACE_CHAOS_SEED": seed}))
+    return random.Random(seed)
+
+
+def times(short: int) -> list[object]:
+    return [pytest.param(short, id="short"), pytest.param(20, marks=pytest.mark.chaos, id="many")]
+
+
+@pytest.mark.parametrize("kills", times(2))
+async def test_the_collector_is_killed(broker: EmbeddedBroker, tmp_path: Path, kills: int) -> None:
+    chance, topic = dice("collector"), f"chaos-collector-{kills}"
+    rig = Rig(tmp_path, broker.bootstrap, topic)
+    await rig.start()
+    try:
+        async with rig.sending():
+            for _ in range(kills):
+                await rig.more(chance.randrange(1, 60))
+                await asyncio.sleep(chance.random() * 0.1)
+                await rig.kill()
+                await rig.start()
+            await rig.more(KEYS)
+        await asyncio.to_thread(check, broker.bootstrap, topic, rig.acknowledged)
+    finally:
+        await rig.kill()
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("cuts", [20])
+async def test_the_link_is_cut(broker: EmbeddedBroker, tmp_path: Path, cuts: int) -> None:
+    """Kafka tells its clients its own address: so the broker behind the proxy is one that advertises the proxy's."""
+    chance, topic = dice("link"), f"chaos-link-{cuts}"
+    outer = free_port()
+    own = Advertising(tmp_path / "kafka", outer)
+    inner = int(own.settle().rpartition(":")[2])
+    rig = Rig(tmp_path / "lake", f"127.0.0.1:{outer}", topic)
+    try:
+        async with Link(outer, inner) as link:
+            await asyncio.to_thread(own.start, 180)
+            await rig.start()
+            async with rig.sending():
+                await rig.more(KEYS)
+                for turn in range(cuts):
+                    hurt: list[Callable[[], None]] = [link.cut, link.half_close]
+                    link.delay_s = chance.choice([0.0, 0.05])
+                    await rig.more(chance.randrange(1, 40))
+                    hurt[turn % 2]()
+                    link.up = turn % 3 != 2
+                    if not link.up:
+                        link.cut()
+                        await rig.more(30)  # into the log
+                        link.up = True
+                link.delay_s = 0.0
+                await rig.more(KEYS)
+            assert link.carried
+            await asyncio.to_thread(check, f"127.0.0.1:{outer}", topic, rig.acknowledged)
+    finally:
+        await rig.kill()
+        await asyncio.to_thread(own.kill)
+
+
+class Advertising(EmbeddedBroker):
+    """A broker that tells its clients another port than its own."""
+
+    def __init__(self, folder: Path, port: int) -> None:
+        super().__init__(folder, heap_mb=192, die_with_parent=True)
+        self._outer = port
+
+    def _write_properties(self, identity: object) -> None:
+        super()._write_properties(identity)  # type: ignore[arg-type]
+        path = self.folder / "server.properties"
+        lines = path.read_text().splitlines()
+        lines = [
+            f"advertised.listeners=PLAINTEXT://127.0.0.1:{self._outer}" if line.startswith("advertised.") else line
+            for line in lines
+        ]
+        path.write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.chaos
+async def test_the_broker_is_killed(tmp_path: Path) -> None:
+    chance = dice("broker")
+    broker = EmbeddedBroker(tmp_path / "kafka", heap_mb=192, die_with_parent=True)
+    bootstrap = await asyncio.to_thread(broker.start, 180)
+    rig = Rig(tmp_path / "lake", bootstrap, "chaos-broker")
+    await rig.start()
+    try:
+        async with rig.sending():
+            for _ in range(20):
+                await rig.more(chance.randrange(1, 200))
+                await asyncio.to_thread(broker.kill)
+                await rig.more(chance.randrange(1, 50))  # into the log meanwhile
+                await asyncio.to_thread(broker.start, 180)
+            await rig.more(KEYS)
+        await asyncio.to_thread(check, bootstrap, "chaos-broker", rig.acknowledged)
+    finally:
+        await rig.kill()
+        await asyncio.to_thread(broker.kill)
+
+
+async def test_the_disk_is_full(broker: EmbeddedBroker, tmp_path: Path) -> None:
+    """No file of the collector may grow beyond 64 KiB for a while, so that the log's writes fail."""
+    rig = Rig(tmp_path, broker.bootstrap, "chaos-disk", file_bytes=65_536)
+    await rig.start()
+    try:
+        async with rig.sending():
+            await eventually(lambda: rig.refused > 0, 120)
+            rig.allow()
+            await rig.more(3 * KEYS)
+        assert rig.child is not None and rig.child.returncode is None
+        await asyncio.to_thread(check, broker.bootstrap, "chaos-disk", rig.acknowledged)
+    finally:
+        await rig.kill()

@@ -1,0 +1,181 @@
+"""Commits of files' rows: once each, in turn with the stream, and readable by everybody."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from deltalake import CommitProperties, DeltaTable, write_deltalake
+
+from lakehouse.bronze.clock import BronzeClock, newest_bronze_at
+from lakehouse.bronze.table import COLUMNS, Progress, create, progress
+from lakehouse.contract.lake import Lake
+from lakehouse.feeds.commit import Committer
+from lakehouse.feeds.datafile import write
+from lakehouse.feeds.errors import FileTaken
+from lakehouse.feeds.ledger import Done, Ledger
+from lakehouse.feeds.rows import Part, Sealer, Segment
+from tests.lakehouse.feeds.feeds import SOURCE
+from tests.lakehouse.lakes import bronze_rows
+
+ONE, OTHER = "1" * 32, "2" * 32
+
+
+@pytest.fixture
+def lake(tmp_path: Path) -> Lake:
+    return Lake(tmp_path / "lake")
+
+
+def sealer() -> Sealer:
+    return Sealer(SOURCE, tenant="default", node="loader-1")
+
+
+def part(before: Done, count: int, *, ended: bool = False) -> Part:
+    rows = [b'{"merchant":"m","offer":"%d","version":1}' % (before.rows + i) for i in range(count)]
+    return sealer().seal("a.jsonl", before, Segment(rows, offset=before.offset + 10, ended=ended), 1_000_000)
+
+
+def table_of(lake: Lake) -> pa.Table:
+    return DeltaTable(str(lake.bronze("offers").path)).to_pyarrow_table()
+
+
+def test_a_data_file_is_stamped_in_its_place(tmp_path: Path) -> None:
+    made = sealer().rows([part(Done(ONE), 1_000)])
+    data = write(made, tmp_path / "x.parquet")
+    before = (tmp_path / "x.parquet").read_bytes()
+    data.stamp(1_790_000_000_000_123)
+    after = (tmp_path / "x.parquet").read_bytes()
+    changed = [i for i, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
+    assert set(changed) <= set(range(data.stamp_at, data.stamp_at + 8))
+    found = pq.read_table(tmp_path / "x.parquet")
+    assert set(found["bronze_at"].cast(pa.int64()).to_pylist()) == {1_790_000_000_000_123}
+    assert found.drop_columns("bronze_at").to_pylist() == made.to_pylist()
+
+
+def test_rows_come_with_the_place_to_go_on_from(lake: Lake) -> None:
+    committer = Committer(lake, "offers", sealer())
+    first = part(Done(ONE), 3)
+    committer.commit([first, part(Done(OTHER), 0, ended=True)])
+    second, third = part(first.after, 2), part(Done(ONE, 5, offset=20), 1, ended=True)
+    version = committer.commit([second, third])
+    assert committer.look(ONE) == Done(ONE, 6, 0, 30, True)
+    assert committer.look(OTHER) == Done(OTHER, 0, 0, 10, True)
+    assert len(committer.ledger) == 2
+    found = table_of(lake)
+    assert found.schema.names[: len(COLUMNS)] == COLUMNS.names
+    assert sorted(found["offset"].to_pylist()) == [0, 1, 2, 3, 4, 5]
+    assert len(set(found["bronze_at"].to_pylist())) == 2
+    assert {row["bronze_at"].date() for row in found.to_pylist()} == set(found["date"].to_pylist())
+    assert version == DeltaTable(str(lake.bronze("offers").path)).version() == 2
+    committer.close()
+
+
+def test_a_row_is_not_committed_twice(lake: Lake) -> None:
+    one, other = Committer(lake, "offers", sealer()), part(Done(ONE), 3)
+    one.commit([other])
+    with pytest.raises(FileTaken) as caught:
+        one.commit([part(Done(OTHER), 2), part(Done(ONE), 3)])
+    assert caught.value.fingerprint == ONE
+    assert table_of(lake).num_rows == 3
+    one.close()
+
+
+def test_the_ledger_is_what_bronze_says(lake: Lake) -> None:
+    committer = Committer(lake, "offers", sealer())
+    committer.commit([part(Done(ONE), 4, ended=True)])
+    committer.close()
+    folder = lake.state / "loads" / "offers" / "ledger"
+    kept = shutil.copytree(folder, folder.with_name("older"))
+    committer = Committer(lake, "offers", sealer())
+    second = part(Done(OTHER), 2, ended=True)
+    committer.commit([second])
+    committer.close()
+
+    shutil.rmtree(folder)
+    shutil.copytree(kept, folder)  # as after a crash between the commit and the ledger
+    committer = Committer(lake, "offers", sealer())
+    assert committer.look(OTHER) == Done(OTHER, 2, 0, 10, True)
+    committer.close()
+
+    shutil.rmtree(folder)
+    shutil.copytree(kept, folder)  # the same, and the log that named the files has been cleaned up since
+    ledger = Ledger(lake, lake.bronze("offers"))
+    newest = max(table_of(lake)["bronze_at"].cast(pa.int64()).to_pylist())
+    ledger.intend([second.after, Done("4" * 32, 9)], newest)
+    ledger.close()
+    DeltaTable(str(lake.bronze("offers").path)).create_checkpoint()
+    for commit in (lake.bronze("offers").path / "_delta_log").glob("*.json"):
+        commit.unlink()
+    committer = Committer(lake, "offers", sealer())
+    assert committer.look(ONE) == Done(ONE, 4, 0, 10, True)
+    assert committer.look(OTHER) == second.after
+    assert committer.look("4" * 32) == Done("4" * 32)
+    committer.close()
+
+    shutil.rmtree(folder)  # lost: the rows say it
+    committer = Committer(lake, "offers", sealer())
+    assert committer.look(ONE) == Done(ONE, 4, 0, -1, False)
+    assert committer.look(OTHER) == Done(OTHER, 2, 0, -1, False)
+    assert len(committer.ledger) == 2
+    committer.close()
+
+    shutil.rmtree(lake.bronze("offers").path)  # another table: nothing of the old one counts
+    committer = Committer(lake, "offers", sealer())
+    assert committer.look(ONE) == Done(ONE)
+    assert len(committer.ledger) == 0
+    committer.close()
+
+
+def test_a_load_does_not_hide_how_far_the_stream_is(lake: Lake) -> None:
+    table = lake.bronze("offers")
+    create(table)
+    clock = BronzeClock(lake, table)
+    with clock.turn() as at:
+        reached = Progress({"offers/0": 3}, at)
+        rows = bronze_rows([b"a", b"b", b"c"], bronze_at=[pa.scalar(at, pa.timestamp("us", "UTC")).as_py()] * 3)
+        properties = CommitProperties(custom_metadata={"userMetadata": reached.to_metadata()})
+        write_deltalake(str(table.path), rows, mode="append", commit_properties=properties)
+    committer = Committer(lake, "offers", sealer())
+    committer.commit([part(Done(ONE), 2)])
+    committer.close()
+    assert progress(table) == reached
+    newest = max(table_of(lake)["bronze_at"].cast(pa.int64()).to_pylist())
+    assert newest > at
+    assert newest_bronze_at(table) == newest
+
+
+def test_time_never_goes_back_whoever_commits(lake: Lake) -> None:
+    table = lake.bronze("offers")
+    create(table)
+    clocks = [BronzeClock(lake, table, now=lambda: 1_000.0), BronzeClock(lake, table, now=lambda: 900.0)]
+    given: list[int] = []
+
+    def work(clock: BronzeClock) -> None:
+        for _ in range(50):
+            with clock.turn() as at:
+                given.append(at)
+
+    threads = [threading.Thread(target=work, args=(clock,)) for clock in clocks for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert given == sorted(set(given))
+    (lake.state / "clocks" / "offers").unlink()  # lost: the rows say how far it was
+    last = given[-1]
+    rows = bronze_rows([b"a"], bronze_at=[pa.scalar(last, pa.timestamp("us", "UTC")).as_py()])
+    write_deltalake(str(table.path), rows, mode="append")
+    with BronzeClock(lake, table, now=lambda: 1.0).turn() as at:
+        assert at == last + 1
+
+
+def test_a_turn_that_failed_frees_the_table(lake: Lake) -> None:
+    clock = BronzeClock(lake, lake.bronze("offers"))
+    with pytest.raises(RuntimeError), clock.turn():
+        raise RuntimeError
+    with clock.turn() as at:
+        assert at > 0

@@ -1,0 +1,262 @@
+"""Whole loads: each file once, each row once, whatever happens in between."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from deltalake import DeltaTable
+
+from lakehouse.contract.lake import Lake
+from lakehouse.feeds.files import FeedFile, find
+from lakehouse.feeds.load import load
+from lakehouse.feeds.model import FileReport, Step
+from lakehouse.feeds.report import Deadline
+from lakehouse.feeds.run import GROUP_FILES, grouped
+from tests.lakehouse.feeds.feeds import SOURCE, bronze, ids, job, offers, payloads, run, write_jsonl
+
+ROOT = Path(__file__).parents[3]
+SCRIPT = """
+import sys
+from pathlib import Path
+from tests.lakehouse.feeds.feeds import job, run
+for report in run(job(Path(sys.argv[1]), chunk_rows=500), *sys.argv[2:]).values():
+    print(report.state, report.from_row, report.rows, flush=True)
+"""
+
+
+def loader(root: Path, *paths: Path, crash_at: str = "") -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MILLRACE_CRASH_AT": crash_at}
+    command = [sys.executable, "-c", SCRIPT, str(root), *map(str, paths)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def large(path: Path, count: int = 45_000) -> list[dict[str, Any]]:
+    """A file of several blocks, so that it is committed in several chunks."""
+    rows = [{"merchant": "m", "offer": f"o{n}", "version": 1, "title": "x" * 300} for n in range(count)]
+    write_jsonl(path, rows)
+    return rows
+
+
+def test_every_format_and_each_content_once(tmp_path: Path) -> None:
+    made = {kind: offers(20, merchant=number) for number, kind in enumerate(("jsonl", "gz", "parquet", "csv"))}
+    write_jsonl(tmp_path / "in/a.jsonl", made["jsonl"])
+    write_jsonl(tmp_path / "in/b.jsonl.gz", made["gz"], packed=True)
+    pq.write_table(pa.Table.from_pylist(made["parquet"]), tmp_path / "in/c.parquet")
+    names = list(made["csv"][0])
+    lines = [",".join(names)] + [",".join(f'"{row[n]}"'.replace('" ', '"" ') for n in names) for row in made["csv"]]
+    lines = [line.replace('and "', 'and ""').replace('", no', '"", no') for line in lines]
+    (tmp_path / "in/d.csv").write_text("\n".join(lines))
+    write_jsonl(tmp_path / "in/copy/e.jsonl", made["jsonl"])
+    reports = run(job(tmp_path), tmp_path / "in")
+    states = {name: (report.state, report.rows) for name, report in reports.items()}
+    assert sorted(states.values()) == [("already", 20)] + [("loaded", 20)] * 4
+    assert {report.rejects for report in reports.values()} == {0}
+    assert sorted(bronze(job(tmp_path))["event_id"].to_pylist()) == ids(row for rows in made.values() for row in rows)
+    (tmp_path / "in/a.jsonl").rename(tmp_path / "in/z.jsonl")
+    again = run(job(tmp_path), tmp_path / "in")
+    assert {report.state for report in again.values()} == {"already"}
+    assert {report.rows for report in again.values()} == {20}
+    assert bronze(job(tmp_path)).num_rows == 80
+
+
+def test_bad_files_do_not_stop_the_others(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "in/1.jsonl", offers(10, merchant=1))
+    good = write_jsonl(tmp_path / "in/2.jsonl.gz", offers(3_000, merchant=2), packed=True)
+    good.write_bytes(good.read_bytes()[:-2_000])
+    (tmp_path / "in/3.csv").write_bytes(b'a,b\n1,"x\n')
+    (tmp_path / "in/4.parquet").write_bytes(b"no")
+    (tmp_path / "in/5.csv").write_bytes("merchant\nBlåbär\n".encode("cp1252"))
+    (tmp_path / "in/6.jsonl").write_bytes(b"{broken\n[]\n" + json.dumps(offers(1)[0]).encode())
+    (tmp_path / "in/7.csv").write_bytes(b"")
+    write_jsonl(tmp_path / "in/8.jsonl", offers(10, merchant=8))
+    (tmp_path / "in/9.jsonl").symlink_to(tmp_path / "in/1.jsonl")
+    reports = run(job(tmp_path), tmp_path / "in")
+    states = {name[0]: report.state for name, report in reports.items()}
+    expected = {"1": "loaded", "2": "failed", "3": "failed", "4": "failed", "5": "failed", "6": "loaded"}
+    assert states == {**expected, "7": "failed", "8": "loaded", "9": "already"} or states["1"] == "already"
+    assert "cut off" in reports["2.jsonl.gz"].reason
+    assert (reports["6.jsonl"].rows, reports["6.jsonl"].rejects) == (3, 2)
+    found = bronze(job(tmp_path)).to_pylist()
+    assert [row["payload"] for row in found if row["reject"]] == [b"{broken", b"[]"]
+    assert all(row["origin"].startswith(str(tmp_path)) for row in found)
+
+
+@pytest.mark.parametrize("crash_at", ["load.before_commit:3", "load.after_commit:3"])
+def test_a_killed_load_goes_on_inside_the_file(tmp_path: Path, crash_at: str) -> None:
+    rows = large(tmp_path / "in.jsonl")
+    killed = loader(tmp_path, tmp_path / "in.jsonl", crash_at=crash_at)
+    assert killed.communicate(timeout=120)[0] == ""
+    assert killed.returncode == -signal.SIGKILL
+    before = bronze(job(tmp_path)).num_rows
+    assert 0 < before < len(rows)
+    report = run(job(tmp_path), tmp_path / "in.jsonl")["in.jsonl"]
+    assert (report.state, report.rows, report.from_row) == ("loaded", len(rows), before)
+    found = bronze(job(tmp_path), ["event_id", "offset", "bronze_at"])
+    assert sorted(found["event_id"].to_pylist()) == ids(rows)
+    assert sorted(found["offset"].to_pylist()) == list(range(len(rows)))
+
+
+def test_several_loaders_share_the_files(tmp_path: Path) -> None:
+    made = [offers(400, merchant=number) for number in range(12)]
+    for number, rows in enumerate(made):
+        write_jsonl(tmp_path / f"in/{number}.jsonl", rows)
+    loaders = [loader(tmp_path, tmp_path / "in") for _ in range(3)]
+    told = [one.communicate(timeout=180)[0].split("\n") for one in loaders]
+    assert [one.returncode for one in loaders] == [0, 0, 0]
+    states = [line.split()[0] for lines in told for line in lines if line]
+    assert len(states) == 36
+    assert states.count("loaded") == 12
+    assert states.count("already") == 24
+    assert sorted(bronze(job(tmp_path))["event_id"].to_pylist()) == ids(row for rows in made for row in rows)
+
+
+def test_worker_processes(tmp_path: Path) -> None:
+    made = [offers(300, merchant=number) for number in range(GROUP_FILES + 5)][: GROUP_FILES + 5]
+    for number, rows in enumerate(made[:8]):
+        write_jsonl(tmp_path / f"in/{number}.jsonl", rows)
+    for number in range(8, GROUP_FILES + 5):
+        write_jsonl(tmp_path / f"in/{number}.jsonl", made[number][:2])
+    rows = [row for rows in made[:8] for row in rows] + [row for rows in made[8:] for row in rows[:2]]
+    told: list[Step | FileReport] = []
+    done = load(job(tmp_path), find([tmp_path / "in"]), workers=2, tell=told.append)
+    assert done.ok
+    assert done.new_rows == len(rows)
+    assert sum(isinstance(one, FileReport) for one in told) == GROUP_FILES + 5
+    assert sorted(bronze(job(tmp_path))["event_id"].to_pylist()) == ids(rows)
+
+
+def test_files_are_shared_out_by_size() -> None:
+    files = [FeedFile(Path(f"{n}"), size) for n, size in enumerate([5, 1 << 25, 7, 1 << 24, *[1] * 300])]
+    groups = grouped(files)
+    assert [len(group) for group in groups] == [1, 1, GROUP_FILES, 302 - GROUP_FILES]
+    assert sorted(file.path for group in groups for file in group) == sorted(file.path for file in files)
+
+
+def test_a_trial_writes_nothing(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", offers(5))
+    report = run(job(tmp_path, trial=True), tmp_path / "a.jsonl")["a.jsonl"]
+    assert (report.state, report.rows) == ("would load", 5)
+    assert not (tmp_path / "lake").exists()
+
+
+def test_a_file_with_too_many_bad_rows_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"merchant":"m","offer":"o","version":1}\n{}\n{}\n')
+    report = run(job(tmp_path, max_rejects=0.5), tmp_path / "a.jsonl")["a.jsonl"]
+    assert report.state in ("refused", "loaded")
+    made = job(tmp_path, max_rejects=0.5)
+    rows = b'{"merchant":"m","offer":"o","version":1}\n' + b"{}\n" * 200
+    (tmp_path / "b.jsonl").write_bytes(rows)
+    report = run(made, tmp_path / "b.jsonl")["b.jsonl"]
+    assert (report.state, report.rows) == ("refused", 0)
+    assert report.reason.startswith("99.5% of the first 201 rows are refused, more than the 50.0% allowed")
+
+
+def test_the_quality_gate_keeps_a_file_out(tmp_path: Path) -> None:
+    checks = {"many": {"expect": "expect_table_row_count_to_be_between", "min_value": 5}}
+    source = replace(SOURCE, table_expectations=checks)
+    write_jsonl(tmp_path / "in/few.jsonl", offers(3, merchant=1))
+    write_jsonl(tmp_path / "in/many.jsonl", offers(8, merchant=2))
+    made = job(tmp_path, source=source, gate=True)
+    reports = run(made, tmp_path / "in")
+    assert {name: report.state for name, report in reports.items()} == {"few.jsonl": "refused", "many.jsonl": "loaded"}
+    assert reports["few.jsonl"].reason.startswith("quality gate: offers: 3 rows do not pass")
+    assert bronze(made).num_rows == 8
+
+
+def test_rows_without_an_id_get_one_by_their_place(tmp_path: Path) -> None:
+    source = replace(SOURCE, event_id="", key="")
+    (tmp_path / "a.jsonl").write_bytes(b'{"a":1}\n{"a":1}\n')
+    run(job(tmp_path, source=source), tmp_path / "a.jsonl")
+    found = bronze(job(tmp_path))
+    report = run(job(tmp_path, source=source), tmp_path / "a.jsonl")["a.jsonl"]
+    assert report.state == "already"
+    assert found["event_id"].to_pylist() == [f"~{report.file}/0", f"~{report.file}/1"]
+
+
+def test_a_file_that_grows_while_it_is_read_fails(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    large(path, 30_000)
+    reports: list[FileReport] = []
+
+    def tell(message: Step | FileReport) -> None:
+        if isinstance(message, FileReport):
+            reports.append(message)
+        else:
+            with path.open("a") as file:
+                file.write('{"merchant":"m","offer":"late","version":1}\n')
+
+    load(job(tmp_path), find([path]), tell=tell)
+    assert [report.state for report in reports] == ["failed"]
+    assert "written to while it was read" in reports[0].reason
+    assert run(job(tmp_path), path)["a.jsonl"].state == "loaded"  # all of it, under its new fingerprint
+    assert len(set(bronze(job(tmp_path))["event_id"].to_pylist())) == 30_001
+
+
+def test_the_table_of_loads_and_the_deadline(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "in/a.jsonl", offers(5))
+    (tmp_path / "in/b.parquet").write_bytes(b"no")
+    done = load(job(tmp_path), find([tmp_path / "in"]), allowed_s=3_600)
+    assert (done.ok, done.late) == (False, False)
+    late = load(job(tmp_path), find([tmp_path / "in/a.jsonl"]), allowed_s=-1)
+    assert (late.ok, late.late) == (True, True)
+    table = Lake(tmp_path / "lake").table("silver", "loads")
+    rows = DeltaTable(str(table.path)).to_pyarrow_table().sort_by("started_at").to_pylist()
+    found = [(row["load"], Path(row["name"]).name, row["state"], row["rows"], row["late"]) for row in rows]
+    assert sorted(found) == sorted(
+        [
+            (done.id, "a.jsonl", "loaded", 5, False),
+            (done.id, "b.parquet", "failed", 0, False),
+            (late.id, "a.jsonl", "already", 5, True),
+        ]
+    )
+    assert all(row["deadline"] is not None and row["source"] == "offers" for row in rows)
+    assert payloads(job(tmp_path)) == sorted(json.dumps(row).encode() for row in offers(5))
+
+
+def test_a_load_that_will_be_late_is_known_before() -> None:
+    clock = [100.0]
+    watch = Deadline(100.0, 60.0, 1_000, now=lambda: clock[0])
+    assert not watch.in_danger
+    clock[0] = 110.0
+    watch.read["a"] = 500
+    assert (watch.expected(), watch.in_danger) == (120.0, False)
+    watch.read["a"] = 100
+    assert (watch.expected(), watch.in_danger) == (200.0, True)
+    assert not Deadline(100.0, None, 1_000, now=lambda: 10**9).in_danger
+    assert watch.is_late(161_000_000)
+    assert not watch.is_late(159_000_000)
+
+
+def test_a_killed_worker_is_told_and_loses_nothing(tmp_path: Path) -> None:
+    rows = large(tmp_path / "in/a.jsonl")
+    for number in range(3):
+        (tmp_path / f"in/{number}.jsonl").write_bytes((tmp_path / "in/a.jsonl").read_bytes() + b'{"n":%d}\n' % number)
+    killer = threading.Event()
+
+    def tell(message: Step | FileReport) -> None:
+        if not killer.is_set():
+            killer.set()
+            children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+            loaders = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+            os.kill(int(loaders[-1]), signal.SIGKILL)
+
+    from lakehouse.feeds.errors import LoaderDied
+
+    with pytest.raises(LoaderDied, match="run the same command again"):
+        load(job(tmp_path), find([tmp_path / "in"]), workers=2, tell=tell)
+    reports = run(job(tmp_path), tmp_path / "in")
+    assert {report.state for report in reports.values()} <= {"loaded", "already"}
+    assert set(bronze(job(tmp_path))["event_id"].to_pylist()) >= set(ids(rows))
+    counted = bronze(job(tmp_path), ["topic", "offset"])
+    assert len(set(zip(counted["topic"].to_pylist(), counted["offset"].to_pylist(), strict=True))) == counted.num_rows

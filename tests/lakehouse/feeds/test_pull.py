@@ -1,0 +1,205 @@
+"""Files fetched by URL, from a real server on the loopback address."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.feed import FeedSpec
+from lakehouse.contract.lake import Lake
+from lakehouse.feeds.errors import PullFailed
+from lakehouse.feeds.pull import Puller
+from lakehouse.feeds.serve import run_feeds
+from tests.lakehouse.feeds.feeds import SOURCE, bronze, ids, job, offers
+
+
+@dataclass
+class Upstream:
+    """What the server has, and what it was asked.
+
+    Attributes:
+        body: the file; None: there is none.
+        cut: answers so many bytes of the next request and closes.
+        status: answers this to the next request.
+        move: answers a redirect to there.
+    """
+
+    body: bytes | None = b""
+    etag: str = '"1"'
+    cut: int | None = None
+    status: int | None = None
+    move: str = ""
+    length: bool = True
+    asked: list[dict[str, str]] = field(default_factory=list)
+    url: str = ""
+
+
+@pytest.fixture
+def upstream() -> Iterator[Upstream]:
+    found = Upstream()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None: ...
+
+        def do_GET(self) -> None:
+            headers = {name.lower(): text for name, text in self.headers.items()}
+            found.asked.append(headers)
+            status, found.status = found.status, None
+            if status is not None or found.body is None:
+                self._say(status or 404, b"")
+            elif found.move and self.path != "/moved":
+                self._say(302, b"", Location=found.move)
+            elif headers.get("if-none-match") == found.etag:
+                self._say(304, b"")
+            elif headers.get("range") and headers.get("if-range") == found.etag:
+                start = int(headers["range"].removeprefix("bytes=").rstrip("-"))
+                self._say(206, found.body[start:])
+            else:
+                self._say(200, found.body)
+
+        def _say(self, status: int, body: bytes, **headers: str) -> None:
+            cut, found.cut = (found.cut, None) if body else (None, found.cut)
+            self.send_response(status)
+            self.send_header("ETag", found.etag)
+            if found.length:
+                self.send_header("Content-Length", str(len(body)))
+            for name, text in headers.items():
+                self.send_header(name, text)
+            self.end_headers()
+            self.wfile.write(body[:cut])
+            self.close_connection = cut is not None or not found.length
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    found.url = f"http://127.0.0.1:{server.server_port}/offers.jsonl"
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield found
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def puller(root: Path, now: float | None = None) -> Puller:
+    clock = (lambda: now) if now is not None else None
+    return Puller(Lake(root), "offers", sleep=lambda _: None, **({"now": clock} if clock else {}))
+
+
+def feed(upstream: Upstream, **options: object) -> FeedSpec:
+    return FeedSpec(upstream.url, private=True, **options)
+
+
+def test_a_file_is_fetched_only_when_it_changes(tmp_path: Path, upstream: Upstream) -> None:
+    upstream.body = b"x" * 1_000
+    spec = feed(upstream)
+    pulled = puller(tmp_path).fetch(spec)
+    assert pulled is not None
+    assert pulled.path.read_bytes() == upstream.body
+    puller(tmp_path).loaded(spec, pulled)
+    assert not pulled.path.exists()
+    assert puller(tmp_path).fetch(spec) is None
+    assert upstream.asked[-1]["if-none-match"] == '"1"'
+    upstream.etag, upstream.body = '"2"', b"y"
+    again = puller(tmp_path).fetch(spec)
+    assert again is not None
+    assert again.path.read_bytes() == b"y"
+
+
+def test_a_broken_download_goes_on_where_it_was(tmp_path: Path, upstream: Upstream) -> None:
+    upstream.body = bytes(range(256)) * 4_000
+    upstream.cut = 300_000
+    pulled = puller(tmp_path).fetch(feed(upstream))
+    assert pulled is not None
+    assert pulled.path.read_bytes() == upstream.body
+    assert upstream.asked[-1]["if-range"] == '"1"'
+    assert upstream.asked[-1]["range"].startswith("bytes=")
+    assert upstream.asked[-1]["range"] != "bytes=0-"
+
+
+def test_a_file_that_changed_meanwhile_is_fetched_anew(tmp_path: Path, upstream: Upstream) -> None:
+    upstream.body, upstream.cut = b"a" * 600_000, 300_000
+    spec = feed(upstream, timeout="1 hour")
+
+    def changed(_: float) -> None:  # while the loader waits before it tries again
+        upstream.etag, upstream.body = '"2"', b"b" * 10
+
+    pulled = Puller(Lake(tmp_path), "offers", sleep=changed).fetch(spec)
+    assert pulled is not None
+    assert pulled.path.read_bytes() == b"b" * 10
+    assert upstream.asked[-1]["if-range"] == '"1"'
+
+
+def test_a_passing_error_is_tried_again_and_another_is_not(tmp_path: Path, upstream: Upstream) -> None:
+    upstream.body, upstream.status = b"x", 503
+    assert puller(tmp_path).fetch(feed(upstream)) is not None
+    assert len(upstream.asked) == 2
+    upstream.body = None
+    with pytest.raises(PullFailed, match="answers 404"):
+        puller(tmp_path).fetch(feed(upstream, name="other"))
+    assert len(upstream.asked) == 3
+
+
+@pytest.mark.parametrize("length", [True, False])
+def test_a_file_that_is_too_large_is_refused(tmp_path: Path, upstream: Upstream, length: bool) -> None:
+    upstream.body, upstream.length = b"x" * 5_000, length
+    with pytest.raises(PullFailed, match="more than the 1000 bytes allowed"):
+        puller(tmp_path).fetch(feed(upstream, max_bytes=1_000))
+    assert len(upstream.asked) == 1
+
+
+def test_private_addresses_are_refused_unless_meant(tmp_path: Path, upstream: Upstream) -> None:
+    upstream.body = b"x"
+    for url in (upstream.url, upstream.url.replace("127.0.0.1", "localhost")):
+        with pytest.raises(PullFailed, match=r"private address .* set private = true"):
+            puller(tmp_path).fetch(FeedSpec(url))
+    assert upstream.asked == []
+
+
+def test_redirects_are_followed_but_not_to_anything(tmp_path: Path, upstream: Upstream) -> None:
+    upstream.body, upstream.move = b"x", "/moved"
+    assert puller(tmp_path).fetch(feed(upstream)) is not None
+    upstream.move = "file:///etc/passwd"
+    with pytest.raises(PullFailed, match="leads to file:"):
+        puller(tmp_path).fetch(feed(upstream, name="other"))
+
+
+def test_feeds_come_due(tmp_path: Path, upstream: Upstream) -> None:
+    upstream.body = b"x"
+    spec = feed(upstream, every="10 minutes")
+    assert puller(tmp_path, 1_000_000.0).due(spec) < 0
+    pulled = puller(tmp_path, 1_000_000.0).fetch(spec)
+    assert pulled is not None
+    puller(tmp_path, 1_000_000.0).loaded(spec, pulled)
+    assert puller(tmp_path, 1_000_060.0).due(spec) == pytest.approx(540.0)
+
+
+def test_what_is_fetched_is_loaded(tmp_path: Path, upstream: Upstream) -> None:
+    rows = offers(50)
+    upstream.body = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+    made = job(tmp_path, source=replace(SOURCE, feeds=(feed(upstream, sla="1 hour"),)))
+    outcomes = list(run_feeds([made], threading.Event(), once=True))
+    assert [(one.feed, one.load is not None and one.load.ok, one.problem) for one in outcomes] == [
+        ("offers.jsonl", True, "")
+    ]
+    assert sorted(bronze(made)["event_id"].to_pylist()) == ids(rows)
+    metrics = (tmp_path / "lake/_millrace/run/loader.prom").read_text()
+    assert 'millrace_loader_rows_total{source="offers"} 50.0' in metrics
+    assert [one.load for one in run_feeds([made], threading.Event(), once=True)] == [None]
+    upstream.body = None
+    upstream.etag = '"gone"'
+    assert [one.problem for one in run_feeds([made], threading.Event(), once=True)] == ["the server answers 404"]
+
+
+def test_addresses_that_are_none() -> None:
+    for url in ("ftp://host/x", "https:///x", "https://user:pw@host/x"):
+        with pytest.raises(ConfigError):
+            FeedSpec(url)
+    assert FeedSpec("https://host/a/Offers.CSV?x=1").name == "offers.csv"

@@ -1,0 +1,122 @@
+"""Staging tables: a part of the record, made anew or refreshed, in one commit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable, write_deltalake
+
+from lakehouse.contract import lake as names
+from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.lake import Lake
+from lakehouse.contract.pipeline import Pipeline, Product, Source, load_pipeline
+from lakehouse.contract.settings import conf_dir
+from lakehouse.contract.staging import Staging
+from lakehouse.feeds.staging import StagingError, rebuild, refresh
+from serve.query import run_sql
+
+COLUMNS = ("merchant", "offer", "version", "title", "price", "available", "tie")
+STAGING = Staging("catalogue", ("price", "title"), "available AND price < 20", "bargains")
+
+
+def pipeline() -> Pipeline:
+    source = Source("offers", "merchant STRING", "now()")
+    product = Product(
+        "gold",
+        "offers",
+        "SELECT * FROM offers",
+        operator="latest",
+        by=("merchant", "offer"),
+        version="version",
+        storage="append",
+        name="catalogue",
+    )
+    return Pipeline({"offers": source}, {"catalogue": product}, staging={"bargains": STAGING})
+
+
+def record(lake: Lake, *rows: tuple[str, str, int, str, float, bool]) -> None:
+    """Append partial rows to the catalogue."""
+    made = pa.table({name: list(column) for name, column in zip(COLUMNS[:-1], zip(*rows, strict=True), strict=True)})
+    made = made.append_column("tie", pa.array([1] * len(rows), pa.int64()))
+    configuration = {
+        names.PROPERTY_KEY: "merchant,offer",
+        names.PROPERTY_FOLD: json.dumps(dict.fromkeys(COLUMNS[2:], "latest")),
+        names.PROPERTY_ORDER: "version,tie",
+    }
+    path = lake.table("gold", "catalogue").path
+    path.mkdir(parents=True, exist_ok=True)
+    DeltaTable.create(str(path), made.schema, "ignore", configuration=configuration, raise_if_key_not_exists=False)
+    write_deltalake(str(path), made, mode="append")
+
+
+def shown(lake: Lake) -> list[tuple[object, ...]]:
+    rows = DeltaTable(str(lake.table("gold", "bargains").path)).to_pyarrow_table()
+    assert rows.schema.names == ["merchant", "offer", "price", "title"]
+    return sorted(tuple(row.values()) for row in rows.to_pylist())
+
+
+def test_rebuilt_and_refreshed(tmp_path: Path) -> None:
+    lake = Lake(tmp_path)
+    with pytest.raises(StagingError, match="no table catalogue yet"):
+        refresh(lake, pipeline(), STAGING)
+    record(lake, ("m1", "o1", 2, "Lamp", 5.0, True), ("m1", "o2", 1, "Desk", 90.0, True))
+    record(lake, ("m1", "o1", 1, "Old lamp", 4.0, True), ("m2", "o1", 1, "Tea", 3.0, False))
+    first = refresh(lake, pipeline(), STAGING)
+    assert (first.rows, first.changed, first.product_version) == (1, True, 2)
+    assert shown(lake) == [("m1", "o1", 5.0, "Lamp")]
+    assert refresh(lake, pipeline(), STAGING) == replace(first, changed=False)
+
+    before = DeltaTable(str(lake.table("gold", "bargains").path))
+    record(lake, ("m1", "o2", 2, "Desk", 19.0, True), ("m2", "o1", 2, "Tea", 3.5, True))
+    again = refresh(lake, pipeline(), STAGING)
+    assert (again.rows, again.changed, again.version) == (3, True, first.version + 1)
+    assert len(shown(lake)) == 3
+    assert before.to_pyarrow_table().num_rows == 1  # who reads the old version goes on reading it
+    assert run_sql(lake, "SELECT count(*) AS n FROM bargains").to_pylist() == [{"n": 3}]
+    assert run_sql(lake, "SELECT title FROM catalogue WHERE offer = 'o1' ORDER BY 1").to_pylist() == [
+        {"title": "Lamp"},
+        {"title": "Tea"},
+    ]
+
+    made = rebuild(lake, pipeline(), STAGING)
+    assert (made.rows, made.changed, made.version) == (3, True, again.version + 1)
+    shutil.rmtree(lake.table("gold", "bargains").path)  # dropped: the record has everything
+    assert rebuild(lake, pipeline(), STAGING).rows == 3
+    assert len(shown(lake)) == 3
+
+    wider = replace(STAGING, where="", columns=())
+    assert refresh(lake, pipeline(), wider).rows == 3  # its declaration has changed
+    assert run_sql(lake, "SELECT count(*) AS n FROM bargains WHERE tie = 1").to_pylist() == [{"n": 3}]
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "problem"),
+    [
+        ({"columns": ("nothing",)}, StagingError, "has no column 'nothing'"),
+        ({"where": "price <"}, ConfigError, "where"),
+        ({"where": "price IN (SELECT 1)"}, ConfigError, "where"),
+        ({"where": "count(*) > 1"}, ConfigError, "where"),
+        ({"where": "read_text('x') = 'y'"}, ConfigError, "where"),
+    ],
+)
+def test_what_cannot_be_staged(
+    tmp_path: Path, changed: dict[str, object], error: type[Exception], problem: str
+) -> None:
+    lake = Lake(tmp_path)
+    record(lake, ("m1", "o1", 2, "Lamp", 5.0, True))
+    with pytest.raises(error, match=problem):
+        refresh(lake, pipeline(), replace(STAGING, **changed))  # type: ignore[arg-type]
+
+
+def test_the_pipeline_declares_it() -> None:
+    loaded = load_pipeline(conf_dir() / "pipelines" / "offers")
+    assert loaded.staging["bargains"].product == "catalogue"
+    with pytest.raises(ConfigError, match="no product 'nothing'"):
+        replace(loaded, staging={"x": Staging("nothing", name="x")})
+    with pytest.raises(ConfigError, match="the name is taken"):
+        replace(loaded, staging={"offers": Staging("catalogue", name="offers")})

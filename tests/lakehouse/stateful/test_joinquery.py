@@ -1,0 +1,161 @@
+"""Joins: exact whatever the query dies of and whatever of its state is lost."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from deltalake import DeltaTable
+from pyspark.sql import SparkSession
+
+from ingest.simulate.scenes import SCENES
+from lakehouse.contract.faults import JOIN_CRASH_POINTS
+from lakehouse.errors import BadProduct, QueryFailed
+from lakehouse.stateful import joinquery
+from lakehouse.stateful.join import Join
+from lakehouse.stateful.joinindex import JoinIndex
+from lakehouse.stateful.look import remembered
+from tests.lakehouse.examples.play import START_MS, Event, Example
+from tests.lakehouse.examples.test_ads import click_through, rates, time_to_click
+from tests.lakehouse.lakes import eventually
+
+pytestmark = pytest.mark.spark
+ROOT = Path(__file__).parents[3]
+
+
+def scene() -> Iterator[Event]:
+    """Impressions that are all clicked or not by chance, quickly."""
+    for source, e in SCENES["ads"](11, START_MS):
+        if source == "impressions":
+            yield source, e
+            if int(e["impression_id"][1:]) % 3 == 0:  # type: ignore[index]
+                yield (
+                    "clicks",
+                    {"click_id": f"x{e['impression_id']}", "at": e["at"], "impression_id": e["impression_id"]},
+                )
+        else:
+            yield source, e
+
+
+def take(events: Iterator[Event], count: int) -> list[Event]:
+    """The next of them, a click in two before its impression."""
+    found = [next(events) for _ in range(count)]
+    return [*found[1::2], *found[::2]]
+
+
+def assert_exact(example: Example, events: list[Event]) -> None:
+    assert rates(example) == click_through(events)
+    held = {row["page"]: (row["clicks"], row["waited_ms"], row["longest_ms"]) for row in example.rows("time_to_click")}
+    assert held == time_to_click(events)
+
+
+class AbortedError(RuntimeError):
+    """Stands for the end of the process: nothing after it runs."""
+
+
+def test_aborted_at_every_step_and_with_state_lost(
+    tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = Example(tmp_path, "ads", repeats=0.1, layers=("gold",))
+    upstream = scene()
+    sent: list[Event] = []
+
+    def send(count: int) -> None:
+        events = take(upstream, count)
+        sent.extend(events)
+        example.write(events)
+
+    for point in JOIN_CRASH_POINTS:
+
+        def abort(name: str, at: str = point) -> None:
+            if name == at:
+                raise AbortedError(f"at {name}")
+
+        send(60)
+        with monkeypatch.context() as patched:
+            patched.setattr(joinquery, "crash_point", abort)
+            with pytest.raises(QueryFailed, match=point), example.running(spark) as driver:
+                send(60)
+                example.wait(driver, alive=False)
+                raise AssertionError("it went on")
+    with example.running(spark) as driver:
+        example.wait(driver)
+    assert_exact(example, sent)
+    state = example.lake.state
+    losses = [
+        state / "joins" / "click_through",
+        state / "seen" / "join-click_through",
+        state / "checkpoints" / "join-time_to_click",
+        example.lake.table("gold", "click_through").path,
+    ]
+    for lost in losses:
+        shutil.rmtree(lost)
+    send(60)
+    with example.running(spark) as driver:
+        example.wait(driver)
+        assert_exact(example, sent)
+    product = example.pipeline.products["click_through"]
+    index = JoinIndex(joinquery.index_folder(example.lake, "click_through"), product)
+    assert index.sides() == tuple(len({str(e) for s, e in sent if s == name}) for name in ("impressions", "clicks"))
+    index.close()
+    clicked = next(e["impression_id"] for source, e in sent if source == "clicks")
+    found = remembered(example.lake, example.pipeline, product, {"impression_id": clicked})
+    assert {entry["side"] for entry in found} == {"impressions", "clicks"}  # Spark's join key is Python's
+    DeltaTable(str(example.lake.table("gold", "time_to_click").path)).update({"clicks": "clicks + 1"})
+    assert example.verified(spark) == {"click_through": True, "time_to_click": False}
+
+
+@pytest.mark.chaos
+def test_killed_at_every_step(tmp_path: Path, spark: SparkSession) -> None:
+    example = Example(tmp_path, "ads", repeats=0.1, layers=("gold",))
+    upstream = scene()
+    sent: list[Event] = []
+    command = [sys.executable, "jobs/run_gold.py", "--lake", str(example.lake.root), "--pipeline", "ads"]
+    for point in JOIN_CRASH_POINTS:
+        events = take(upstream, 80)
+        sent += events
+        example.write(events)
+        changed = {"MILLRACE_SPARK_REHEARSE": "false", "MILLRACE_SPARK_DRIVER_MEMORY": "1g", "MILLRACE_CRASH_AT": point}
+        with (tmp_path / "driver.log").open("ab") as log:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env={**os.environ, **changed}, stdout=log, stderr=log, start_new_session=True
+            )
+        try:
+            if point == JOIN_CRASH_POINTS[0]:  # the first batch is a build: something must come after it
+                joins = example.lake.state / "checkpoints" / "join-click_through"
+                eventually((joins / "metadata").exists, 300, lambda p=process: p.poll() is None)
+            events = take(upstream, 80)
+            sent += events
+            example.write(events)
+            assert process.wait(300) == -signal.SIGKILL, point
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    with example.running(spark) as driver:
+        example.wait(driver)
+    assert_exact(example, sent)
+    assert example.verified(spark) == {"click_through": True, "time_to_click": True}
+
+
+@pytest.mark.parametrize(
+    ("sql", "more", "says"),
+    [
+        ("SELECT i.k AS k, max(c.x) AS x, count(*) AS n FROM joined GROUP BY i.k", {"kind": "left_outer"}, "minimum"),
+        ("SELECT i.k AS k, count(c.x) AS x FROM joined GROUP BY i.k", {"match": "first"}, "taken back"),
+        ("SELECT i.k AS k, count(*) AS n FROM joined GROUP BY i.k", {"match": "first", "storage": "append"}, "partial"),
+        ("SELECT i.k AS k, count(*) AS n FROM joined GROUP BY i.k", {"lateness": "1 hour"}, "lateness"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(sql: str, more: dict[str, str], says: str) -> None:
+    from lakehouse.contract.pipeline import Product
+
+    product = Product("gold", "i", sql, operator="join", right="c", on=("k",), name="p", **more)  # type: ignore[arg-type]
+    with pytest.raises(BadProduct, match=says):
+        Join(product)

@@ -1,0 +1,235 @@
+"""What only a WebSocket has: the close handshake, acknowledgements, changing the filter, the Origin."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from websockets.asyncio.client import ClientConnection
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+from ..conftest import Spawned, address, receive, serving, subscribed
+from ..lakes import top_topics, topics, window
+from .clients import WebSocketClient
+
+
+def counts(message: dict[str, Any]) -> list[int]:
+    return [row["count"] for row in message["upserts"]]
+
+
+async def closed(connection: ClientConnection) -> tuple[int, str]:
+    """Reads to the end; close code and reason."""
+    with pytest.raises(ConnectionClosed) as end:
+        while True:
+            async with asyncio.timeout(10):
+                await connection.recv()
+    assert end.value.rcvd is not None
+    return end.value.rcvd.code, end.value.rcvd.reason
+
+
+async def test_a_table_that_comes_later_is_served(root: Path) -> None:
+    async with serving(root) as url:
+        async with subscribed(url, "top_topics") as connection:
+            error = await receive(connection, "error")
+            assert error["code"] == "no_such_table"
+            assert (await closed(connection))[0] == 4404
+        top_topics(root)
+        async with subscribed(url, "top_topics") as connection:
+            assert (await receive(connection, "snapshot"))["rows"] == []
+
+
+async def test_the_server_stops_with_1001(root: Path) -> None:
+    top_topics(root)
+    async with serving(root) as url:
+        connection = await subscribed(url, "top_topics")
+        await receive(connection, "snapshot")
+    code, reason = await closed(connection)
+    assert (code, "position" in reason) == (1001, True)
+    assert connection.protocol.close_exc.rcvd_then_sent, "a clean close handshake"
+
+
+@pytest.mark.parametrize(
+    ("text", "close"),
+    [
+        ("{}", 4400),
+        ("[]", 4400),
+        ('{"type":"ack","position":"?"}', 4400),
+        ('{"type":"x","position":"a"}', 4400),
+        ("x" * 17_000, 1009),
+    ],
+)
+async def test_what_a_client_may_not_send(root: Path, text: str, close: int) -> None:
+    top_topics(root)
+    async with serving(root) as url, subscribed(url, "top_topics") as connection:
+        await receive(connection, "snapshot")
+        await connection.send(text)
+        assert (await closed(connection))[0] == close
+
+
+async def test_acknowledgements_make_behind_exact(root: Path) -> None:
+    product = top_topics(root)
+    async with serving(root, heartbeat_ms=50) as url, subscribed(url, "top_topics") as connection:
+        snapshot = await receive(connection, "snapshot")
+        for count in range(3):
+            product.overwrite(topics(0, [count]), [window(0)])
+        changes = [await receive(connection, "change") for _ in range(3)]
+        for position, behind in ((snapshot["position"], 3), (changes[1]["position"], 1), (changes[2]["position"], 0)):
+            await connection.send(json.dumps({"type": "ack", "position": position}))
+            async with asyncio.timeout(5):
+                while (await receive(connection, "heartbeat"))["behind"] != behind:
+                    pass
+
+
+async def test_another_sites_page_may_not_subscribe(root: Path) -> None:
+    async with serving(root) as url:
+        with pytest.raises(InvalidStatus) as refused:
+            await subscribed(url, "top_topics", additional_headers={"Origin": "https://elsewhere.example"})
+        assert refused.value.response.status_code == 403
+        async with subscribed(url, "nope", origin=url) as connection:
+            await receive(connection, "error")
+
+
+async def test_a_stopped_reader_costs_others_nothing_and_is_cut_with_notice(root: Path, spawned: list[Spawned]) -> None:
+    product = top_topics(root)
+    server = Spawned(root, poll_ms=5, heartbeat_ms=100, slow_after_ms=400, cut_after_ms=1_500)
+    spawned.append(server)
+    loop = asyncio.get_running_loop()
+    host, port = server.url.removeprefix("http://").split(":")
+    stopped = socket.socket()
+    stopped.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+    stopped.setblocking(False)
+    await loop.sock_connect(stopped, (host, int(port)))
+    await loop.sock_sendall(
+        stopped,
+        f"GET {address('', 'top_topics')} HTTP/1.1\r\nHost: {host}\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\n".encode(),
+    )
+    head = await loop.sock_recv(stopped, 64)
+    assert b" 101 " in head
+    async with subscribed(server.url, "top_topics") as good:
+        await receive(good, "snapshot")
+        began, slowest, number = time.monotonic(), 0.0, 0
+        while (await metric(server.url, "millrace_serve_cut_total")) == 0:
+            number += 1
+            rows = [row | {"item": f"{number} " + "x" * 2_000} for row in topics(0, [number] * 100)]  # 200 KB a change
+            before = time.monotonic()
+            await asyncio.to_thread(product.overwrite, rows, [window(0)])
+            assert counts(await receive(good, "change"))[0] == number
+            slowest = max(slowest, time.monotonic() - before)
+            assert time.monotonic() - began < 10, "it was never cut"
+        assert await metric(server.url, "millrace_serve_slow_total") == 1
+        assert await metric(server.url, "millrace_serve_expired_total") == 0
+        assert time.monotonic() - began >= 1.4
+        assert slowest < 1.0
+        await wait_until_metric(server.url, "millrace_serve_subscribers", 1)
+    stopped.close()
+
+
+async def test_a_reader_that_stops_for_a_while_hears_slow_first_and_then_everything(
+    root: Path, spawned: list[Spawned]
+) -> None:
+    product = top_topics(root)
+    server = Spawned(root, poll_ms=5, heartbeat_ms=100, slow_after_ms=300, cut_after_ms=20_000)
+    spawned.append(server)
+    async with subscribed(server.url, "top_topics", max_queue=1, max_size=None) as connection:
+        await receive(connection, "snapshot")
+        connection.transport.pause_reading()
+        for number in range(1, 61):
+            rows = [row | {"item": f"{number} " + "x" * 2_000} for row in topics(0, [number] * 100)]
+            await asyncio.to_thread(product.overwrite, rows, [window(0)])
+        await wait_until_metric(server.url, "millrace_serve_slow_total", 1)
+        connection.transport.resume_reading()
+        numbers, slow_at = [], None
+        while len(numbers) < 60:
+            message = await receive(connection)
+            if message["type"] == "slow":
+                slow_at = len(numbers)
+                assert message["behind"] > 0
+            elif message["last"]:
+                numbers.append(counts(message)[0])
+        assert numbers == list(range(1, 61))
+        assert slow_at is not None
+        assert slow_at < 60, "the notice stands ahead of what it lags by"
+
+
+async def metric(url: str, name: str) -> float:
+    """Sum of a metric's samples."""
+    text = await asyncio.to_thread(fetch, f"{url}/metrics")
+    lines = [line for line in text.splitlines() if line.startswith(name)]
+    assert lines, f"no metric {name}"
+    return sum(float(line.split()[-1]) for line in lines)
+
+
+async def wait_until_metric(url: str, name: str, value: float) -> None:
+    until = time.monotonic() + 10
+    while (now := await metric(url, name)) != value:
+        assert time.monotonic() < until, f"{name} is {now}"
+        await asyncio.sleep(0.05)
+
+
+def fetch(url: str) -> str:
+    with urllib.request.urlopen(url, timeout=10) as response:
+        return str(response.read().decode())
+
+
+async def test_another_filter_on_an_open_connection(root: Path) -> None:
+    product = top_topics(root)
+    product.overwrite(topics(0, [5, 1, 7]), [window(0)])
+    async with serving(root) as url, WebSocketClient(url, {"table": "top_topics"}) as client:
+        await client.receive("snapshot")
+        await client.send(type="filter", where="count > 4", columns=["count"])
+        expired = await client.receive()
+        assert (expired["type"], expired["reason"]) == ("expired", "filter")
+        snapshot = await client.receive("snapshot")
+        assert (snapshot["where"], [row["count"] for row in snapshot["rows"]]) == ('"count" > 4', [5, 7])
+        await client.send(type="filter", where="count > ")
+        assert (await client.receive("error"))["code"] == "bad_filter"
+        product.overwrite(topics(0, [6, 1, 7]), [window(0)])
+        assert counts(await client.receive("change")) == [6], "the one before a filter that was refused stays"
+        await client.send(type="filter", select="SELECT max(count) AS most")
+        await client.receive("expired")
+        assert (await client.receive("snapshot"))["rows"] == [{"most": 7}]
+        await client.send(type="filter")
+        await client.receive("expired")
+        assert len((await client.receive("snapshot"))["rows"]) == 3
+
+
+@pytest.mark.parametrize("conflate", [False, True])
+async def test_no_more_than_a_window_is_sent_without_an_acknowledgement(root: Path, conflate: bool) -> None:
+    product = top_topics(root)
+    asked = {"table": "top_topics", "window": "2"} | ({"conflate": "1"} if conflate else {})
+    async with (
+        serving(root, heartbeat_ms=20) as url,
+        WebSocketClient(url, asked) as client,
+        WebSocketClient(url, {"table": "top_topics"}) as other,
+    ):
+        await client.receive("snapshot")
+        await other.receive("snapshot")
+        for count in range(1, 8):
+            product.overwrite(topics(0, [count]), [window(0)])
+            assert counts(await other.receive("change")) == [count]
+        first = [await client.receive("change") for _ in range(2)]
+        assert [counts(change) for change in first] == [[1], [2]]
+        await client.send(type="filter", where="no SQL (")
+        fence = await client.receive()
+        assert fence["type"] == "error", "seven commits have been made, and nothing more was sent before this answer"
+        while not client.messages or client.messages[-1]["behind"] != 5:  # heartbeats go on, and tell
+            await client.fetch()
+        await client.send(type="ack", position=first[-1]["position"])
+        if conflate:
+            merged = await client.receive("change")
+            assert (counts(merged), merged["merged"], merged["events"]) == ([7], 5, 50)
+            assert merged["after"] == first[-1]["position"]
+            return
+        more = [await client.receive("change") for _ in range(2)]
+        await client.send(type="ack", position=more[-1]["position"])
+        rest = [await client.receive("change") for _ in range(2)]
+        await client.send(type="ack", position=rest[0]["position"])
+        rest.append(await client.receive("change"))
+        assert [counts(change) for change in more + rest] == [[3], [4], [5], [6], [7]]
