@@ -156,9 +156,7 @@ def start_live(
         crash_point("rebuild.after_forget")
         _forget(judged.folder)
     seen = seen_index(judged.folder, source)
-    stores = [
-        store_of(p, lake.table(p.layer, p.name), pipeline.name, product_declaration(p, source)) for p in products
-    ]
+    stores = [store_of(p, lake.table(p.layer, p.name), pipeline.name, product_declaration(p, source)) for p in products]
     quarantine = Quarantine(lake.quarantine()) if keep_rejected else None
     watch = Watch(lake, source, keep_warned=keep_rejected, again=judged.warned_otherwise())
     care = Maintenance(lake, pipeline=pipeline)

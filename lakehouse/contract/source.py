@@ -82,7 +82,7 @@ class Source:
         bronze_retention: how long bronze keeps events, e.g. ``400 days``; empty: for ever.
         lateness: how long after its event time an event may arrive and still be added to the products, e.g. ``1 hour``;
             empty: late events are always added. A product may say otherwise.
-        dedupe_horizon: an event that comes again after nothing of it came for so long (by the time of the bronze commits)
+        dedupe_horizon: an event that comes again after nothing of it came for so long (by the time of bronze commits)
             counts again, and its id may be forgotten; empty: it is once for ever.
         partitions: of the topic, when we create it.
         retention: of the topic, when we create it, e.g. ``7 days``.

@@ -1,7 +1,7 @@
 """Look-ups of a visitor's whole session by HTTP; ``make bench-lookup ARGS="--seconds 10"``.
 
-A real Delta table of visits, ``millrace serve`` as it is, and an open-loop client on a few kept connections: a request's
-time runs from when it was due, so that one that waits for its turn counts as slow. The last line is one JSON object.
+A real Delta table of visits, ``millrace serve`` as it is, and an open-loop client on a few kept connections: times run
+from when the request was due, so that one that waits for its turn counts as slow. The last line is one JSON object.
 """
 
 from __future__ import annotations

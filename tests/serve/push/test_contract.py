@@ -16,7 +16,7 @@ import pytest
 from lakehouse.contract.lake import Lake
 from serve.errors import RequestError
 from serve.position import Position, lake_seal
-from serve.principal import Credentials, Principal
+from serve.principal import Credentials, OpenAccess, Principal
 
 from ..conftest import serving
 from ..lakes import TOPICS, Product, city, rsvps_by_city, top_topics, topics, window
@@ -200,7 +200,7 @@ async def test_heartbeats(root: Path, transport: str) -> None:
         assert beat["lag_ms"] >= 0
 
 
-class Tenants:
+class Tenants(OpenAccess):
     """Two keys: one may see the first ranks only, the other another table only."""
 
     def admit(self, credentials: Credentials) -> Principal:
@@ -236,7 +236,7 @@ async def test_a_principals_rows_are_all_it_sees(root: Path, transport: str) -> 
 async def test_a_table_that_a_principal_may_not_read_does_not_exist(root: Path) -> None:
     top_topics(root)
 
-    class Nobody:
+    class Nobody(OpenAccess):
         def admit(self, credentials: Credentials) -> Principal:
             if credentials.headers.get("x-key"):
                 raise RequestError(RequestError.UNAUTHORISED, "unauthorised", "no such key")
