@@ -8,7 +8,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 READY  := $(VENV)/.installed
 ARGS   ?=
 
-.PHONY: demo test check bench bench-log bench-collect bench-sketches bench-fanout bench-lookup soak cluster crashes chaos setup java lock clean
+.PHONY: demo test check bench bench-log bench-lakehouse bench-fanout bench-lookup bench-sketches bench-collect soak cluster \
+  crashes chaos setup java lock clean
 .DEFAULT_GOAL := help
 
 help:
@@ -31,6 +32,9 @@ bench: setup
 
 bench-log: setup
 	@$(PY) -m tests.bench.bench_log_store $(ARGS)
+
+bench-lakehouse: setup
+	@$(PY) -m tests.bench.bench_lakehouse $(ARGS)
 
 bench-fanout: setup
 	@$(PY) -m tests.bench.bench_fanout $(ARGS)
