@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
@@ -89,7 +90,8 @@ def times(table: DeltaTable) -> list[int]:
             json.loads(line)["add"]["path"] for line in commit.read_text().splitlines() if line.startswith('{"add"')
         ]
         rows = [pq.read_table(root / path, columns=["bronze_at"], partitioning=None) for path in adds]
-        at = {value for one in rows for value in pc.cast(one["bronze_at"], "int64").to_pylist()}
+        columns = [pc.cast(one["bronze_at"], pa.timestamp("us", "UTC")) for one in rows]  # Spark's files read as ns
+        at = {value for column in columns for value in pc.cast(column, "int64").to_pylist()}
         assert len(at) <= 1
         found += sorted(at)
     return found

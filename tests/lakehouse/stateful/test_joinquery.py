@@ -59,6 +59,7 @@ class AbortedError(RuntimeError):
     """Stands for the end of the process: nothing after it runs."""
 
 
+@pytest.mark.chaos
 def test_aborted_at_every_step_and_with_state_lost(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
