@@ -129,7 +129,7 @@ def test_the_commands(tmp_path: Path) -> None:
     key = json.loads(millrace("keys", "new", "roof", "--source", "rsvps", "--rate", "5", "--json").stdout)["key"]
     (listed,) = json.loads(millrace("keys", "ls", "--json").stdout)
     assert (listed["name"], listed["sources"], listed["rate"]) == ("roof", ["rsvps"], 5)
-    assert key.split("_")[2] not in str(listed)
+    assert key[-16:] not in str(listed)
     assert millrace("keys", "revoke", listed["id"]).exit_code == 0
     assert millrace("keys", "ls", "--json").stdout == "[]\n"
 
