@@ -164,6 +164,7 @@ def driver(place: Site, crash_at: str) -> subprocess.Popen[bytes]:
         )
 
 
+@pytest.mark.soak  # test_crashes.py goes on from here: each point at each of its first passages
 def test_killed_at_every_crash_point_nothing_is_lost_or_counted_twice(
     new_site: Callable[[], Site], spark: SparkSession
 ) -> None:
