@@ -25,7 +25,6 @@ import pyarrow.compute as pc
 from pyspark import InheritableThread
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
-from pyspark.sql.streaming.query import StreamingQuery
 
 from lakehouse.batch import build, copies, rejected_rows, run_partial
 from lakehouse.bronze.horizon import seen_index
@@ -44,6 +43,7 @@ from lakehouse.maintain import Maintenance
 from lakehouse.narrow import narrowed
 from lakehouse.pace import Pace
 from lakehouse.quality.watch import Watch, warned_rows
+from lakehouse.running import RunningQuery
 from lakehouse.silver.conform import conform
 from lakehouse.silver.quarantine import Quarantine
 from lakehouse.stateful.whole import before, inside, takes_in_order, whole_versions
@@ -100,24 +100,6 @@ def _place(offset: str) -> tuple[int, int]:
     return int(found["reservoirVersion"]), int(found["index"])
 
 
-@dataclass(frozen=True, slots=True)
-class LiveQuery:
-    """A running live query.
-
-    Attributes:
-        query: Spark's handle.
-        writer: what it hands its batches to.
-    """
-
-    query: StreamingQuery
-    writer: LiveWriter
-
-    def stop(self) -> None:
-        """Stop it; when this returns, nothing is written any more and all files are closed."""
-        self.query.stop()
-        self.writer.close()
-
-
 def start_live(
     spark: SparkSession,
     settings: Settings,
@@ -131,7 +113,7 @@ def start_live(
     since: int = 0,
     start_version: int = -1,
     trigger_ms: int = 0,
-) -> LiveQuery:
+) -> RunningQuery[LiveWriter]:
     """Start the query that keeps ``products`` of ``source``; bronze must exist.
 
     Products that the query's checkpoint does not cover (new ones, or kept by another query until now) are first built
@@ -193,7 +175,7 @@ def start_live(
     except BaseException:
         writer.close()  # a query that could not start may be started again in this process
         raise
-    return LiveQuery(query, writer)
+    return RunningQuery(query, writer)
 
 
 def _catch_up(

@@ -18,11 +18,12 @@ from lakehouse.contract.lake import ALERTS, WARNINGS, Lake
 from lakehouse.contract.pipeline import Pipeline, Product, Source
 from lakehouse.contract.settings import Settings
 from lakehouse.errors import BronzeGap, LakehouseError, QueryFailed
-from lakehouse.live import LiveQuery, start_live
+from lakehouse.live import LiveWriter, start_live
 from lakehouse.lock import WriterLocks
 from lakehouse.queries.added import AddedQueries
 from lakehouse.queries.derive import Derivations
 from lakehouse.record import check_record, note_record
+from lakehouse.running import RunningQuery
 from lakehouse.stateful.joinquery import start_join
 
 log = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ def run(
         stops: list[Callable[[], None]] = []
         warns = any(source.expected(WARN) for source in pipeline.sources.values())
         restore = not (lake.quarantine().exists() and (lake.table("silver", WARNINGS).exists() or not warns))
-        lives: dict[str, LiveQuery] = {}
+        lives: dict[str, RunningQuery[LiveWriter]] = {}
         try:
             for source in pipeline.sources.values():
                 derived = [lake.table(p.layer, p.name) for p in pipeline.products_of(source.name)]
@@ -150,7 +151,11 @@ def run(
 
 
 def _derive(
-    spark: SparkSession, settings: Settings, pipeline: Pipeline, stages: Stages, lives: dict[str, LiveQuery]
+    spark: SparkSession,
+    settings: Settings,
+    pipeline: Pipeline,
+    stages: Stages,
+    lives: dict[str, RunningQuery[LiveWriter]],
 ) -> list[Callable[[], None]]:
     """Start what follows the products: views, alerts, added queries; returns how to stop them, as they started."""
     if not stages.layers:

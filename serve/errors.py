@@ -8,8 +8,9 @@
         ├── PositionExpired      the log no longer reaches back to it: take a snapshot
         ├── TableGone            the table's folder has vanished or was replaced: wait and load it again
         ├── TableUnreadable      the table uses something that the tail does not read: another table layout
-        ├── QueryError           the SQL is refused or wrong: another statement
-        ├── FilterError          a subscriber's condition, columns or aggregate are refused: write them otherwise
+        ├── StatementError
+        │   ├── QueryError       the SQL is refused or wrong: another statement
+        │   └── FilterError      a subscriber's condition, columns or aggregate are refused: write them otherwise
         └── RequestError         a subscriber's request is wrong: close code and machine-readable code
 """
 
@@ -98,8 +99,8 @@ class TableUnreadable(ServeError):
         return f"{text}. {self.remedy}" if self.remedy else text
 
 
-class QueryError(ServeError):
-    """A statement that is not run, or that failed.
+class StatementError(ServeError):
+    """SQL of a user's that is refused; raised as one of those below.
 
     Attributes:
         problem: what is wrong.
@@ -115,21 +116,12 @@ class QueryError(ServeError):
         return f"{self.problem}. {self.remedy}" if self.remedy else self.problem
 
 
-class FilterError(ServeError):
-    """A condition, list of columns or aggregate that is not taken.
+class QueryError(StatementError):
+    """A statement that is not run, or that failed."""
 
-    Attributes:
-        problem: what is wrong.
-        remedy: what to write instead.
-    """
 
-    def __init__(self, problem: str, remedy: str = "") -> None:
-        super().__init__(problem)
-        self.problem = problem
-        self.remedy = remedy
-
-    def __str__(self) -> str:
-        return f"{self.problem}. {self.remedy}" if self.remedy else self.problem
+class FilterError(StatementError):
+    """A condition, list of columns or aggregate that is not taken."""
 
 
 class RequestError(ServeError):

@@ -23,10 +23,11 @@ from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline
 from lakehouse.contract.queries import OWNER, Declared, QuerySpec, State
 from lakehouse.contract.settings import Settings
-from lakehouse.live import LiveQuery, start_live
+from lakehouse.live import LiveWriter, start_live
 from lakehouse.lock import WriterLocks
 from lakehouse.queries.derive import Derivations
 from lakehouse.queries.forget import forget, query_name
+from lakehouse.running import RunningQuery
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ _GROUP = "millrace-added-queries"
 class _Running:
     spec: QuerySpec
     locks: WriterLocks
-    live: LiveQuery | None
+    live: RunningQuery[LiveWriter] | None
 
 
 class AddedQueries:
@@ -55,7 +56,7 @@ class AddedQueries:
         spark: SparkSession,
         settings: Settings,
         pipeline: Pipeline,
-        live: dict[str, LiveQuery],
+        live: dict[str, RunningQuery[LiveWriter]],
         derivations: Derivations,
     ) -> None:
         self._spark = spark
@@ -130,7 +131,7 @@ class AddedQueries:
         if live is not None:
             self._tell(spec, "running")
 
-    def _start(self, spec: QuerySpec) -> LiveQuery:
+    def _start(self, spec: QuerySpec) -> RunningQuery[LiveWriter]:
         source = self._pipeline.sources[spec.relation]
         product = spec.product()
         self._tell(spec, "starting")
@@ -198,7 +199,7 @@ class AddedQueries:
         self._declared.tell(spec.name, replace(self._declared.state(spec.name), state=state, reason=reason))
 
 
-def copy_index(live: LiveQuery, target: Path) -> str:
+def copy_index(live: RunningQuery[LiveWriter], target: Path) -> str:
     """Copy a running query's index of seen events; returns how far in bronze the copy is complete.
 
     The copy may hold more than its position says, which does no harm: an entry names the row that counts, whoever asks.

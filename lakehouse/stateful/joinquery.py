@@ -16,14 +16,12 @@ import logging
 import shutil
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from deltalake import DeltaTable
 from pyspark.sql import DataFrame, SparkSession
-from pyspark.sql.streaming.query import StreamingQuery
 from pyspark.sql.types import StructType
 
 from lakehouse.bronze.horizon import seen_index
@@ -38,6 +36,7 @@ from lakehouse.gold.stateful import store_of
 from lakehouse.gold.store import BatchMark, ProductStore, later
 from lakehouse.live import Checkpoint, newest, version_of
 from lakehouse.maintain import Maintenance
+from lakehouse.running import RunningQuery
 from lakehouse.silver.conform import conform
 from lakehouse.stateful.join import Join
 from lakehouse.stateful.joinbuild import Sides, changes_sql, event_schema, joined_build, side_rows
@@ -48,30 +47,14 @@ log = logging.getLogger(__name__)
 _JUDGED = ("dedupe_key", "topic", "partition", "offset", "bronze_at")
 
 
-@dataclass(frozen=True, slots=True)
-class JoinQuery:
-    """A running query that keeps a join.
-
-    Attributes:
-        query: Spark's handle.
-        writer: what it hands its batches to.
-    """
-
-    query: StreamingQuery
-    writer: JoinWriter
-
-    def stop(self) -> None:
-        """Stop it; when this returns, nothing is written any more and all files are closed."""
-        self.query.stop()
-        self.writer.close()
-
-
 def query_name(product: str) -> str:
     """Name of a join's streaming query (and its checkpoint and indexes)."""
     return f"join-{product}"
 
 
-def start_join(spark: SparkSession, settings: Settings, pipeline: Pipeline, product: Product) -> JoinQuery:
+def start_join(
+    spark: SparkSession, settings: Settings, pipeline: Pipeline, product: Product
+) -> RunningQuery[JoinWriter]:
     """Start the query that keeps a join; both bronze tables must exist."""
     lake = Lake(settings.lake)
     name = query_name(product.name)
@@ -103,7 +86,7 @@ def start_join(spark: SparkSession, settings: Settings, pipeline: Pipeline, prod
         .foreachBatch(writer)
         .start()
     )
-    return JoinQuery(query, writer)
+    return RunningQuery(query, writer)
 
 
 class JoinWriter:
