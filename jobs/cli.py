@@ -2,48 +2,50 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import signal
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.table import Table
+from rich.markup import escape
 
 from jobs.commands import (
     alert,
     audit,
+    doctor,
     feeds,
+    kafka,
     keys,
     load,
     log,
     maintain,
     quality,
     query,
+    read,
     refine,
+    replay,
+    simulate,
     sketch,
     staging,
     state,
+    status,
     tables,
     topics,
 )
 from jobs.console import (
-    JsonOption,
     KafkaOption,
     LakeOption,
     PipelineOption,
     err,
-    out,
-    print_json,
     run_async,
     upstream_urls,
 )
 from jobs.log import log_to_stderr
 from jobs.supervise import follow_parent
-from lakehouse.contract.errors import ConfigError, MillraceError
+from lakehouse.contract.errors import MillraceError
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.settings import load_settings
 
@@ -54,8 +56,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-kafka_app = typer.Typer(help="The embedded Kafka broker of a lake.", no_args_is_help=True)
-app.add_typer(kafka_app, name="kafka")
+app.command()(doctor.doctor)
+app.command()(doctor.jars)
+app.add_typer(kafka.app, name="kafka")
+app.command()(simulate.simulate)
+app.command()(read.sql)
+app.command()(read.subscribe)
+app.command()(replay.replay)
 app.add_typer(query.app, name="query")
 app.add_typer(log.app, name="log")
 app.add_typer(keys.app, name="keys")
@@ -72,94 +79,7 @@ app.command()(audit.audit)
 app.command()(maintain.maintain)
 app.command()(refine.refine)
 app.command()(state.state)
-
-
-@app.command()
-def doctor(as_json: JsonOption = False) -> None:
-    """Look whether this machine has what Millrace needs, and say what is missing."""
-    import dataclasses
-
-    from jobs.doctor import checks
-
-    found = checks()
-    if as_json:
-        print_json([dataclasses.asdict(check) for check in found])
-    else:
-        table = Table(box=None, show_header=False)
-        for check in found:
-            table.add_row("[green]ok[/]" if check.ok else "[red]no[/]", check.name, check.detail, check.remedy)
-        out.print(table)
-    raise typer.Exit(0 if all(check.ok or check.optional for check in found) else 1)
-
-
-@kafka_app.command("start")
-def kafka_start(lake: LakeOption = None, pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
-    """Start the broker in the background and wait until it serves; a secure one gets the pipeline's access rules."""
-    from jobs.broker import apply_topics, embedded
-    from lakehouse.contract.pipeline import load_pipeline
-
-    settings = load_settings(lake=lake, pipeline=pipeline)
-    broker = embedded(settings)
-    if not broker.running():
-        with err.status("Starting the broker …"):
-            broker.start()
-            if settings.kafka.secure:
-                apply_topics(settings, load_pipeline(settings.pipeline_folder()))
-    _kafka_say(broker, as_json)
-
-
-@kafka_app.command("stop")
-def kafka_stop(lake: LakeOption = None, as_json: JsonOption = False) -> None:
-    """Stop the broker."""
-    from jobs.broker import embedded
-
-    broker = embedded(load_settings(lake=lake))
-    broker.stop()
-    _kafka_say(broker, as_json)
-
-
-@kafka_app.command("status")
-def kafka_status(lake: LakeOption = None, as_json: JsonOption = False) -> None:
-    """Say whether the broker runs, and where; exit status 3 where it does not."""
-    from jobs.broker import embedded
-
-    broker = embedded(load_settings(lake=lake))
-    _kafka_say(broker, as_json)
-    raise typer.Exit(0 if broker.running() else 3)
-
-
-@app.command()
-def simulate(
-    input: Annotated[Path | None, typer.Option(help="JSON-lines file to play; without one, made-up events.")] = None,
-    rate: Annotated[float, typer.Option(help="Events a second.", min=0.001)] = 100.0,
-    loop: Annotated[bool, typer.Option("--loop", help="Play the file again and again, with new ids.")] = False,
-    count: Annotated[int | None, typer.Option(help="Stop after so many made-up events.", min=1)] = None,
-    seed: Annotated[int, typer.Option(help="Of the made-up events.")] = 1,
-    port: Annotated[int, typer.Option(help="Port on the loopback address; 0: any free one.")] = 8402,
-    pipeline: PipelineOption = None,
-) -> None:
-    """Play a recording as a live upstream: WebSocket (/stream), SSE (/sse) and chunked JSON lines (/lines)."""
-    from ingest.simulate.play import play_pipeline
-    from lakehouse.contract.pipeline import load_pipeline
-
-    settings = load_settings(pipeline=pipeline)
-
-    def ready(url: str) -> None:
-        err.print(f"playing at {url} (ws …/stream, {url}/sse, {url}/lines)")
-
-    run_async(
-        lambda stop: play_pipeline(
-            load_pipeline(settings.pipeline_folder()),
-            input=input,
-            rate=rate,
-            loop=loop,
-            count=count,
-            seed=seed,
-            port=port,
-            ready=ready,
-            stop=stop,
-        )
-    )
+app.command()(status.status)
 
 
 @app.command()
@@ -223,10 +143,10 @@ def run(
     settings = load_settings(lake=lake, pipeline=pipeline, kafka__bootstrap=kafka)
     marker = Lake(settings.lake).state / "run" / "lakehouse.json"
 
-    def started() -> None:
+    def started(metrics: str) -> None:
         marker.parent.mkdir(parents=True, exist_ok=True)
-        marker.write_text(json.dumps({"started": time.time()}), encoding="utf-8")
-        err.print("the pipeline runs")
+        marker.write_text(json.dumps({"started": time.time(), "metrics": metrics}), encoding="utf-8")
+        err.print(f"the pipeline runs; metrics at {metrics}")
 
     log_to_stderr()
     run_stages(settings, Stages(), accept_loss=accept_loss, started=started)
@@ -317,140 +237,16 @@ def demo(
     raise typer.Exit(run_demo(settings, options))
 
 
-@app.command()
-def sql(
-    query: Annotated[str, typer.Argument(help="One SELECT over the lake's tables.")],
-    lake: LakeOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Query the lake's tables with DuckDB, without Spark."""
-    from serve.query import rows_as_json, run_sql
-
-    found = run_sql(Lake(load_settings(lake=lake).lake), query)
-    if as_json:
-        sys.stdout.buffer.write(rows_as_json(found) + b"\n")
-        return
-    table = Table(*found.schema.names)
-    for row in json.loads(rows_as_json(found)):
-        table.add_row(*[_escaped("" if value is None else str(value)) for value in row.values()])
-    out.print(table)
-    err.print(f"{found.num_rows} rows", style="dim")
-
-
-@app.command()
-def subscribe(
-    table: Annotated[str, typer.Argument(help="Name of the table.")],
-    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8400",
-    position_file: Annotated[Path | None, typer.Option(help="Keep the position here and go on from it.")] = None,
-    count: Annotated[int | None, typer.Option(help="End after so many messages.", min=1)] = None,
-) -> None:
-    """Follow a table: one JSON object a line on standard output, a snapshot and then each change."""
-    run_async(lambda stop: _print_changes(stop, table, url, position_file, count))
-
-
-@app.command()
-def replay(
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Build every product again from bronze and compare.")
-    ] = False,
-    lake: LakeOption = None,
-    pipeline: PipelineOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Prove that the products are what bronze gives: equal digests, or exit status 1."""
-    if not verify:
-        raise ConfigError("say what to do", key="replay", remedy="millrace replay --verify")
-    import dataclasses
-
-    from lakehouse.contract.pipeline import load_pipeline
-    from lakehouse.replay import verify as compare
-    from lakehouse.session import build_session
-
-    settings = load_settings(lake=lake, pipeline=pipeline)
-    loaded = load_pipeline(settings.pipeline_folder())
-    with err.status("starting Spark …") as status:
-        spark = build_session(settings, "millrace-replay")
-        try:
-            found = list(compare(spark, settings, loaded, step=lambda text: status.update(text + " …")))
-        finally:
-            spark.stop()
-    if as_json:
-        print_json([{**dataclasses.asdict(item), "equal": item.equal} for item in found])
-    else:
-        shown = Table("table", "version", "bronze", "rows live", "rows replayed", "digest", "equal")
-        for item in found:
-            row = (item.table, str(item.version), str(item.bronze), f"{item.rows[0]:,}", f"{item.rows[1]:,}")
-            shown.add_row(*row, item.live[:16], "[green]yes[/]" if item.equal else "[red]NO[/]")
-        out.print(shown)
-    raise typer.Exit(0 if found and all(item.equal for item in found) else 1)
-
-
-@app.command()
-def jars() -> None:
-    """Print the Spark jars, comma-separated, as spark-submit's --jars takes them; fetches what is missing."""
-    from lakehouse.contract.jars import jar_paths
-
-    sys.stdout.write(",".join(str(path) for path in jar_paths("spark")) + "\n")
-
-
-async def _print_changes(stop: asyncio.Event, table: str, url: str, file: Path | None, count: int | None) -> None:
-    import dataclasses
-
-    import orjson
-
-    from serve.client import FileStore, Snapshot
-    from serve.client import subscribe as connect
-
-    async def follow() -> None:
-        seen = 0
-        async with connect(url, table, FileStore(file) if file else None) as messages:
-            async for message in messages:
-                kind = "snapshot" if isinstance(message, Snapshot) else "change"
-                line = orjson.dumps({"type": kind, **dataclasses.asdict(message)})
-                sys.stdout.buffer.write(line + b"\n")
-                sys.stdout.buffer.flush()
-                seen += 1
-                if seen == count:
-                    return
-
-    task = asyncio.create_task(follow())
-    waiter = asyncio.create_task(stop.wait())
-    await asyncio.wait([task, waiter], return_when=asyncio.FIRST_COMPLETED)
-    waiter.cancel()
-    if not task.done():
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-    else:
-        task.result()
-
-
-def _kafka_say(broker: Any, as_json: bool) -> None:
-    running = broker.running()
-    state = {"running": running, "bootstrap": broker.bootstrap if running else None, "pid": broker.pid}
-    if as_json:
-        print_json({**state, "folder": str(broker.folder)})
-    elif running:
-        out.print(f"running at {state['bootstrap']} (process {state['pid']}), folder {broker.folder}")
-    else:
-        out.print("not running")
-
-
 def main() -> None:
     """Console script: errors of ours are one line, not a traceback."""
     follow_parent()
     try:
         app()
     except MillraceError as error:
-        err.print(f"[bold red]error:[/] {_escaped(str(error))}", highlight=False)
+        err.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
-
-
-def _escaped(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from ingest.simulate.generator import RsvpGenerator, generate
 from ingest.simulate.lines import FileLines, GeneratedLines, Lines, SceneLines, renew_rsvp
-from ingest.simulate.play import play_pipeline, play_source, scene_players
+from ingest.simulate.play import Play, play_pipeline, play_source, scene_players
 from ingest.simulate.player import Player, PlayerStatus
 from ingest.simulate.server import run_player
 
@@ -10,6 +10,7 @@ __all__ = [
     "FileLines",
     "GeneratedLines",
     "Lines",
+    "Play",
     "Player",
     "PlayerStatus",
     "RsvpGenerator",

@@ -9,6 +9,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -26,40 +27,52 @@ RSVPS = "rsvps"  # the source that the generator of Meetup's RSVPs is for
 _SAMPLE = 2_000  # events of a scene that tell the shares of its sources
 
 
+@dataclass(frozen=True, slots=True)
+class Play:
+    """What is played, and where.
+
+    Attributes:
+        input: JSON-lines file, also gzipped; None: made-up events without end.
+        rate: events a second, of all sources together.
+        loop: play the file again and again, with new ids (of RSVPs; other events come again as they are).
+        count: end after so many events, of all sources together.
+        seed: of made-up events.
+        host: address to bind.
+        port: port to bind; 0: any free one.
+    """
+
+    input: Path | None = None
+    rate: float = 100.0
+    loop: bool = False
+    count: int | None = None
+    seed: int = 1
+    host: str = "127.0.0.1"
+    port: int = 8402
+
+
+Ready = Callable[[str], None]
+
+
 async def play_pipeline(
-    pipeline: Pipeline,
-    *,
-    input: Path | None = None,
-    rate: float = 100.0,
-    loop: bool = False,
-    count: int | None = None,
-    seed: int = 1,
-    host: str = "127.0.0.1",
-    port: int = 8402,
-    ready: Callable[[str], None] | None = None,
-    stop: asyncio.Event | None = None,
+    pipeline: Pipeline, play: Play, *, ready: Ready | None = None, stop: asyncio.Event | None = None
 ) -> None:
     """Play a recording for the first source, or made-up events for all of them, until ``stop`` is set.
 
-    Arguments and errors are those of :func:`play_source`; ``rate`` and ``count`` are of all sources together.
+    SIGUSR1 makes what is due by then the end.
+
+    Args:
+        pipeline: the ``event_id`` of its sources is what ``/ids`` tells.
+        play: what, and where.
+        ready: called with the base URL once clients can connect.
+        stop: ends it.
 
     Raises:
         ConfigError: there is no recording, and nobody knows how to make up events for this pipeline.
+        EnvironmentProblem: the file cannot be read or the port is taken.
     """
     first = next(iter(pipeline.sources.values()))
-    if input is not None or (pipeline.name not in SCENES and first.name == RSVPS):
-        await play_source(
-            first,
-            input=input,
-            rate=rate,
-            loop=loop,
-            count=count,
-            seed=seed,
-            host=host,
-            port=port,
-            ready=ready,
-            stop=stop,
-        )
+    if play.input is not None or (pipeline.name not in SCENES and first.name == RSVPS):
+        await play_source(first, play, ready=ready, stop=stop)
         return
     scene = SCENES.get(pipeline.name)
     if scene is None:
@@ -68,8 +81,8 @@ async def play_pipeline(
             key="pipeline",
             remedy=f"Give a recording with --input; scenes: {', '.join(sorted([*SCENES, 'meetup']))}",
         )
-    players = scene_players(scene, pipeline, rate=rate, count=count, seed=seed)
-    await _run(players, host=host, port=port, ready=ready, stop=stop)
+    players = scene_players(scene, pipeline, rate=play.rate, count=play.count, seed=play.seed)
+    await _run(players, play, ready, stop)
 
 
 def scene_players(
@@ -101,77 +114,52 @@ def scene_players(
 
 
 async def play_source(
-    source: Source,
-    *,
-    input: Path | None = None,
-    rate: float = 100.0,
-    loop: bool = False,
-    count: int | None = None,
-    seed: int = 1,
-    host: str = "127.0.0.1",
-    port: int = 8402,
-    ready: Callable[[str], None] | None = None,
-    stop: asyncio.Event | None = None,
+    source: Source, play: Play, *, ready: Ready | None = None, stop: asyncio.Event | None = None
 ) -> None:
-    """Play a recording, or made-up RSVPs, until ``stop`` is set. SIGUSR1 makes what is due by then the end.
-
-    Args:
-        source: its ``event_id`` is what ``/ids`` tells.
-        input: JSON-lines file, also gzipped; None: made-up RSVPs without end.
-        rate: events a second.
-        loop: play the file again and again, with new ids (of RSVPs; other events come again as they are).
-        count: end after so many events.
-        seed: of the made-up RSVPs.
-        host: address to bind.
-        port: port to bind; 0: any free one.
-        ready: called with the base URL once clients can connect.
-        stop: ends it.
+    """Play a recording, or made-up RSVPs, for one source; as :func:`play_pipeline`.
 
     Raises:
         EnvironmentProblem: the file cannot be read or the port is taken.
     """
-    if loop and input is not None and "rsvp_id" not in source.event_id:
+    if play.loop and play.input is not None and "rsvp_id" not in source.event_id:
         logger.warning("only RSVPs get new ids: further rounds repeat the ids of the first")
-    lines = _open(input, seed, rate)
-    player = Player(lines, rate, loop=loop, renew=renew_rsvp, event_id=source.event_id_template, limit=count)
+    lines = _open(play)
+    player = Player(
+        lines, play.rate, loop=play.loop, renew=renew_rsvp, event_id=source.event_id_template, limit=play.count
+    )
     try:
-        await _run({source.name: player}, host=host, port=port, ready=ready, stop=stop)
+        await _run({source.name: player}, play, ready, stop)
     finally:
         if isinstance(lines, FileLines):
             lines.close()
 
 
-async def _run(
-    players: Mapping[str, Player],
-    *,
-    host: str,
-    port: int,
-    ready: Callable[[str], None] | None,
-    stop: asyncio.Event | None,
-) -> None:
+async def _run(players: Mapping[str, Player], play: Play, ready: Ready | None, stop: asyncio.Event | None) -> None:
     def halt() -> None:
         for player in players.values():
             player.halt()
 
     def told(bound: int) -> None:
         if ready is not None:
-            ready(f"http://{host}:{bound}")
+            ready(f"http://{play.host}:{bound}")
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, halt)
     try:
-        await run_player(players, host=host, port=port, ready=told, stop=stop)
+        await run_player(players, host=play.host, port=play.port, ready=told, stop=stop)
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        raise EnvironmentProblem(f"port {port} is taken", "Stop what listens there, or choose another port") from None
+        problem = f"port {play.port} is taken"
+        raise EnvironmentProblem(problem, "Stop what listens there, or choose another port") from None
     finally:
         asyncio.get_running_loop().remove_signal_handler(signal.SIGUSR1)
 
 
-def _open(input: Path | None, seed: int, rate: float) -> Lines:
-    if input is None:
-        return GeneratedLines(RsvpGenerator(seed, rate=rate))
+def _open(play: Play) -> Lines:
+    if play.input is None:
+        return GeneratedLines(RsvpGenerator(play.seed, rate=play.rate))
     try:
-        return FileLines(input)
+        return FileLines(play.input)
     except OSError as error:
-        raise EnvironmentProblem(f"{input} cannot be read: {error.strerror or error}", "Check the path") from None
+        problem = f"{play.input} cannot be read: {error.strerror or error}"
+        raise EnvironmentProblem(problem, "Check the path") from None

@@ -13,7 +13,7 @@ import orjson
 import pytest
 from websockets.asyncio.client import connect
 
-from ingest.simulate import play_pipeline, scene_players
+from ingest.simulate import Play, play_pipeline, scene_players
 from ingest.simulate.scenes import SCENES
 from jobs.arrival import covers, followed
 from jobs.console import upstream_urls
@@ -30,7 +30,7 @@ def shipped(name: str) -> Pipeline:
 @asynccontextmanager
 async def played(pipeline: Pipeline, port: int, **options: object) -> AsyncIterator[str]:
     stop, url = asyncio.Event(), asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(play_pipeline(pipeline, port=port, ready=url.set_result, stop=stop, **options))  # type: ignore[arg-type]
+    task = asyncio.create_task(play_pipeline(pipeline, Play(port=port, **options), ready=url.set_result, stop=stop))  # type: ignore[arg-type]
     done, _ = await asyncio.wait((task, url), return_when=asyncio.FIRST_COMPLETED, timeout=60)
     if task in done:
         task.result()
