@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lakehouse.alerts import Machine, Seen
+from lakehouse.alerts.machine import Machine, Seen
 from lakehouse.contract.alerts import Patience
 
 RAISE, BETWEEN, CLEAR = Seen(True, False), Seen(False, False), Seen(False, True)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from deltalake import DeltaTable
 
-from lakehouse.alerts import COMMIT_ALERTS
+from lakehouse.alerts.book import COMMIT_ALERTS
 from lakehouse.contract import lake as names
 from lakehouse.contract.alerts import Alert
 from lakehouse.contract.lake import Lake
@@ -241,7 +241,7 @@ def test_durations_go_by_the_products_own_clock(lake: Lake) -> None:
 def test_a_streak_survives_a_restart_and_silence_is_noted_now_and_then(
     lake: Lake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lakehouse.alerts.SILENT_VERSIONS", 2)
+    monkeypatch.setattr("lakehouse.alerts.watcher.SILENT_VERSIONS", 2)
     alert = Alert(product="loads", name="a", when="n > 10", hold_raise=5, by=("city",))
     loads = Product(lake)
     loads.put(("Ulm", at(0), 11, 0.0))
@@ -251,7 +251,7 @@ def test_a_streak_survives_a_restart_and_silence_is_noted_now_and_then(
         loads.put(("Ulm", at(0), 11, 0.0))
     driver.turn()
     info = DeltaTable(str(lake.table("gold", "alerts").path)).history(limit=1)[0]
-    assert json.loads(info[COMMIT_ALERTS])["a"]["streaks"] == {'{"city": "Ulm"}': [3, 1767268800000]}
+    assert json.loads(info[COMMIT_ALERTS])["a"]["streaks"] == {'{"city": "Ulm"}': {"versions": 3, "since": 1767268800000}}
     assert rows_of(lake, "alerts") == []
     loads.put(("Ulm", at(0), 11, 0.0))
     Driver(lake, a_pipeline(alerts=[alert])).turn()
