@@ -13,7 +13,7 @@ client → node                                                  node → client
 
 ``subscribe`` replaces the keys of that product: a car on another road sends its new list. ``publish`` without ``id`` is
 not acknowledged. While the log is full nothing is read; a connection that does not read is told the newest of each key
-when it does. Handshake and control frames are those of ``websockets``'s protocol without I/O.
+when it does. The connection itself is :mod:`ingest.pubsub.connection`.
 """
 
 from __future__ import annotations
@@ -21,23 +21,19 @@ from __future__ import annotations
 import asyncio
 import http
 import logging
-import socket
 from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import orjson
-from websockets.exceptions import InvalidState
-from websockets.frames import Frame, Opcode
 from websockets.http11 import Request
-from websockets.protocol import State
-from websockets.server import ServerProtocol
 
 from ingest.border import Admitted
 from ingest.collectors.door import CODES, Door, NotReady, presented_key
 from ingest.errors import EventRefused, LogFull, LogUnavailable
 from ingest.events import Group
+from ingest.pubsub.connection import Connection
 from ingest.pubsub.feed import Feed
 from ingest.pubsub.interests import Interests, Key
 from lakehouse.contract.pipeline import Pipeline
@@ -51,9 +47,7 @@ PATH = "/v1/stream"
 MAX_MESSAGE_BYTES = 1_100_000
 MAX_KEYS = 1_000  # of one connection
 _BUFFER_BYTES = 262_144  # unsent bytes of a connection from which on it is told only the newest, later
-_CLOSE_S = 2.0
 _PING_S = 20.0
-_TRY_LATER, _GOING_AWAY, _BAD_MESSAGE = 1013, 1001, 1007
 
 
 class Streams:
@@ -102,7 +96,7 @@ class Streams:
                 connection.ping()
 
 
-class StreamProtocol(asyncio.Protocol):
+class StreamProtocol(Connection):
     """One connection.
 
     Args:
@@ -111,64 +105,29 @@ class StreamProtocol(asyncio.Protocol):
     """
 
     def __init__(self, streams: Streams, server: set[Any]) -> None:
+        super().__init__(server, MAX_MESSAGE_BYTES, _BUFFER_BYTES)
         self._streams = streams
-        self._server = server
-        self._loop = asyncio.get_running_loop()
-        self._wire = ServerProtocol(max_size=MAX_MESSAGE_BYTES, logger=logger)
-        self._transport: asyncio.Transport = None  # type: ignore[assignment]
-        self._open = False
-        self._closing: asyncio.TimerHandle | None = None
-        self._paused = False
         self._stale: dict[tuple[str, Key], None] = {}  # to be told when the socket drains
         self._held: deque[bytes] = deque()  # messages that came while the log was full
         self._unacked: deque[tuple[Any, Group | None, Admitted]] = deque()
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._silent = 0
-        self._parts: list[bytes] = []
         self._key: str | None = None
         self._limited: frozenset[tuple[str, str]] = frozenset()
 
-    # asyncio.Protocol
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The upgrade request follows."""
-        self._transport = transport  # type: ignore[assignment]
-        self._transport.set_write_buffer_limits(high=_BUFFER_BYTES)
-        raw: socket.socket | None = transport.get_extra_info("socket")
-        if raw is not None and hasattr(socket, "TCP_NOTSENT_LOWAT") and raw.family != socket.AF_UNIX:
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _BUFFER_BYTES)
-        self._server.add(self)
-
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget it; what was taken stays taken."""
-        self._open = False
-        self._server.discard(self)
+        super().connection_lost(exc)
         self._streams.connections.discard(self)
         self._streams.interests.gone(self)
         self._streams.door.gate.release(self._limited)
         self._limited = frozenset()
+        self._unacked.clear()
         for task in self._tasks.values():
             task.cancel()
-        if self._closing is not None:
-            self._closing.cancel()
-
-    def data_received(self, data: bytes) -> None:
-        """Handshake, control frames, messages."""
-        self._wire.receive_data(data)
-        self._react()
-
-    def eof_received(self) -> None:
-        """The other side sends no more; the transport closes."""
-        self._wire.receive_eof()
-        self._react()
-
-    def pause_writing(self) -> None:
-        """The other side does not read: the newest of each key is told when it does."""
-        self._paused = True
 
     def resume_writing(self) -> None:
-        """It reads again."""
-        self._paused = False
+        """It reads again: the newest of each key is told."""
+        super().resume_writing()
         stale, self._stale = self._stale, {}
         for product, key in stale:
             self.tell(product, (key,))
@@ -187,53 +146,22 @@ class StreamProtocol(asyncio.Protocol):
                 head = orjson.dumps({"product": product, "key": key, "version": state.version})
                 self._send(head[:-1] + b',"rows":' + state.rows + b"}")
 
-    def ping(self) -> None:
-        """Ask whether it is there; cut it where the two pings before were not answered."""
-        self._silent += 1
-        if self._silent > 2:
-            self._transport.abort()
-        elif self._open:
-            self._wire.send_ping(b"")
-            self._flush()
+    # the connection
 
-    def shutdown(self) -> None:
-        """Uvicorn stops."""
-        self._close(_GOING_AWAY, "the node stops; connect again")
+    def _refusal(self, request: Request) -> tuple[http.HTTPStatus, str] | None:
+        origin = request.headers.get("Origin")
+        if urlsplit(request.path).path != PATH:
+            return http.HTTPStatus.NOT_FOUND, f"WebSockets are taken at {PATH}\n"
+        if origin is not None and urlsplit(origin).netloc != request.headers.get("Host"):
+            return http.HTTPStatus.FORBIDDEN, "another site's page may not connect\n"
+        if not self._known(request):
+            return http.HTTPStatus.UNAUTHORIZED, "show a key: Authorization: Bearer KEY\n"
+        if len(self._streams.connections) >= self._streams.most:
+            return http.HTTPStatus.SERVICE_UNAVAILABLE, "too many connections\n"
+        return None
 
-    # the wire
-
-    def _react(self) -> None:
-        for event in self._wire.events_received():
-            self._silent = 0
-            if isinstance(event, Request):
-                self._accept(event)
-            elif isinstance(event, Frame) and event.opcode in (Opcode.TEXT, Opcode.BINARY, Opcode.CONT):
-                self._parts.append(bytes(event.data))
-                if event.fin:
-                    message, self._parts = b"".join(self._parts), []
-                    self._take(message)
-        self._flush()
-        if self._wire.close_expected() and self._closing is None:
-            self._open = False
-            self._closing = self._loop.call_later(_CLOSE_S, self._transport.abort)
-
-    def _accept(self, request: Request) -> None:
-        response = self._wire.accept(request)
-        if response.status_code == http.HTTPStatus.SWITCHING_PROTOCOLS:
-            origin = request.headers.get("Origin")
-            if urlsplit(request.path).path != PATH:
-                response = self._wire.reject(http.HTTPStatus.NOT_FOUND, f"WebSockets are taken at {PATH}\n")
-            elif origin is not None and urlsplit(origin).netloc != request.headers.get("Host"):
-                response = self._wire.reject(http.HTTPStatus.FORBIDDEN, "another site's page may not connect\n")
-            elif not self._known(request):
-                response = self._wire.reject(http.HTTPStatus.UNAUTHORIZED, "show a key: Authorization: Bearer KEY\n")
-            elif len(self._streams.connections) >= self._streams.most:
-                response = self._wire.reject(http.HTTPStatus.SERVICE_UNAVAILABLE, "too many connections\n")
-        self._wire.send_response(response)
-        self._flush()
-        if self._wire.state is State.OPEN:
-            self._open = True
-            self._streams.connections.add(self)
+    def _opened(self) -> None:
+        self._streams.connections.add(self)
 
     def _known(self, request: Request) -> bool:
         """Whether the key is one, where keys are asked for; each source then has its say."""
@@ -244,28 +172,6 @@ class StreamProtocol(asyncio.Protocol):
             return not gate.keys_required or gate.key(self._key) is not None
         except EventRefused:
             return False
-
-    def _send(self, body: bytes) -> None:
-        if self._open and self._wire.state is State.OPEN:
-            self._transport.write(Frame(Opcode.TEXT, body).serialize(mask=False))
-
-    def _flush(self) -> None:
-        for data in self._wire.data_to_send():
-            if data:
-                self._transport.write(data)
-            else:
-                self._transport.close()
-
-    def _close(self, code: int, reason: str) -> None:
-        self._open = False
-        if self._closing is not None or self._transport.is_closing():
-            return
-        try:
-            self._wire.send_close(code, reason)
-        except InvalidState:
-            self._transport.close()
-        self._flush()
-        self._closing = self._loop.call_later(_CLOSE_S, self._transport.abort)
 
     # messages
 
@@ -335,15 +241,16 @@ class StreamProtocol(asyncio.Protocol):
         if number is None or name in door.one_way:
             return
         self._unacked.append((number, group, admitted))
-        if "acks" not in self._tasks or self._tasks["acks"].done():
-            self._tasks["acks"] = self._loop.create_task(self._acknowledge())
+        if len(self._unacked) == 1:
+            self._acknowledge()
 
-    async def _acknowledge(self) -> None:
-        """Answer each publication once it is safe, in order."""
+    def _acknowledge(self) -> None:
+        """Answer each publication that is safe, in order; the first that is not comes back here when it is."""
         while self._unacked:
             number, group, admitted = self._unacked[0]
-            if group is not None:
-                await group.wait()
+            if group is not None and not group.acknowledgeable:
+                group.then(self._acknowledge)
+                return
             self._unacked.popleft()
             if admitted.shed:
                 self._send(orjson.dumps({"ack": number, "shed": True}))

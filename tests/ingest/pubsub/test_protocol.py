@@ -141,6 +141,10 @@ async def test_what_is_refused(node: Node) -> None:
         assert (await hear(car))["ack"] == "last", "neither a one-way source nor a message without id is acknowledged"
         _, _, stats = await get(node.base, "/v1/stats")
         assert stats["sources"]["clicks"]["rejected"] == 3, "what the border refuses is kept"
+        async with connect(node.url) as other:
+            await other.send(b'{"publish":"\xff"}', text=True)
+            with pytest.raises(ConnectionClosed, match="1007"):
+                await other.recv()
         with pytest.raises(ConnectionClosed):
             await car.send("x" * 2_000_000)
             await hear(car)
