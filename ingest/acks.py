@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ingest.events import Fate, LoggedEvent
 from ingest.front import RAW_SUFFIX
 from ingest.lakestate import Coordinates, LakeState
 from ingest.publish import Outcome
@@ -19,13 +20,6 @@ from ingest.tokens import Token
 from lakehouse.contract.envelope import Envelope
 
 REMEMBERED = 100_000
-
-
-@dataclass(slots=True)
-class _Remembered:
-    reject: str | None
-    coordinates: Coordinates | None = None
-    failed: str = ""
 
 
 class RecentEvents:
@@ -39,27 +33,43 @@ class RecentEvents:
     def __init__(self, topics: dict[str, str], size: int = REMEMBERED) -> None:
         self._topics = topics
         self._size = size
-        self._events: OrderedDict[tuple[str, str, str], _Remembered] = OrderedDict()
+        self._events: OrderedDict[tuple[str, str, str], Fate] = OrderedDict()
         self._waiting: dict[tuple[str, str, str], asyncio.Future[None]] = {}
 
-    def logged(self, envelope: Envelope) -> None:
-        """An event was appended to the log."""
+    def logged(self, envelope: Envelope) -> Fate:
+        """An event was appended to the log; its fate from now on."""
         key = (envelope.source, envelope.tenant, envelope.event_id)
-        if key not in self._events:  # a repeated event keeps the place of the first
-            self._events[key] = _Remembered(envelope.reject)
+        fate = self._events.get(key)  # a repeated event keeps the place of the first
+        if fate is None:
+            fate = self._events[key] = Fate(envelope.reject)
             if len(self._events) > self._size:
                 self._events.popitem(last=False)
+        return fate
+
+    def logged_all(self, events: Sequence[LoggedEvent]) -> None:
+        """Events were appended to the log; each knows its fate from now on."""
+        remembered, size = self._events, self._size
+        for event in events:
+            envelope = event.envelope
+            key = (envelope.source, envelope.tenant, envelope.event_id)
+            fate = remembered.get(key)
+            if fate is None:
+                fate = remembered[key] = Fate(envelope.reject)
+            event.fate = fate
+        while len(remembered) > size:
+            remembered.popitem(last=False)
 
     def known(self, outcome: Outcome) -> None:
         """Kafka has an event, or refuses it for good."""
         envelope = outcome.event.envelope
-        found = self._events.get((envelope.source, envelope.tenant, envelope.event_id))
+        found = outcome.event.fate or self._events.get((envelope.source, envelope.tenant, envelope.event_id))
         if found is None:
             return
         if outcome.error:
             found.failed = outcome.error
-        elif found.coordinates is None:
-            found.coordinates = Coordinates(self._topics[envelope.source], outcome.partition, outcome.offset)
+        elif not found.topic:
+            found.topic = self._topics[envelope.source]
+            found.partition, found.offset = outcome.partition, outcome.offset
         if self._waiting:
             waiting = self._waiting.pop((envelope.source, envelope.tenant, envelope.event_id), None)
             if waiting is not None and not waiting.done():
@@ -68,13 +78,13 @@ class RecentEvents:
     async def decided(self, token: Token) -> None:
         """Return when Kafka has the token's event or refuses it for good; at once where nothing is remembered."""
         found = self.get(token)
-        if found is None or found.coordinates is not None or found.failed:
+        if found is None or found.topic or found.failed:
             return
         key = (token.source, token.tenant, token.event_id)
         future = self._waiting.setdefault(key, asyncio.get_running_loop().create_future())
         await asyncio.shield(future)  # one waiter that is cancelled must not cancel it for the others
 
-    def get(self, token: Token) -> _Remembered | None:
+    def get(self, token: Token) -> Fate | None:
         """What is remembered of the token's event."""
         return self._events.get((token.source, token.tenant, token.event_id))
 
@@ -108,7 +118,7 @@ def ack_state(token: Token, recent: RecentEvents, lake: LakeState, products: Seq
     remembered = recent.get(token)
     if remembered is not None and remembered.failed:
         return AckState("rejected", reason=remembered.failed)
-    coordinates = remembered.coordinates if remembered else None
+    coordinates = _coordinates(remembered)
     reject = remembered.reject if remembered else None
     if remembered is None:
         found = lake.find_event(token.source, token.tenant, token.event_id, token.received_at)
@@ -133,3 +143,8 @@ def ack_state(token: Token, recent: RecentEvents, lake: LakeState, products: Seq
     if remembered is None or lake.in_bronze(token.source, coordinates):
         return AckState("in_bronze", coordinates)
     return AckState("queued", coordinates)
+
+
+def _coordinates(fate: Fate | None) -> Coordinates | None:
+    """Where Kafka has the event, if it is known."""
+    return Coordinates(fate.topic, fate.partition, fate.offset) if fate is not None and fate.topic else None

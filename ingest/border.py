@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ MAX_ID_BYTES = 512
 KEPT_BYTES = 65_536  # of an event that is larger than its source allows
 _SHORT = MAX_ID_BYTES // 4  # characters that cannot have more bytes than that
 MAX_DEPTH = 100  # of objects and arrays in each other
+_NOT_GOOD: tuple[str | None, str | None] = (None, None)
+_SHALLOW = 2 * MAX_DEPTH  # bytes that cannot be nested deeper: what opens must close
 _EXACT = 2**53  # from here on a JSON number that came as a float may stand for several
 
 
@@ -87,6 +89,9 @@ class Border:
         self._key_of = None if source.key_template is None else _renderer(source.key_template)
         declared = parse_ddl(source.schema)
         self._required = [(path, *_step_names(path, declared)) for path in source.required]
+        self._identify_good = _good_identity(source.event_id_template, source.key_template)
+        self._good_fields = [(path, types or _ANY) for path, steps, types in self._required if len(steps) == 1]
+        self._look_closer = len(self._good_fields) < len(self._required)
 
     def admit(
         self,
@@ -139,6 +144,42 @@ class Border:
             fate.extra,
         )
         return Admitted(envelope, (key or event_id).encode(), payload, refusal, fate.shed)
+
+    def admit_all(
+        self, payloads: Sequence[bytes], *, tenant: str | None = None, max_bytes: int | None = None
+    ) -> list[Admitted]:
+        """Many events that came at the same time, each with its envelope: as :meth:`admit` of each, at half the cost.
+
+        What is good is told here, in one pass; anything else is judged by :meth:`admit`.
+        """
+        if self.shedder is not None:
+            return [self.admit(payload, tenant=tenant, max_bytes=max_bytes) for payload in payloads]
+        name, collector, whose = self._name, self._collector, tenant or self._tenant
+        limit = min(self.source.max_event_bytes, max_bytes or self.source.max_event_bytes)
+        identify, wanted, at = self._identify_good, self._good_fields, self._clock() // 1000
+        loads, mark, look_closer = orjson.loads, fingerprint, self._look_closer
+        found: list[Admitted] = []
+        fields: Any
+        for payload in payloads:
+            try:
+                fields = loads(payload) if len(payload) <= limit else None
+            except orjson.JSONDecodeError:
+                fields = None
+            good = type(fields) is dict and (
+                len(payload) <= _SHALLOW or payload.count(b"{") + payload.count(b"[") <= MAX_DEPTH
+            )
+            event_id, key = identify(fields) if good else _NOT_GOOD
+            if key is not None and event_id is not None:
+                for path, types in wanted:
+                    if type(fields.get(path)) not in types:
+                        break
+                else:
+                    if not (look_closer and self._lacks(fields)):
+                        envelope = Envelope(event_id, name, whose, at, collector, mark(payload))
+                        found.append(Admitted(envelope, key.encode(), payload, None))
+                        continue
+            found.append(self.admit(payload, tenant=tenant, max_bytes=max_bytes))
+        return found
 
     def refuse(self, reason: str, *, origin: str) -> Admitted:
         """An event of which only its place in the upstream is known, kept as rejected."""
@@ -198,10 +239,14 @@ def _parse(payload: bytes) -> tuple[dict[str, Any] | None, Refusal | None]:
     if not isinstance(fields, dict):
         name = _JSON_NAMES.get(type(fields), "that")
         return None, Refusal(f"an event is a JSON object, not {name}", 422, "not-an-object")
-    # Counting what opens is cheap, and an upper bound of the depth.
-    if payload.count(b"{") + payload.count(b"[") > MAX_DEPTH and _depth(fields) > MAX_DEPTH:
+    if len(payload) > _SHALLOW and _may_be_deep(payload) and _depth(fields) > MAX_DEPTH:
         return None, Refusal(f"nested more than {MAX_DEPTH} deep", 422, "too-deep")
     return fields, None
+
+
+def _may_be_deep(payload: bytes) -> bool:
+    """Counting what opens is cheap, and an upper bound of the depth."""
+    return payload.count(b"{") + payload.count(b"[") > MAX_DEPTH
 
 
 def _depth(value: Any) -> int:
@@ -218,8 +263,8 @@ def _depth(value: Any) -> int:
 
 def _renderer(template: Template) -> Callable[[dict[str, Any]], str | None]:
     """:meth:`Template.render`, without its loop where the template is one field of the event itself."""
-    path = template.fields[0]
-    if template.text != "{" + path + "}" or "." in path:
+    path = _only_field(template)
+    if not path:
         return template.render
 
     def render_field(fields: dict[str, Any]) -> str | None:
@@ -230,6 +275,47 @@ def _renderer(template: Template) -> Callable[[dict[str, Any]], str | None]:
         return str(value) if kind is int else template.render(fields)
 
     return render_field
+
+
+def _only_field(template: Template | None) -> str:
+    """The field of the event itself that the template is, or empty."""
+    path = template.fields[0] if template is not None else ""
+    return path if template is not None and template.text == "{" + path + "}" and "." not in path else ""
+
+
+def _good_identity(
+    id_template: Template | None, key_template: Template | None
+) -> Callable[[dict[str, Any]], tuple[str | None, str | None]]:
+    """Gives id and key of an event where both are beyond doubt, else None for one of them."""
+    id_field, key_field = _only_field(id_template), _only_field(key_template)
+    if id_field and key_field:
+
+        def identify_by_fields(fields: dict[str, Any]) -> tuple[str | None, str | None]:
+            event_id, key = fields.get(id_field), fields.get(key_field)
+            if type(event_id) is int:
+                event_id = str(event_id)
+            elif type(event_id) is not str or len(event_id) > _SHORT:
+                return None, None
+            if type(key) is int:
+                key = str(key)
+            elif type(key) is not str or len(key) > _SHORT:
+                return None, None
+            return event_id, key
+
+        return identify_by_fields
+    id_of = None if id_template is None else _renderer(id_template)
+    key_of = None if key_template is None else _renderer(key_template)
+
+    def identify(fields: dict[str, Any]) -> tuple[str | None, str | None]:
+        event_id = new_event_id() if id_of is None else id_of(fields)
+        if event_id is None or len(event_id) > _SHORT or (id_of is not None and "e+" in event_id):
+            return None, None
+        if key_of is None:
+            return event_id, event_id
+        key = key_of(fields)
+        return event_id, key if key is not None and len(key) <= _SHORT else None
+
+    return identify
 
 
 def _inexact(template: Template | None, fields: dict[str, Any]) -> bool:
@@ -264,6 +350,7 @@ def repeatable_id(origin: str, payload: bytes) -> str:
     return f"~{digest.hexdigest()}"
 
 
+_ANY = frozenset({dict, list, str, int, float, bool})  # what is there and not null
 _JSON_NAMES = {
     list: "an array",
     str: "a string",

@@ -17,6 +17,7 @@ from ingest.events import Cursor, LoggedEvent
 from ingest.log import AHEAD, MessageLog
 from ingest.publish import Outcome, Publisher
 from ingest.publish.seam import HELD_BACK
+from lakehouse.contract.trace import about
 
 logger = logging.getLogger(__name__)
 
@@ -106,18 +107,43 @@ class Delivery:
 
     def offer(self, event: LoggedEvent) -> None:
         """Take an event that was just appended; call it in the order of the log."""
-        if (
-            self._live
-            and self._sent_bytes < self._limit
-            and len(self._sent) < IN_FLIGHT_EVENTS
-            and event.seq - self._log.durable_seq <= AHEAD
-        ):
+        if self._live and self._may_send(event):
             self._send(event)
             return
+        self._put_aside((event,))
+
+    def offer_all(self, events: Sequence[LoggedEvent]) -> None:
+        """Take events that were just appended, in the order of the log; as :meth:`offer` of each."""
+        if not events:
+            return
+        size = sum([len(event.payload) for event in events])
+        if (
+            self._live
+            and self._sent_bytes + size <= self._limit
+            and len(self._sent) + len(events) <= IN_FLIGHT_EVENTS
+            and events[-1].seq - self._log.durable_seq <= AHEAD
+        ):
+            self._send_all(events, size)
+            return
+        sendable = 0
+        while self._live and sendable < len(events) and self._may_send(events[sendable]):
+            self._send(events[sendable])
+            sendable += 1
+        if sendable < len(events):
+            self._put_aside(events[sendable:])
+
+    def _may_send(self, event: LoggedEvent) -> bool:
+        return (
+            self._sent_bytes < self._limit
+            and len(self._sent) < IN_FLIGHT_EVENTS
+            and event.seq - self._log.durable_seq <= AHEAD
+        )
+
+    def _put_aside(self, events: Sequence[LoggedEvent]) -> None:
         self._live = False
-        self._log.sending(event.seq)
-        self._tail.append(event)
-        self._tail_bytes += len(event.payload)
+        self._log.sending(events[-1].seq)
+        self._tail.extend(events)
+        self._tail_bytes += sum([len(event.payload) for event in events])
         self._trim()
         self._wake.set()
 
@@ -150,6 +176,17 @@ class Delivery:
         elif self._timer is None:
             self._timer = self._loop.call_later(self._hand_over_s, self._flush)
 
+    def _send_all(self, events: Sequence[LoggedEvent], size: int) -> None:
+        """Send events of so many payload bytes together."""
+        self._next = events[-1].seq + 1
+        self._sent.update([(event.seq, event) for event in events])
+        self._sent_bytes += size
+        self._outbox += events
+        if len(self._outbox) >= HAND_OVER_EVENTS:
+            self._flush()
+        elif self._timer is None:
+            self._timer = self._loop.call_later(self._hand_over_s, self._flush)
+
     def _flush(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
@@ -165,18 +202,27 @@ class Delivery:
         while not self._again and self._sent_bytes < self._limit and len(self._sent) < IN_FLIGHT_EVENTS:
             if tail and tail[0].seq == self._next:
                 if tail[0].seq > ahead:
-                    ahead = self._log.durable_seq + AHEAD
-                    if tail[0].seq > ahead:
-                        return  # the next write wakes us
-                event = tail.popleft()
-                self._tail_bytes -= len(event.payload)
+                    return  # the next write wakes us
                 self._cursor = None
-                self._send(event)
+                self._send_waiting(ahead)
             elif self._cursor is not None and not await self._read_back(self._cursor):
                 return
             elif self._cursor is None:
                 self._live = not self._tail
                 return
+
+    def _send_waiting(self, ahead: int) -> None:
+        """Send from the tail up to this sequence number, while there is room."""
+        tail, size = self._tail, 0
+        events: list[LoggedEvent] = []
+        most = min(len(tail), IN_FLIGHT_EVENTS - len(self._sent))
+        room = self._limit - self._sent_bytes
+        while len(events) < most and size < room and tail[0].seq <= ahead:
+            event = tail.popleft()
+            size += len(event.payload)
+            events.append(event)
+        self._tail_bytes -= size
+        self._send_all(events, size)
 
     async def _read_back(self, cursor: Cursor) -> bool:
         """Send a batch from the disk; False if nothing more is there now."""
@@ -222,13 +268,14 @@ class Delivery:
     def deliver(self, outcomes: Sequence[Outcome]) -> None:
         """Take the publisher's outcomes."""
         done: list[LoggedEvent] = []
+        sent, known, freed = self._sent, self._known, 0
         for outcome in outcomes:
             event = outcome.event
             if not outcome.error:
-                if self._sent.pop(event.seq, None) is None:
+                if sent.pop(event.seq, None) is None:
                     continue
-                self._sent_bytes -= len(event.payload)
-                self._known(outcome)
+                freed += len(event.payload)
+                known(outcome)
                 done.append(event)
             elif outcome.final:
                 self._fail_soon(outcome)
@@ -243,6 +290,7 @@ class Delivery:
                 self._again.append(event)
                 self._live = False
         if done:
+            self._sent_bytes -= freed
             self._attempts = 0
             self._acked(done)
         if not self._live:
@@ -269,7 +317,8 @@ class Delivery:
 
     async def _fail(self, outcome: Outcome) -> None:
         event = outcome.event
-        logger.error("Kafka refuses event %s of %s: %s", event.envelope.event_id, event.envelope.source, outcome.error)
+        found = about(event.envelope.event_id, event.envelope.source, event.envelope.tenant)
+        logger.error("Kafka refuses event %s of %s: %s", found["event_id"], found["source"], outcome.error, extra=found)
         while True:
             try:
                 await self._log.fail(event, outcome.error)

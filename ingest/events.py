@@ -130,6 +130,25 @@ class Group:
                 self._future.set_result(None)
 
 
+@dataclass(slots=True)
+class Fate:
+    """What has become of an event that its sender may ask for.
+
+    Attributes:
+        reject: why the border refused it, or None.
+        topic: where Kafka has it; empty: it has not yet.
+        partition: the same.
+        offset: the same.
+        failed: why Kafka will never take it; empty: it may.
+    """
+
+    reject: str | None
+    topic: str = ""
+    partition: int = -1
+    offset: int = -1
+    failed: str = ""
+
+
 @dataclass(slots=True, eq=False)
 class LoggedEvent:
     """An event in the log. (Not frozen: one is made for each event, and freezing triples what that costs.)
@@ -143,6 +162,7 @@ class LoggedEvent:
         segment: the file it is in.
         offset: of its frame there.
         group: when it may be acknowledged; None when it was read back from the disk.
+        fate: what its sender is told when it asks; None where nobody may ask.
     """
 
     seq: int
@@ -153,6 +173,7 @@ class LoggedEvent:
     segment: Segment
     offset: int
     group: Group | None
+    fate: Fate | None = None
 
 
 @dataclass(frozen=True, slots=True)

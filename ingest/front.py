@@ -11,6 +11,7 @@ and the source has one partition.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from ingest.border import KEPT_BYTES, Admitted, Border, Refusal, repeatable_id
 from lakehouse.contract.envelope import Envelope, fingerprint, new_event_id
@@ -80,3 +81,9 @@ class FrontBorder(Border):
         # A stream upstream's order is kept: its lane is the key.
         key = event_id if origin is None else origin.rpartition("#")[0]
         return Admitted(envelope, key.encode(), payload, refusal)
+
+    def admit_all(
+        self, payloads: Sequence[bytes], *, tenant: str | None = None, max_bytes: int | None = None
+    ) -> list[Admitted]:
+        """Each of them by :meth:`admit`."""
+        return [self.admit(payload, tenant=tenant, max_bytes=max_bytes) for payload in payloads]

@@ -20,13 +20,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import orjson
 
+from ingest.border import Admitted
 from ingest.errors import LogFull, LogUnavailable
-from ingest.events import Cursor, Lane, LoggedEvent, Segment
+from ingest.events import Cursor, Group, Lane, LoggedEvent, Segment
 from ingest.failed import FailedStore
 from ingest.protocols import PROTOCOLS, LoggingProtocol, MakeProtocol
 from ingest.records import (
@@ -164,36 +165,78 @@ class MessageLog:
             LogFull: the bound is reached; wait for :meth:`room`.
             LogUnavailable: the disk refuses writes, or the log is closed.
         """
-        commit = self._commit
-        if commit.problem or self._closed:
-            raise LogUnavailable(commit.problem or "it is closed")
-        seq = self.next_seq
-        chunks, size = event_chunks(seq, lane.index, position, envelope, key, payload)
+        self._check_writable()
+        chunks, size = event_chunks(self.next_seq, lane.index, position, envelope, key, payload)
+        self._check_room(size)
+        return self._append(lane, (Admitted(envelope, key, payload, None),), chunks, [size], position)[0]
+
+    def append_all(self, lane: Lane, events: Sequence[Admitted]) -> list[LoggedEvent]:
+        """Take events that came together, all or none: as :meth:`append` of each, but they are booked once.
+
+        Raises:
+            LogFull: the bound is reached; wait for :meth:`room`.
+            LogUnavailable: the disk refuses writes, or the log is closed.
+        """
+        self._check_writable()
+        index, first = lane.index, self.next_seq
+        chunks: list[bytes] = []
+        sizes: list[int] = []
+        for seq, event in enumerate(events, first):
+            parts, size = event_chunks(seq, index, None, event.envelope, event.key, event.payload)
+            chunks += parts
+            sizes.append(size)
+        total = sum(sizes)
+        self._check_room(total)
+        if not self._commit.alone and self._active.size + total <= self._segment_bytes:
+            return self._append(lane, events, chunks, sizes)
+        logged: list[LoggedEvent] = []
+        for n, event in enumerate(events):
+            logged += self._append(lane, (event,), chunks[2 * n : 2 * n + 2], sizes[n : n + 1])
+        return logged
+
+    def _check_writable(self) -> None:
+        if self._commit.problem or self._closed:
+            raise LogUnavailable(self._commit.problem or "it is closed")
+
+    def _check_room(self, size: int) -> None:
         if self._used + self.failed.bytes + size > self._most:
             self._full = True
             raise LogFull(self.used, self._limit)
-        segment = self._active
-        if segment.size + size > self._segment_bytes:
-            segment, offset = self._place(chunks, size)
-        else:
-            self._used += size
-            offset = commit.add(segment, chunks, size)
-        group = commit.group(seq)
-        self.next_seq = seq + 1
-        segment.unacked += 1
-        group.unacked += 1
-        group.counts[lane] = group.counts.get(lane, 0) + 1
-        lane.received += 1
-        lane.in_log += 1
-        lane.last_at = envelope.received_at
-        if envelope.reject is not None:
-            lane.rejected += 1
+
+    def _append(
+        self,
+        lane: Lane,
+        events: Sequence[Admitted],
+        chunks: list[bytes],
+        sizes: list[int],
+        position: int | None = None,
+    ) -> list[LoggedEvent]:
+        """Put events into one segment and one group, and into the books of both and of the lane."""
+        if not events:
+            return []
+        first, count = self.next_seq, len(events)
+        segment, offset = self._place(chunks, sum(sizes))
+        group = self._commit.group(first + count - 1)
+        self.next_seq = first + count
+        segment.unacked += count
+        group.unacked += count
+        group.counts[lane] = group.counts.get(lane, 0) + count
+        lane.received += count
+        lane.in_log += count
+        lane.last_at = events[-1].envelope.received_at
         if position is not None:
             lane.position = position
-        if envelope.extra:
-            lane.cursor = dict(envelope.extra).get(UPSTREAM_ID, lane.cursor)
-        commit.received()
-        return LoggedEvent(seq, lane, envelope, key, payload, segment, offset, group)
+        logged: list[LoggedEvent] = []
+        for seq, event in enumerate(events, first):
+            envelope = event.envelope
+            if envelope.reject is not None:
+                lane.rejected += 1
+            if envelope.extra:
+                lane.cursor = dict(envelope.extra).get(UPSTREAM_ID, lane.cursor)
+            logged.append(LoggedEvent(seq, lane, envelope, event.key, event.payload, segment, offset, group))
+            offset += sizes[seq - first]
+        self._commit.received()
+        return logged
 
     def has_room(self, payload_bytes: int, events: int = 1) -> bool:
         """Whether events of so many bytes together would be taken now."""
@@ -269,15 +312,13 @@ class MessageLog:
         """
         drop: list[Segment] = []
         active = self._active
-        for event in events:
-            segment = event.segment
-            segment.unacked -= 1
-            event.lane.in_log -= 1
+        for segment, lane, group, count in _runs(events):
+            segment.unacked -= count
+            lane.in_log -= count
             if segment.unacked == 0 and segment is not active:
                 drop.append(segment)
-            group = event.group
             if group is not None:
-                group.unacked -= 1
+                group.unacked -= count
                 if group.unacked == 0 and not self._commit.is_open(group):
                     group.close()
         self._acked = first_outstanding
@@ -402,3 +443,20 @@ class MessageLog:
             for future in waiting:
                 if not future.done():
                     future.set_result(None)
+
+
+def _runs(events: Iterable[LoggedEvent]) -> Iterator[tuple[Segment, Lane, Group | None, int]]:
+    """Segment, lane and group of events, with how many follow each other that have the same."""
+    first: LoggedEvent | None = None
+    count = 0
+    for event in events:
+        if first is not None and (
+            event.group is first.group and event.segment is first.segment and event.lane is first.lane
+        ):
+            count += 1
+            continue
+        if first is not None:
+            yield first.segment, first.lane, first.group, count
+        first, count = event, 1
+    if first is not None:
+        yield first.segment, first.lane, first.group, count

@@ -44,8 +44,10 @@ from lakehouse.contract.faults import crash_point
 from lakehouse.contract.kafkasecurity import PLAINTEXT, ClientSecurity
 from lakehouse.contract.pipeline import Pipeline, Source
 from lakehouse.contract.settings import Settings
+from lakehouse.contract.trace import EventLines
 
 logger = logging.getLogger(__name__)
+_lines = EventLines(logger)
 
 BATCH = 5_000
 _POLL_MS = 200
@@ -192,6 +194,8 @@ class RefineNode:
             counts = self.counts[name]
             counts["read"] += 1
             counts["rejected" if envelope.reject is not None else "refined"] += 1
+            if envelope.reject is not None:
+                _tell("is refused", envelope)
             self._seq += 1
             events.append(LoggedEvent(self._seq, self._lanes[name], envelope, key, payload, _NOWHERE, 0, None))
         attempt = 0
@@ -218,6 +222,7 @@ class RefineNode:
             event.envelope = dataclasses.replace(
                 event.envelope, reject=outcome.error, fingerprint=fingerprint(payload), extra=event.envelope.extra[:4]
             )
+            _tell("is not taken by Kafka", event.envelope)
         else:
             event.envelope = dataclasses.replace(event.envelope, suspect=True)
         return event
@@ -333,6 +338,17 @@ def _enrichers(
                 dataclasses.replace(source, enrich=specs), folder, bootstrap, at="refine", security=security
             )
     return found
+
+
+def _tell(what: str, envelope: Envelope) -> None:
+    _lines.say(
+        logging.INFO,
+        what,
+        envelope.reject or "",
+        event_id=envelope.event_id,
+        source=envelope.source,
+        tenant=envelope.tenant,
+    )
 
 
 _NOWHERE = Segment(0, Path())

@@ -7,7 +7,8 @@ A collector is two verbs: ``run`` (receive until cancelled) and ``status`` (what
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -18,9 +19,11 @@ from ingest.delivery import Delivery
 from ingest.events import Lane, LoggedEvent, Segment
 from ingest.log import MessageLog
 from lakehouse.contract.envelope import UPSTREAM_ID
+from lakehouse.contract.trace import EventLines
 
 Extra = tuple[tuple[str, str], ...]
 _NOWHERE = Segment(-1, Path())  # of events that are shed
+_lines = EventLines(logging.getLogger(__name__))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +127,49 @@ class Intake:
         envelope = event.envelope
         if event.shed:
             return self._leave_out(event, position, extra)
+        if event.refusal is not None:
+            self._tell(event)
         if self._enrich is not None and event.refusal is None:
             extra += self._enrich(event)
         if extra:
             envelope = dataclasses.replace(envelope, extra=envelope.extra + extra)
         logged = self.log.append(self.lane, envelope, event.key, event.payload, position)
         if self._recent is not None:
-            self._recent.logged(envelope)
+            logged.fate = self._recent.logged(envelope)
         self._delivery.offer(logged)
+        return logged
+
+    def _tell(self, event: Admitted) -> None:
+        envelope = event.envelope
+        _lines.say(
+            logging.INFO,
+            "is refused",
+            envelope.reject or "",
+            event_id=envelope.event_id,
+            source=envelope.source,
+            tenant=envelope.tenant,
+        )
+
+    def take_all(self, events: Sequence[Admitted]) -> list[LoggedEvent]:
+        """Append events that came together and send them on; as :meth:`take` of each.
+
+        All are taken or none, unless the source enriches or sheds.
+
+        Raises:
+            LogFull: the log has reached its bound.
+            LogUnavailable: the disk refuses writes.
+        """
+        if self._enrich is not None or [event for event in events if event.shed]:
+            return [self.take(event) for event in events]
+        rejected = self.lane.rejected
+        logged = self.log.append_all(self.lane, events)
+        if self.lane.rejected > rejected:
+            for event in events:
+                if event.refusal is not None:
+                    self._tell(event)
+        if self._recent is not None:
+            self._recent.logged_all(logged)
+        self._delivery.offer_all(logged)
         return logged
 
     def _leave_out(self, event: Admitted, position: int | None, extra: Extra) -> LoggedEvent:

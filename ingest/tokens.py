@@ -1,7 +1,7 @@
 """Acknowledgement tokens: the coordinates of an event, signed, so that nobody can ask for the events of others.
 
 The key lies in the lake's state, readable by its owner only; every node of the lake uses the same, so that any node
-can answer for any token. The signature is HMAC-SHA-256 (RFC 2104), cut to 128 bits.
+can answer for any token. The signature is keyed BLAKE2b (RFC 7693, 2.9) of 128 bits: one pass, where HMAC needs two.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import hmac
 import os
 import secrets
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ _MAC_BYTES = 16
 _TO_URL = bytes.maketrans(b"+/", b"-_")
 _FROM_URL = bytes.maketrans(b"-_", b"+/")
 _MAX_CHARS = 4_096  # source, tenant and id are bounded, and so are tokens
-_BLOCK_BYTES = 64  # of SHA-256
+_BLANKS = (b"", b"  ", b" ")  # by what is left over of the length
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +55,7 @@ class Signer:
     """
 
     def __init__(self, key: bytes) -> None:
-        # The two keyed states of HMAC are made once; ``hmac.digest`` would make them for each token.
-        padded = key.ljust(_BLOCK_BYTES, b"\0")
-        self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in padded))
-        self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in padded))
+        self._keyed = hashlib.blake2b(key=key, digest_size=_MAC_BYTES)  # copied for each token
 
     @classmethod
     def of_lake(cls, state: Path) -> Signer:
@@ -73,8 +71,19 @@ class Signer:
 
     def sign(self, envelope: Envelope) -> bytes:
         """The token of an event, safe in URLs."""
-        body = orjson.dumps((envelope.source, envelope.tenant, envelope.event_id, envelope.received_at))
-        return binascii.b2a_base64(self._mac(body) + body, newline=False).translate(_TO_URL).rstrip(b"=")
+        return self.sign_all((envelope,))[2:-2]
+
+    def sign_all(self, envelopes: Iterable[Envelope]) -> bytes:
+        """The tokens of events, as a JSON array of texts."""
+        tokens: list[bytes] = []
+        dumps, base64, keyed = orjson.dumps, binascii.b2a_base64, self._keyed.copy
+        for envelope in envelopes:
+            body = dumps((envelope.source, envelope.tenant, envelope.event_id, envelope.received_at))
+            body += _BLANKS[(_MAC_BYTES + len(body)) % 3]  # JSON may end with them, and base64 then needs no padding
+            mac = keyed()
+            mac.update(body)
+            tokens.append(base64(mac.digest() + body, newline=False))
+        return b'["%b"]' % b'","'.join(tokens).translate(_TO_URL)
 
     def open(self, text: str) -> Token:
         """What a token says.
@@ -96,10 +105,9 @@ class Signer:
         return Token(source, tenant, event_id, received_at)
 
     def _mac(self, body: bytes) -> bytes:
-        inner, outer = self._inner.copy(), self._outer.copy()
-        inner.update(body)
-        outer.update(inner.digest())
-        return outer.digest()[:_MAC_BYTES]
+        mac = self._keyed.copy()
+        mac.update(body)
+        return mac.digest()
 
 
 def _shared_key(path: Path) -> bytes:

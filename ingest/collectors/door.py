@@ -160,33 +160,42 @@ class Door:
             raise
         if not intake.log.has_room(len(body), len(bodies)):
             raise LogFull(intake.log.used, intake.log.limit)
-        admit, tenant, most = intake.border.admit, caller.tenant, caller.max_event_bytes
-        admitted = [admit(event, tenant=tenant, max_bytes=most) for event in bodies]
-        groups: list[Group] = []
-        kept: list[bool] = []
-        for event in admitted:
-            keep = event.refusal is None or self.gate.keep_reject(source.name)
-            kept.append(keep and not event.shed)
-            if keep:
-                logged = intake.take(event)
-                if logged.group is not None and (not groups or logged.group is not groups[-1]):
-                    groups.append(logged.group)
+        if one:
+            return self._take_one(intake, caller, body)
+        admitted = intake.border.admit_all(bodies, tenant=caller.tenant, max_bytes=caller.max_event_bytes)
+        good = not [event for event in admitted if event.refusal is not None or event.shed]
+        kept = [good or event.refusal is None or self.gate.keep_reject(source.name) for event in admitted]
+        taken = admitted if good else [event for event, keep in zip(admitted, kept, strict=True) if keep]
+        logged = intake.take_all(taken)
         if source.name in self.one_way:
             return Taken((), b"", events=admitted)
-        answer, error = self._answer(one, admitted, kept)
-        return Taken(tuple(groups), answer, error, admitted)
+        groups = tuple({id(event.group): event.group for event in logged if event.group is not None}.values())
+        if good:
+            tokens = self.signer.sign_all([event.envelope for event in admitted])
+            return Taken(groups, b'{"tokens":%b,"rejected":[]}' % tokens, None, admitted)
+        kept = [keep and not event.shed for event, keep in zip(admitted, kept, strict=True)]
+        answer, error = self._answer(admitted, kept)
+        return Taken(groups, answer, error, admitted)
 
-    def _answer(self, one: bool, events: Sequence[Admitted], kept: Sequence[bool]) -> tuple[bytes, EventRefused | None]:
+    def _take_one(self, intake: Intake, caller: Caller, body: bytes) -> Taken:
+        event = intake.border.admit(body, tenant=caller.tenant, max_bytes=caller.max_event_bytes)
+        name, refusal = intake.border.source.name, event.refusal
+        keep = refusal is None or self.gate.keep_reject(name)
+        group = intake.take(event).group if keep else None
+        if name in self.one_way:
+            return Taken((), b"", events=(event,))
+        groups = () if group is None else (group,)
+        if event.shed:
+            return Taken(groups, orjson.dumps({"shed": True, "event_id": event.envelope.event_id}), None, (event,))
+        token = self.signer.sign(event.envelope) if keep else b""
+        if refusal is None:
+            return Taken(groups, b'{"token":"%b"}' % token, None, (event,))
+        members: dict[str, Any] = {"token": token.decode()} if token else {}
+        error = EventRefused(refusal.reason, refusal.status, code=refusal.code, **members)
+        return Taken(groups, b"", error, (event,))
+
+    def _answer(self, events: Sequence[Admitted], kept: Sequence[bool]) -> tuple[bytes, EventRefused | None]:
         sign = self.signer.sign
-        first = events[0].refusal
-        if one and events[0].shed:
-            return orjson.dumps({"shed": True, "event_id": events[0].envelope.event_id}), None
-        if one:
-            token = sign(events[0].envelope) if kept[0] else b""
-            if first is None:
-                return b'{"token":"%b"}' % token, None
-            members: dict[str, Any] = {"token": token.decode()} if token else {}
-            return b"", EventRefused(first.reason, first.status, code=first.code, **members)
         tokens = [sign(event.envelope).decode() if keep else None for event, keep in zip(events, kept, strict=True)]
         rejected = [
             {"index": index, "code": event.refusal.code, "detail": event.refusal.reason}

@@ -46,8 +46,9 @@ class WireProtocol(asyncio.Protocol):
     """
 
     __slots__ = (
-        "_answers", "_buffer", "_closing", "_connections", "_door", "_fallback", "_handing", "_held", "_need",
-        "_paused", "_registry", "_reserved", "_transport", "_waits_for", "_writing", "busy_since", "idle_since",
+        "_answers", "_buffer", "_closing", "_connections", "_door", "_fallback", "_handing", "_held",
+        "_need", "_paused", "_registry", "_reserved", "_transport", "_waits_for", "_writing", "busy_since",
+        "idle_since",
     )  # fmt: skip
 
     def __init__(
@@ -161,7 +162,7 @@ class WireProtocol(asyncio.Protocol):
                 if self._expect(head):
                     self._need = body - at + head.length
                 break
-            self._take(head, bytes(buffer[body : body + head.length]))
+            self._take(head, _copy(buffer, body, body + head.length))
             at = body + head.length
         if at:
             del buffer[:at]
@@ -289,6 +290,12 @@ class WireProtocol(asyncio.Protocol):
         transport.set_protocol(other)
         other.connection_made(transport)
         other.data_received(rest)
+
+
+def _copy(buffer: bytearray, start: int, end: int) -> bytes:
+    """A part of the buffer, copied once."""
+    with memoryview(buffer) as view:
+        return view[start:end].tobytes()
 
 
 def _render(error: IngestError, *, close: bool = False) -> bytes:

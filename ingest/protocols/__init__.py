@@ -34,12 +34,14 @@ class LoggingProtocol(Protocol):
     """Makes the bytes of a message log durable. All of it is called on the event loop.
 
     Attributes:
+        alone: each event is a group of its own.
         problem: why the disk refuses writes, or empty; then the same bytes are tried again until they are written.
         worker: a thread for the disk; others may use it.
         on_durable: called after each write.
         observe: called with the seconds from a group's first event until it was durable.
     """
 
+    alone: bool
     problem: str
     worker: ThreadPoolExecutor
     on_durable: Callable[[], None]
@@ -53,7 +55,10 @@ class LoggingProtocol(Protocol):
         """Put bytes at the end of the segment; returns their offset."""
 
     def group(self, seq: int) -> Group:
-        """The group that the event with this sequence number, just added, belongs to."""
+        """The group that the event with this sequence number, just added, belongs to.
+
+        Where events need not be ``alone``, those before it that were added with it belong to that group too.
+        """
 
     def is_open(self, group: Group) -> bool:
         """Whether events may still be added to the group."""

@@ -50,12 +50,15 @@ class HybridLogging:
         last_seq: sequence number of the newest event that is durable already.
 
     Attributes:
+        alone: events share groups.
         durable_seq: every event up to this sequence number is on the disk.
         problem: why the disk refuses writes, or empty.
         worker: the thread; others may use it for the same disk.
         on_durable: called after each write.
         observe: called with the seconds from a group's first event until it was durable.
     """
+
+    alone = False
 
     def __init__(self, folder: Path, group_s: float, last_seq: int) -> None:
         self.durable_seq = last_seq

@@ -15,6 +15,8 @@ class ReceiverLogging(HybridLogging):
     the hybrid protocol; meanwhile the log takes no others.
     """
 
+    alone = True
+
     def group(self, seq: int) -> Group:
         """A group of this event alone."""
         self._last_seq = seq

@@ -10,7 +10,7 @@ from typing import Any
 
 from ingest.errors import BrokerUnavailable
 from ingest.events import LoggedEvent
-from ingest.publish.seam import CONNECT_MS, HELD_BACK, REQUEST_BYTES, Outcome, Outcomes, Routes
+from ingest.publish.seam import CONNECT_MS, HELD_BACK, REQUEST_BYTES, Headers, Outcome, Outcomes, Routes
 from ingest.publish.topics import topic_limits
 from lakehouse.contract.errors import EnvironmentProblem
 from lakehouse.contract.settings import KafkaSettings
@@ -43,6 +43,7 @@ class ConfluentPublisher:
         self._bootstrap = bootstrap
         self._settings = settings
         self._routes = Routes(topics)
+        self._headers = Headers()
         self._loop = asyncio.get_running_loop()
         self._outcomes: Outcomes
         self._producer: Any = None
@@ -80,23 +81,20 @@ class ConfluentPublisher:
 
     def _send(self, events: Sequence[LoggedEvent]) -> None:
         before = self._in_client
-        routes, delivered = self._routes, self._delivered
+        topics, small, headers_of = self._routes.by_source, self._routes.small_bytes, self._headers.of
+        produce, delivered = getattr(self._producer, "produce", None), self._delivered
         for event in events:
-            if self._holding:
+            if self._holding or produce is None:
                 self._outcomes.put(Outcome(event, -1, -1, HELD_BACK))
                 continue
-            if refusal := routes.refusal(event):
+            envelope, payload = event.envelope, event.payload
+            topic = topics.get(envelope.source)
+            if (topic is None or len(payload) > small) and (refusal := self._routes.refusal(event)):
                 self._outcomes.put(Outcome(event, -1, -1, refusal, final=True))
                 continue
-            envelope = event.envelope
             try:
-                self._producer.produce(
-                    routes.topic(envelope.source),
-                    event.payload,
-                    event.key,
-                    headers=envelope.to_headers(),
-                    on_delivery=partial(delivered, event),
-                )
+                # topic, value, key, partition (-1: by the key), callback, timestamp (0: now), headers
+                produce(topic, payload, event.key, -1, partial(delivered, event), None, 0, headers_of(envelope))
                 self._in_client += 1
             except Exception as error:  # noqa: BLE001 - KafkaException, BufferError: whatever it is, it is sent again
                 self._again(event, str(error))

@@ -20,6 +20,7 @@ from ingest.publish.seam import (
     FOREVER_MS,
     HELD_BACK,
     REQUEST_BYTES,
+    Headers,
     Outcome,
     Outcomes,
     Routes,
@@ -56,6 +57,7 @@ class KafkaPythonPublisher:
         self._bootstrap = bootstrap
         self._settings = settings
         self._routes = Routes(topics)
+        self._headers = Headers()
         self._queue: queue.SimpleQueue[tuple[Sequence[LoggedEvent], bool] | None] = queue.SimpleQueue()
         self._holding = False
         self._loop = asyncio.get_running_loop()
@@ -109,7 +111,10 @@ class KafkaPythonPublisher:
         envelope = event.envelope
         try:
             future = self._producer.send(
-                self._routes.topic(envelope.source), value=event.payload, key=event.key, headers=envelope.to_headers()
+                self._routes.topic(envelope.source),
+                value=event.payload,
+                key=event.key,
+                headers=self._headers.of(envelope),
             )
         except kafka_errors.KafkaError as error:
             self._failed(event, error)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ingest.events import LoggedEvent
+from lakehouse.contract.envelope import EVENT_ID, FINGERPRINT, Envelope
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ class Outcomes:
         self._loop = loop
         self._deliver = deliver
         self._waiting: deque[Outcome] = deque()
+        self._added: list[Outcome] = []  # on the event loop
         self._woken = False
 
     def put(self, outcome: Outcome) -> None:
@@ -92,14 +94,36 @@ class Outcomes:
                 logger.debug("an outcome came after the end of the event loop")
 
     def add(self, outcome: Outcome) -> None:
-        """Take one; somebody on the event loop calls :meth:`drain` soon."""
-        self._waiting.append(outcome)
+        """Take one on the event loop, where somebody calls :meth:`drain` soon."""
+        self._added.append(outcome)
 
     def drain(self) -> None:
         """Deliver what waits; on the event loop."""
         self._woken = False
+        if self._added:
+            added, self._added = self._added, []
+            self._deliver(added)
         if self._waiting:
             self._deliver([self._waiting.popleft() for _ in range(len(self._waiting))])
+
+
+class Headers:
+    """Kafka headers of one envelope after the other; what they share with the one before is made once."""
+
+    def __init__(self) -> None:
+        self._of: tuple[str, str, int, str] | None = None
+        self._shared: list[tuple[str, bytes]] = []
+
+    def of(self, envelope: Envelope) -> list[tuple[str, bytes]]:
+        """Those of :meth:`Envelope.to_headers`, in that order."""
+        if envelope.suspect or envelope.reject is not None or envelope.extra:
+            return envelope.to_headers()
+        shared = (envelope.source, envelope.tenant, envelope.received_at, envelope.collector)
+        if shared != self._of:
+            self._of, self._shared = shared, envelope.to_headers()[1:-1]
+        return [
+            (EVENT_ID, envelope.event_id.encode()), *self._shared, (FINGERPRINT, envelope.fingerprint.encode())
+        ]  # fmt: skip
 
 
 class Routes:
@@ -118,6 +142,11 @@ class Routes:
         """All of them."""
         return set(self._topics.values())
 
+    @property
+    def by_source(self) -> Mapping[str, str]:
+        """Topic of each source, as it is now."""
+        return self._topics
+
     def topic(self, source: str) -> str:
         """The source's."""
         return self._topics[source]
@@ -125,6 +154,11 @@ class Routes:
     def limit(self, limits: Mapping[str, int]) -> None:
         """Judge by these limits (``max.message.bytes`` by topic) from now on."""
         self._limits = limits
+
+    @property
+    def small_bytes(self) -> int:
+        """A payload up to here fits into every topic, whatever is around it."""
+        return self.smallest_limit - _FIELDS_BYTES
 
     @property
     def smallest_limit(self) -> int:

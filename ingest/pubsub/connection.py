@@ -159,6 +159,7 @@ class Connection(asyncio.Protocol):
             self._open = False
             self._wire.fail(CloseCode.INVALID_DATA, "text that is not UTF-8")
         elif self._open:  # what follows a close is not looked at
+            self._flush()  # pongs of pings that came before it
             self._take(message)
 
     def _flush(self) -> None:

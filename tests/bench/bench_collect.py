@@ -7,7 +7,8 @@ counted. The collector is held to one core (its Kafka client's threads with it),
 - *Protocols*: the same load against a collector without a log, with RBML, SBML and HML: events a second, the 99th
   percentile of the acknowledgement, CPU. The *overhead* of a protocol is what an event takes flat out, less that
   without a log, once in time and once in CPU; the figure is HML's overhead as a part of RBML's, the worse of the two.
-- *HTTP*: one event a request (keep-alive, pipelined), and batches of 500 as NDJSON.
+- *HTTP*: one event a request (keep-alive, pipelined), and batches of 500 as NDJSON, by confluent-kafka (which ``auto``
+  takes where it is installed) unless it says otherwise.
 - *Clients*: 100,000 events through the publisher seam alone.
 
 Runs are repeated and the best of each is taken, since the machine has other things to do.
@@ -105,7 +106,7 @@ class Collector:
         self._process.wait(120)
         assert self._process.stdout is not None
         self._process.stdout.close()
-        return self.sent - len(_ids(self._bootstrap, self.topic))
+        return self.sent - len(ids_in(self._bootstrap, self.topic))
 
 
 def _cpu_s(pid: int) -> float:
@@ -113,7 +114,7 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _ids(bootstrap: str, topic: str) -> set[str]:
+def ids_in(bootstrap: str, topic: str) -> set[str]:
     """Ids of the events in a topic."""
     consumer = KafkaConsumer(bootstrap_servers=bootstrap, auto_offset_reset="earliest", metrics_enabled=False,
                              max_poll_records=10_000)  # fmt: skip
@@ -157,7 +158,7 @@ async def _through_the_seam(bootstrap: str, folder: Path, client: str, total: in
     took, cpu = time.perf_counter() - started, time.process_time() - cpu
     task.cancel()
     await asyncio.to_thread(publisher.close, 5.0)
-    if (found := len(_ids(bootstrap, topic))) != total or known != total:
+    if (found := len(ids_in(bootstrap, topic))) != total or known != total:
         raise RuntimeError(f"{client}: {known} acknowledged, {found} in the topic, of {total}")
     return total / took, cpu / total * 100_000
 
@@ -214,6 +215,11 @@ def run(folder: Path, quick: bool) -> dict[str, Any]:
         slow = collector.load(5_000 if quick else 10_000, connections=4, rate=1_000)
         _row("HTTP, 1,000 events/s", slow)
         lost += collector.stop()
+        collector = Collector(folder / "plain", bootstrap, "plain", "hml", "kafka-python")
+        collector.load(size // 10, batch=BATCH, connections=4, depth=2)
+        plain = _best([collector.load(size // 2, batch=BATCH, connections=4, depth=2) for _ in range(repeat)])
+        _row(f"… by kafka-python, {BATCH} a request", plain)
+        lost += collector.stop()
         seam = {}
         calm_garbage_collector()
         for client in ("kafka-python", "confluent-kafka"):
@@ -238,6 +244,7 @@ def run(folder: Path, quick: bool) -> dict[str, Any]:
         "http_batch_s": round(batch.events_per_s),
         "http_single_core_s": round(single.events_per_core_s),
         "http_batch_core_s": round(batch.events_per_core_s),
+        "http_batch_kafka_python_s": round(plain.events_per_s),
         "core_at_1000_s": round(slow.cpu_s_per_100k / 100, 3),
         "kafka_python_s": round(seam["kafka-python"][0]),
         "confluent_s": round(seam["confluent-kafka"][0]),

@@ -95,7 +95,8 @@ async def run(folder: Path, bootstrap: str, topic: str, protocol: str, client: s
     door = Door({"clicks": intake}, lambda: log.problem, Gate(), Signer.of_lake(folder))
     stats = NodeStats("bench", log, delivery, ["clicks"], list, lambda: True)
     app = make_app(door=door, stats=stats, recent=recent, pipeline=Pipeline({"clicks": source}), lake_root=folder)
-    server = HttpServer(app, door, CollectSettings(port=0))
+    settings = CollectSettings(port=0, protocol="hml" if protocol == "none" else protocol)
+    server = HttpServer(app, door, settings)
     await asyncio.to_thread(publisher.start, delivery.deliver)
     tasks = [asyncio.create_task(delivery.run()), asyncio.create_task(server.serve())]
     stop = asyncio.Event()

@@ -1,21 +1,27 @@
-"""Collector and broker killed, the link cut, the disk full: what was acknowledged is in Kafka once by id, in order.
+"""Collector and broker killed, the link cut, the disk full: what was acknowledged is kept, counts once, and in order.
 
-Two kills of the collector and the full disk run with the other tests; ``make chaos`` runs twenty of each. A failure
-is repeated with MILLRACE_CHAOS_SEED=N, which a test prints.
+Two kills of the collector and a full disk run with the other tests, and look into Kafka; ``make chaos`` runs twenty of
+each and looks into bronze and a product (:mod:`tests.chaos.bronze` says what is asserted there). A failure is repeated
+with MILLRACE_CHAOS_SEED=N, which a test prints with what it found.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import logging
 import os
 import random
 import resource
+import shutil
+import signal
+import subprocess
 import sys
-from collections import defaultdict
-from collections.abc import AsyncIterator, Callable
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -23,8 +29,10 @@ import pytest
 from ingest.broker import EmbeddedBroker
 from jobs.up import free_port
 from lakehouse.contract.envelope import Envelope
+from tests.chaos.bronze import check_bronze
 from tests.chaos.proxy import Link
-from tests.ingest.conftest import consume, event, eventually, request
+from tests.ingest.conftest import consume, event, eventually
+from tests.ingest.conftest import request as ask
 
 pytestmark = pytest.mark.broker
 log = logging.getLogger(__name__)
@@ -55,19 +63,30 @@ class Rig:
     of first appearance within a key is known whatever happens.
     """
 
-    def __init__(self, folder: Path, bootstrap: str, topic: str, *, file_bytes: int = 0) -> None:
+    def __init__(
+        self, folder: Path, bootstrap: str, topic: str, *, file_bytes: int = 0, log_bytes: int = LOG_BYTES
+    ) -> None:
         self._arguments = [str(folder), bootstrap, topic]
         self._file_bytes = file_bytes
+        self._log_bytes = log_bytes
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.child: asyncio.subprocess.Process | None = None
         self.acknowledged: list[int] = []
+        self.sent: Counter[int] = Counter()
         self.refused = 0
         self._stopping = False
 
     async def start(self) -> None:
-        arguments = [*self._arguments, str(self.port), str(LOG_BYTES), str(self._file_bytes)]
+        arguments = [*self._arguments, str(self.port), str(self._log_bytes), str(self._file_bytes)]
         self.child = await asyncio.create_subprocess_exec(sys.executable, "-c", NODE, *arguments)
+
+    @property
+    def resident_mb(self) -> float:
+        """Memory of the collector."""
+        assert self.child is not None
+        status = Path(f"/proc/{self.child.pid}/status").read_text()
+        return int(status.partition("VmRSS:")[2].split()[0]) / 1024
 
     async def kill(self) -> None:
         if self.child is not None and self.child.returncode is None:
@@ -97,10 +116,9 @@ class Rig:
     async def _send(self, key: int) -> None:
         number = key
         while True:
+            self.sent[number] += 1
             try:
-                status, _, _ = await request(
-                    self.url, "POST", "/v1/clicks", event(number), content_type="application/json"
-                )
+                status, _, _ = await ask(self.url, "POST", "/v1/clicks", event(number), content_type="application/json")
             except OSError:
                 status = 0
             except Exception as error:  # noqa: BLE001 - http.client has many for an answer that is cut off
@@ -114,6 +132,18 @@ class Rig:
             else:
                 self.refused += status in (429, 503)
                 await asyncio.sleep(0.02)
+
+
+async def check_all(request: pytest.FixtureRequest, folder: Path, bootstrap: str, topic: str, rig: Rig) -> None:
+    """In Kafka, and in bronze and a product where many kills were asked for; the collector is ended."""
+    await asyncio.to_thread(check, bootstrap, topic, rig.acknowledged)
+    await rig.kill()  # or it would go on sending what Kafka did not answer
+    if request.node.get_closest_marker("chaos"):
+        spark = request.getfixturevalue("spark")
+        work = functools.partial(check_bronze, spark, folder, bootstrap, topic, rig.acknowledged, rig.sent)
+        seen = await asyncio.to_thread(work)
+        found = {"test": request.node.name, "acknowledged": len(set(rig.acknowledged)), **asdict(seen)}
+        print(json.dumps(found | {"lost": 0, "counted_twice": 0}))
 
 
 def check(bootstrap: str, topic: str, acknowledged: list[int]) -> None:
@@ -143,7 +173,9 @@ def times(short: int) -> list[object]:
 
 
 @pytest.mark.parametrize("kills", times(2))
-async def test_the_collector_is_killed(broker: EmbeddedBroker, tmp_path: Path, kills: int) -> None:
+async def test_the_collector_is_killed(
+    request: pytest.FixtureRequest, broker: EmbeddedBroker, tmp_path: Path, kills: int
+) -> None:
     chance, topic = dice("collector"), f"chaos-collector-{kills}"
     rig = Rig(tmp_path, broker.bootstrap, topic)
     await rig.start()
@@ -155,14 +187,16 @@ async def test_the_collector_is_killed(broker: EmbeddedBroker, tmp_path: Path, k
                 await rig.kill()
                 await rig.start()
             await rig.more(KEYS)
-        await asyncio.to_thread(check, broker.bootstrap, topic, rig.acknowledged)
+        await check_all(request, tmp_path / "bronze", broker.bootstrap, topic, rig)
     finally:
         await rig.kill()
 
 
 @pytest.mark.chaos
 @pytest.mark.parametrize("cuts", [20])
-async def test_the_link_is_cut(broker: EmbeddedBroker, tmp_path: Path, cuts: int) -> None:
+async def test_the_link_is_cut(
+    request: pytest.FixtureRequest, broker: EmbeddedBroker, tmp_path: Path, cuts: int
+) -> None:
     """Kafka tells its clients its own address: so the broker behind the proxy is one that advertises the proxy's."""
     chance, topic = dice("link"), f"chaos-link-{cuts}"
     outer = free_port()
@@ -188,7 +222,7 @@ async def test_the_link_is_cut(broker: EmbeddedBroker, tmp_path: Path, cuts: int
                 link.delay_s = 0.0
                 await rig.more(KEYS)
             assert link.carried
-            await asyncio.to_thread(check, f"127.0.0.1:{outer}", topic, rig.acknowledged)
+            await check_all(request, tmp_path / "bronze", f"127.0.0.1:{outer}", topic, rig)
     finally:
         await rig.kill()
         await asyncio.to_thread(own.kill)
@@ -213,7 +247,7 @@ class Advertising(EmbeddedBroker):
 
 
 @pytest.mark.chaos
-async def test_the_broker_is_killed(tmp_path: Path) -> None:
+async def test_the_broker_is_killed(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     chance = dice("broker")
     broker = EmbeddedBroker(tmp_path / "kafka", heap_mb=192, die_with_parent=True)
     bootstrap = await asyncio.to_thread(broker.start, 180)
@@ -227,7 +261,7 @@ async def test_the_broker_is_killed(tmp_path: Path) -> None:
                 await rig.more(chance.randrange(1, 50))  # into the log meanwhile
                 await asyncio.to_thread(broker.start, 180)
             await rig.more(KEYS)
-        await asyncio.to_thread(check, bootstrap, "chaos-broker", rig.acknowledged)
+        await check_all(request, tmp_path / "bronze", bootstrap, "chaos-broker", rig)
     finally:
         await rig.kill()
         await asyncio.to_thread(broker.kill)
@@ -246,3 +280,133 @@ async def test_the_disk_is_full(broker: EmbeddedBroker, tmp_path: Path) -> None:
         await asyncio.to_thread(check, broker.bootstrap, "chaos-disk", rig.acknowledged)
     finally:
         await rig.kill()
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[Path]:
+    """A file system of 16 MiB; the test is skipped where none may be mounted."""
+    mount, umount = shutil.which("mount"), shutil.which("umount")
+    folder.mkdir()
+    if not (mount and umount):
+        pytest.skip("there is no mount")
+    if subprocess.run([mount, "-t", "tmpfs", "-o", "size=16m", "tmpfs", folder], capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs needs more rights")
+    try:
+        yield folder
+    finally:
+        subprocess.run([umount, "--lazy", folder], check=True)
+
+
+def fill(path: Path) -> None:
+    """Write until nothing more goes."""
+    with path.open("wb", buffering=0) as ballast:
+        for size in (65_536, 4_096, 64):
+            with contextlib.suppress(OSError):
+                while ballast.write(bytes(size)):
+                    pass
+
+
+@pytest.mark.chaos
+async def test_the_disk_is_full_many_times(
+    request: pytest.FixtureRequest, broker: EmbeddedBroker, tmp_path: Path
+) -> None:
+    """A real file system runs out of room, twenty times; now and then the collector is killed meanwhile."""
+    chance, topic = dice("disk"), "chaos-disk-many"
+    with small_disk(tmp_path / "disk") as disk:
+        rig = Rig(disk, broker.bootstrap, topic)
+        await rig.start()
+        try:
+            async with rig.sending():
+                for _ in range(20):
+                    await rig.more(chance.randrange(1, 60))
+                    refused = rig.refused
+                    await asyncio.to_thread(fill, disk / "ballast")
+                    await eventually(lambda refused=refused: rig.refused > refused, 120)  # type: ignore[misc]
+                    killed = chance.random() < 0.3
+                    if killed:
+                        await rig.kill()
+                    (disk / "ballast").unlink()
+                    if killed:
+                        await rig.start()
+                await rig.more(KEYS)
+            await check_all(request, tmp_path / "bronze", broker.bootstrap, topic, rig)
+        finally:
+            await rig.kill()
+
+
+async def flood(url: str, first: int) -> int:
+    """Send 500 events from this number on in one request; its status."""
+    body = b"\n".join(event(number) for number in range(first, first + 500))
+    status, _, _ = await ask(url, "POST", "/v1/clicks", body, content_type="application/x-ndjson")
+    return status
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("how", ["away", "silent", "slow"])
+async def test_memory_stays_flat(tmp_path: Path, how: str) -> None:
+    """Kafka takes nothing (killed, or stopped in its tracks) or little: memory does not follow the log, which fills."""
+    outer = free_port()
+    own = Advertising(tmp_path / "kafka", outer)
+    inner = int(own.settle().rpartition(":")[2])
+    rig = Rig(tmp_path / "lake", f"127.0.0.1:{outer}", f"chaos-memory-{how}", log_bytes=192 * 1024 * 1024)
+    async with Link(outer, inner) as link:
+        try:
+            await asyncio.to_thread(own.start, 180)
+            await rig.start()
+            await ready(rig)
+            pid = own.pid
+            assert pid is not None
+            link.delay_s = 0.2 if how == "slow" else 0.0
+            if how == "away":
+                await asyncio.to_thread(own.kill)
+            elif how == "silent":
+                os.kill(pid, signal.SIGSTOP)
+            taken, refused, resident = 0, 0, {0: rig.resident_mb}
+            log_of = {0: 0.0}
+            while refused < 20 and taken < 1_500_000:
+                status = await flood(rig.url, taken)
+                taken += 500 * (status == 202)
+                refused += status == 503
+                if status == 202 and taken % 50_000 == 0:
+                    resident[taken] = rig.resident_mb
+                    _, _, stats = await ask(rig.url, "GET", "/v1/stats")
+                    log_of[taken] = stats["log"]["bytes"] / 1e6
+            resident[taken] = rig.resident_mb
+            found = {"test": f"memory, Kafka {how}", "events": taken, "refused": refused, "log_mb": log_of}
+            print(json.dumps(found | {"resident_mb": {n: round(mb) for n, mb in resident.items()}}))
+            assert refused or how == "slow", "the log's bound holds"
+            settled = [mb for n, mb in resident.items() if n >= 150_000]
+            assert settled and max(settled) - settled[0] < 64, "memory does not grow with the log"
+            if how == "away":
+                await asyncio.to_thread(own.start, 180)
+            elif how == "silent":
+                os.kill(pid, signal.SIGCONT)
+            link.delay_s = 0.0
+            await arrived(rig, taken)
+        finally:
+            await rig.kill()
+            await asyncio.to_thread(own.kill)
+
+
+async def ready(rig: Rig) -> None:
+    """Return when the collector takes events."""
+
+    async def look() -> int:
+        with contextlib.suppress(OSError):
+            return (await ask(rig.url, "GET", "/readyz"))[0]
+        return 0
+
+    async with asyncio.timeout(120):
+        while await look() != 200:  # noqa: ASYNC110 - another process
+            await asyncio.sleep(0.05)
+
+
+async def arrived(rig: Rig, count: int) -> None:
+    """Return when Kafka has all of them."""
+    async with asyncio.timeout(240):
+        while True:
+            _, _, stats = await ask(rig.url, "GET", "/v1/stats")
+            source = stats["sources"]["clicks"]
+            if source["in_log"] == 0 and source["published"] == source["received"] >= count:
+                return
+            await asyncio.sleep(0.2)

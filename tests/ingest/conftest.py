@@ -119,7 +119,7 @@ class Upstream:
                 await asyncio.sleep(0.002)
 
 
-def consume(bootstrap: str, topic: str, at_least: int, timeout_s: float = 20) -> list[ConsumerRecord]:
+def consume(bootstrap: str, topic: str, at_least: int, timeout_s: float = 60) -> list[ConsumerRecord]:
     """All records of the topic, in order within each partition, once ``at_least`` different ids are there."""
     consumer = KafkaConsumer(bootstrap_servers=bootstrap, auto_offset_reset="earliest", metrics_enabled=False)
     try:
@@ -140,7 +140,7 @@ def consume(bootstrap: str, topic: str, at_least: int, timeout_s: float = 20) ->
         consumer.close()
 
 
-async def eventually(check: Callable[[], bool], timeout_s: float = 10) -> None:
+async def eventually(check: Callable[[], bool], timeout_s: float = 60) -> None:
     """Wait until the check holds."""
     deadline = time.monotonic() + timeout_s
     while not check():
@@ -157,7 +157,7 @@ async def running_node(settings: Settings, pipeline: Pipeline, bootstrap: str, *
         run_collector(settings, pipeline, bootstrap=bootstrap, ready=url.set_result, stop=stop, **options)
     )
     try:
-        await asyncio.wait((node, url), return_when=asyncio.FIRST_COMPLETED, timeout=30)
+        await asyncio.wait((node, url), return_when=asyncio.FIRST_COMPLETED, timeout=60)
         if node.done():
             node.result()
         yield await url
@@ -177,7 +177,7 @@ async def request(
     """Status, headers and body (parsed where it is JSON) of one HTTP request."""
 
     def ask() -> tuple[int, dict[str, str], Any]:
-        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=20)
+        connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=60)
         try:
             names = {name.replace("_", "-"): value for name, value in headers.items()}
             connection.request(method, path, body, names)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ingest.border import KEPT_BYTES, MAX_DEPTH, Border
 from lakehouse.contract.envelope import fingerprint
@@ -150,3 +155,43 @@ def test_a_senders_tenant_and_limit_go_before_the_nodes() -> None:
     assert admitted.envelope.tenant == "other"
     assert admitted.refusal is not None and "more than the 30" in admitted.refusal.reason
     assert border().admit(b'{"id":1,"at":2,"who":{"name":"a"}}', max_bytes=10**9).refusal is None
+
+
+IDS = st.one_of(
+    st.integers(-(2**70), 2**70), st.floats(allow_nan=False), st.text(max_size=200), st.booleans(), st.none(),
+    st.just("x" * 600), st.just("é" * 200), st.just({"a": 1}),
+)  # fmt: skip
+DEEP = [b'{"id":1,"at":' + b"[" * depth + b"]" * depth + b"}" for depth in (MAX_DEPTH - 1, MAX_DEPTH)]
+EVENTS = st.fixed_dictionaries(
+    {}, optional={"id": IDS, "at": IDS, "who": st.fixed_dictionaries({}, optional={"name": IDS}), "n": IDS}
+)
+BODIES = st.one_of(
+    EVENTS.map(lambda fields: json.dumps(fields).encode()),
+    st.binary(max_size=20),
+    st.sampled_from([b"", b"[]", b"{", b"1", b"null", *DEEP, b"[" * 3000]),
+)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"event_id": "{id}:{at}", "key": "{who.name}"},
+        {
+            "event_id": "{id}",
+            "key": "{at}",
+            "required": ("n", "who.name"),
+            "schema": "n BIGINT, who STRUCT<name: STRING>",
+        },
+        {"event_id": "{id}", "key": "", "required": ("at",)},
+    ],
+)
+@given(bodies=st.lists(BODIES, max_size=8), most=st.none() | st.integers(1, 200))
+@settings(max_examples=30)
+def test_many_are_judged_as_each_of_them_is(options: dict[str, object], bodies: list[bytes], most: int | None) -> None:
+    made = border(dataclasses.replace(CLICKS, **options))  # type: ignore[arg-type]
+    together = made.admit_all(bodies, tenant="other", max_bytes=most)
+    apart = [made.admit(body, tenant="other", max_bytes=most) for body in bodies]
+    for one, other in zip(together, apart, strict=True):
+        if one.envelope.event_id.startswith("~") and other.envelope.event_id.startswith("~"):
+            one.envelope.event_id, one.key = other.envelope.event_id, other.key  # by chance, where the payload has none
+        assert one == other

@@ -36,7 +36,7 @@ def produce(bootstrap: str, topic: str, values: list[bytes]) -> None:
     producer = KafkaProducer(bootstrap_servers=bootstrap, acks="all", enable_idempotence=True)
     sent = [producer.send(topic, value) for value in values]
     for future in sent:
-        future.get(timeout=20)
+        future.get(timeout=60)
     producer.close()
 
 
@@ -44,7 +44,7 @@ def consume(bootstrap: str, topic: str, count: int) -> list[bytes]:
     consumer = KafkaConsumer(bootstrap_servers=bootstrap, auto_offset_reset="earliest")
     consumer.assign([TopicPartition(topic, 0)])
     found: list[bytes] = []
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while len(found) < count and time.monotonic() < deadline:
         for records in consumer.poll(timeout_ms=200).values():
             found += [record.value for record in records]
@@ -109,7 +109,7 @@ def test_survives_kill_with_same_address_and_data(own: EmbeddedBroker) -> None:
 
 
 def test_never_signals_a_process_that_only_has_its_number(own: EmbeddedBroker) -> None:
-    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     own.folder.mkdir(parents=True)
     (own.folder / "broker.pid").write_text(str(stranger.pid))
     lock = own.folder / "broker.lock"
@@ -118,7 +118,7 @@ def test_never_signals_a_process_that_only_has_its_number(own: EmbeddedBroker) -
         stdin=subprocess.PIPE,
     )
     try:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not own.running() and time.monotonic() < deadline:
             time.sleep(0.02)
         assert own.running()
@@ -140,7 +140,7 @@ def test_dies_with_its_parent(tmp_path: Path) -> None:
         "import pathlib, sys, threading, time; from ingest.broker import EmbeddedBroker\n"
         "b = EmbeddedBroker(pathlib.Path(sys.argv[1]), heap_mb=128, die_with_parent=True)\n"
         "t = threading.Thread(target=b.start); t.start(); t.join(); time.sleep(0.5)\n"  # the thread may end
-        "print(b.pid, flush=True); time.sleep(60)"
+        "print(b.pid, flush=True); time.sleep(600)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
     assert parent.stdout is not None
@@ -150,7 +150,7 @@ def test_dies_with_its_parent(tmp_path: Path) -> None:
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while there.running() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not there.running()

@@ -5,7 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import json
+import logging
+import os
 import stat
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,21 +18,44 @@ from pathlib import Path
 
 import pytest
 from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
+from deltalake import DeltaTable
 
 from ingest.broker import EmbeddedBroker
 from ingest.broker_security import USERS
 from ingest.errors import BrokerUnavailable
 from ingest.publish import ensure_topics
+from ingest.reference_topic import TopicReader
+from ingest.refine import RefineNode
 from jobs.broker import apply_topics, embedded, resolve_kafka
 from jobs.broker import ensure_topics as ensure_from_jobs
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem
 from lakehouse.contract.kafkasecurity import ClientSecurity
+from lakehouse.contract.lake import Lake
+from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.contract.settings import KafkaSettings, Settings
-from tests.ingest.conftest import event, pipeline_of, request, running_node, settings_of
+from tests.ingest.conftest import event, eventually, pipeline_of, request, running_node, settings_of
 
 pytestmark = pytest.mark.broker
 
 PIPELINE = pipeline_of("secure", "http", latest_topic=True, partitions=1)
+ROOT = Path(__file__).parents[2]
+TRACED = """
+[sources.clicks]
+topic = "secure"
+schema = "id BIGINT, who STRING"
+event_id = "{id}"
+key = "{who}"
+event_time = "received_at"
+partitions = 1
+
+[[sources.clicks.collectors]]
+kind = "http"
+
+[products.totals]
+layer = "gold"
+source = "clicks"
+sql = "SELECT window.start AS window_start, count(*) AS n FROM clicks GROUP BY window(event_time, '1 minute')"
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +117,29 @@ async def test_an_event_goes_through(place: Place, client: str) -> None:
         assert status == 202
         for user in ("lakehouse", "admin"):
             assert await asyncio.to_thread(place.read, "secure", user, str(number)) == event(number)
+
+
+async def test_the_second_step_and_references_log_in_too(place: Place) -> None:
+    settings = resolve_kafka(place.settings, "collector")
+    bootstrap = settings.kafka.bootstrap
+    stop, ready = asyncio.Event(), asyncio.Event()
+    refiner = asyncio.create_task(
+        RefineNode(settings, PIPELINE, node="refiner-1", bootstrap=bootstrap).run(ready.set, stop)
+    )
+    try:
+        async with running_node(settings, PIPELINE, bootstrap, node="front", front=True) as url:
+            await request(url, "POST", "/v1/clicks", event(77), content_type="application/json")
+            assert await asyncio.to_thread(place.read, "secure", "lakehouse", "77") == event(77)
+    finally:
+        stop.set()
+        await refiner
+    reader = TopicReader(bootstrap, "secure", place.broker.security("lakehouse"))
+    try:
+        found: list[tuple[str, bytes | None]] = []
+        while ("k0", event(77)) not in found:
+            found += await asyncio.to_thread(reader.poll)
+    finally:
+        reader.close()
 
 
 def test_who_is_not_allowed_is_refused(place: Place) -> None:
@@ -169,6 +220,69 @@ def test_the_java_client_gets_the_same(place: Place) -> None:
     assert options["ssl.truststore.location"] == str(place.broker.secrets.ca)
     assert place.broker.security("lakehouse").read_password() in options["sasl.jaas.config"]
     assert ClientSecurity().for_java() == ClientSecurity().for_librdkafka() == ClientSecurity().for_kafka_python() == {}
+
+
+async def test_one_id_from_the_socket_to_the_product_by_spark(
+    place: Place, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The Spark driver logs in to the secure broker, and every place tells an event by the same id."""
+    caplog.set_level(logging.INFO)
+    (tmp_path / "pipeline.toml").write_text(TRACED)
+    pipeline, good, bad = load_pipeline(tmp_path), 4_711_081_500, 4_711_081_501
+    settings = resolve_kafka(dataclasses.replace(place.settings, pipeline=str(tmp_path)), "collector")
+    async with running_node(settings, pipeline, settings.kafka.bootstrap, node="traced") as url:
+        kind = {"content_type": "application/json"}
+        _, _, taken = await request(url, "POST", "/v1/clicks", event(good), **kind)
+        status, _, refused = await request(url, "POST", "/v1/clicks", b'{"id":%d}' % bad, **kind)
+        assert status == 422
+        many = b'{"id":%d,"who":"x"}\n{"id":%d}\n{"id":%d}' % (good + 2, bad + 2, bad + 3)
+        await request(url, "POST", "/v1/clicks", many, content_type="application/x-ndjson")
+        for number in (bad + 2, bad + 3):
+            assert [record for record in caplog.records if getattr(record, "event_id", "") == str(number)]
+        told = [record for record in caplog.records if getattr(record, "event_id", "") == str(bad)]
+        assert [(record.name, record.source) for record in told] == [("ingest.source", "clicks")]  # type: ignore[attr-defined]
+        log = b"".join(file.read_bytes() for file in (Lake(settings.lake).state / "log" / "traced").glob("*.seg"))
+        assert str(good).encode() in log and str(bad).encode() in log
+        for number, payload in ((good, event(good)), (bad, b'{"id":%d}' % bad)):
+            assert await asyncio.to_thread(place.read, "secure", "lakehouse", str(number)) == payload  # by its header
+
+        async def become(answer: dict[str, str], state: str) -> dict[str, object]:
+            deadline = time.monotonic() + 400
+            while True:
+                _, _, found = await request(url, "GET", f"/v1/acks/{answer['token']}")
+                if found["state"] == state:
+                    return dict(found)
+                assert driver.poll() is None and time.monotonic() < deadline, (found, (tmp_path / "out").read_text())
+                await asyncio.sleep(0.2)
+
+        with running_driver(settings, tmp_path) as driver:
+            kept = await become(taken, "in_product")
+            assert (kept["event_id"], list(dict(kept["products"]))) == (str(good), ["totals"])  # type: ignore[call-overload]
+            assert (await become(refused, "rejected"))["event_id"] == str(bad)
+            rows = DeltaTable(str(Lake(settings.lake).bronze("clicks").path)).to_pyarrow_table(columns=["event_id"])
+            assert {str(good), str(bad)} <= set(rows["event_id"].to_pylist())
+
+            def in_quarantine() -> list[dict[str, object]]:
+                lines = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines() if line[:1] == "{"]
+                return [line for line in lines if line.get("event_id") == str(bad)]
+
+            await eventually(lambda: bool(in_quarantine()))
+            assert in_quarantine()[0]["logger"] == "lakehouse.silver.quarantine"
+
+
+@contextlib.contextmanager
+def running_driver(settings: Settings, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The Spark driver, as a process that has only the switch to know of the broker's security; prints to ``out``."""
+    command = [sys.executable, "jobs/run_pipeline.py", "--lake", str(settings.lake), "--pipeline", str(folder)]
+    changed = {"KAFKA_SECURE": "true", "LOG": "json", "SPARK_REHEARSE": "false", "SPARK_DRIVER_MEMORY": "512m"}
+    environ = {**os.environ, **{f"MILLRACE_{name}": value for name, value in changed.items()}}
+    with (folder / "out").open("ab") as out:
+        driver = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=out, stderr=out)
+    try:
+        yield driver
+    finally:
+        driver.terminate()
+        driver.wait(120)
 
 
 def test_jobs_wait_with_the_same_proof(place: Place) -> None:

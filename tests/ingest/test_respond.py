@@ -16,6 +16,7 @@ import pytest
 from ingest.broker import EmbeddedBroker
 from ingest.errors import EventRefused
 from ingest.respond import refuse_callback
+from lakehouse.contract.channel import ChannelSpec
 from lakehouse.contract.collector import AnswerSpec, CollectorSpec
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline
@@ -78,7 +79,7 @@ def answering(topic: str, respond: str, *, ack: str = "durable", timeout: str = 
         answer=AnswerSpec("scores", {"who": "{who}"}, timeout, hosts) if respond else None,
     )
     scores = Product("gold", "clicks", "SELECT who, count(*) AS score FROM clicks GROUP BY who", name="scores")
-    hidden = replace(scores, name="hidden", channel=False)
+    hidden = replace(scores, name="hidden", channel=ChannelSpec(served=False))
     return Pipeline({"clicks": source}, {"scores": scores, "hidden": hidden}, name="p")
 
 

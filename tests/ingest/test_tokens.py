@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import hmac
+import json
 import stat
 import threading
 from pathlib import Path
@@ -50,9 +50,18 @@ def test_a_changed_token_is_no_token() -> None:
         SIGNER.open("A" * 100_000)
 
 
-def test_the_signature_is_hmac_sha256_and_another_key_is_another_lake() -> None:
-    mac = hmac.digest(b"k" * KEY_BYTES, b"body", hashlib.sha256)
-    assert SIGNER._mac(b"body") == mac[:16]
+@given(st.lists(TEXT, max_size=6))
+@settings(max_examples=30)
+def test_tokens_of_many_events_are_those_of_each(ids: list[str]) -> None:
+    envelopes = [envelope(event_id) for event_id in ids] or [envelope()]
+    found = json.loads(SIGNER.sign_all(envelopes))
+    assert found == [SIGNER.sign(one).decode() for one in envelopes]
+    assert [SIGNER.open(text).event_id for text in found] == [one.event_id for one in envelopes]
+
+
+def test_the_signature_is_keyed_blake2b_and_another_key_is_another_lake() -> None:
+    mac = hashlib.blake2b(b"body", key=b"k" * KEY_BYTES, digest_size=16).digest()
+    assert SIGNER._mac(b"body") == mac
     with pytest.raises(BadToken):
         Signer(b"x" * KEY_BYTES).open(SIGNER.sign(envelope()).decode())
     assert "k" * 8 not in repr(SIGNER)

@@ -145,7 +145,7 @@ async def test_a_body_without_a_length_is_bounded_too(
     host, port = node[0].removeprefix("http://").split(":")
 
     def post() -> bytes:
-        with socket.create_connection((host, int(port)), timeout=5) as connection:
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
             connection.sendall(
                 b"POST /v1/clicks HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
                 b"Transfer-Encoding: chunked\r\n\r\n" + b"190\r\n" + b"x" * 400 + b"\r\n190\r\n" + b"x" * 400

@@ -42,6 +42,7 @@ def numbered(count: int) -> list[bytes]:
     return [b'{"rsvp_id":%d,"mtime":1}' % n for n in range(count)]
 
 
+# Clients have no bound (max_queue): what they leave unread would hold up the close handshake for ten seconds.
 async def receive(socket: Any, count: int) -> list[bytes]:
     async with asyncio.timeout(60):
         messages = [await socket.recv() for _ in range(count)]
@@ -85,7 +86,7 @@ async def test_paces_by_the_rate_and_tells_the_times(tmp_path: Path) -> None:
         await asyncio.sleep(0.2)
         assert (await get(port, "/status"))[1]["live"] == 0  # nobody came yet
         start = time.time()
-        async with connect(f"ws://127.0.0.1:{port}/stream") as socket:
+        async with connect(f"ws://127.0.0.1:{port}/stream", max_queue=None) as socket:
             assert await receive(socket, 500) == numbered(500)
         took = time.time() - start
         assert took > 0.95, "never ahead of the rate; how far behind is the machine's affair"
@@ -94,17 +95,18 @@ async def test_paces_by_the_rate_and_tells_the_times(tmp_path: Path) -> None:
         _, answer = await get(port, "/times?from=0&limit=500")
         times = answer["at_ms"]
         assert len(times) == 500
-        assert min(at - times[0] - index * 2 for index, at in enumerate(times)) > -1
+        # Against the start that this side took: the first event itself may be late on a busy machine.
+        assert min(at - start * 1000 - index * 2 for index, at in enumerate(times)) > -1
         _, answer = await get(port, "/times?from=490")
         assert answer == {"from": 490, "at_ms": times[490:]}
 
 
 async def test_resumes_where_it_was_told(tmp_path: Path) -> None:
     async with playing(tmp_path, numbered(600), 1_000.0) as port:
-        async with connect(f"ws://127.0.0.1:{port}/stream") as socket:
+        async with connect(f"ws://127.0.0.1:{port}/stream", max_queue=None) as socket:
             first = await receive(socket, 100)
         await asyncio.sleep(0.2)
-        async with connect(f"ws://127.0.0.1:{port}/stream?from=100") as socket:
+        async with connect(f"ws://127.0.0.1:{port}/stream?from=100", max_queue=None) as socket:
             rest = await receive(socket, 500)
         assert first + rest == numbered(600)
         assert (await get(port, "/status"))[1]["done"] is True
@@ -113,10 +115,10 @@ async def test_resumes_where_it_was_told(tmp_path: Path) -> None:
 async def test_without_a_place_a_client_starts_at_the_live_point(tmp_path: Path) -> None:
     async with (
         playing(tmp_path, numbered(2_000), 1_000.0) as port,
-        connect(f"ws://127.0.0.1:{port}/stream") as first,
+        connect(f"ws://127.0.0.1:{port}/stream", max_queue=None) as first,
     ):
         await receive(first, 300)
-        async with connect(f"ws://127.0.0.1:{port}/stream") as second:
+        async with connect(f"ws://127.0.0.1:{port}/stream", max_queue=None) as second:
             (event,) = await receive(second, 1)
             assert orjson.loads(event)["rsvp_id"] >= 299
 
@@ -141,9 +143,9 @@ async def test_chunked_lines(tmp_path: Path) -> None:
 
 async def test_a_loop_renews_ids_and_resumes_in_any_round(tmp_path: Path) -> None:
     async with playing(tmp_path, [*numbered(5), b"{broken"], 2_000.0, loop=True, renew=renew_rsvp) as port:
-        async with connect(f"ws://127.0.0.1:{port}/stream") as socket:
+        async with connect(f"ws://127.0.0.1:{port}/stream", max_queue=None) as socket:
             played = await receive(socket, 18)
-        async with connect(f"ws://127.0.0.1:{port}/stream?from=13") as socket:
+        async with connect(f"ws://127.0.0.1:{port}/stream?from=13", max_queue=None) as socket:
             assert await receive(socket, 5) == played[13:18]
         _, answer = await get(port, "/ids?from=6&limit=6")
         assert answer["ids"] == [str(n + 10**10) for n in range(5)] + [None]
@@ -155,7 +157,7 @@ async def test_a_loop_renews_ids_and_resumes_in_any_round(tmp_path: Path) -> Non
 async def test_malformed_lines_pass_untouched(tmp_path: Path) -> None:
     events = [b'{"rsvp_id": 1', b"\xff\xfe{}", '{"name":"Zoë 健太"}'.encode(), b"  plain text", b'{"cut":"of']
     async with playing(tmp_path, events, 1_000.0) as port:
-        async with connect(f"ws://127.0.0.1:{port}/stream") as socket, asyncio.timeout(60):
+        async with connect(f"ws://127.0.0.1:{port}/stream", max_queue=None) as socket, asyncio.timeout(60):
             got = [await socket.recv() for _ in events]
         assert [type(message) for message in got] == [str, bytes, str, str, str]
         assert [m.encode() if isinstance(m, str) else m for m in got] == events
