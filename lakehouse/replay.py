@@ -18,6 +18,7 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 from lakehouse.batch import Build, build
+from lakehouse.checkpoint import version_of
 from lakehouse.contract.expectations import WARN
 from lakehouse.contract.lake import QUARANTINE, WARNINGS, Lake, TableRef
 from lakehouse.contract.pipeline import Pipeline, Product, Source
@@ -26,7 +27,6 @@ from lakehouse.contract.settings import Settings
 from lakehouse.errors import LakehouseError
 from lakehouse.gold.stateful import StateStore, store_of
 from lakehouse.gold.store import BatchMark, ProductStore
-from lakehouse.live import version_of
 from lakehouse.operators import Operator
 from lakehouse.operators.base import Estimates, prepared
 from lakehouse.quality.watch import warned_rows

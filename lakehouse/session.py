@@ -17,8 +17,9 @@ from lakehouse.contract.errors import EnvironmentProblem
 from lakehouse.contract.jars import jar_paths
 from lakehouse.contract.settings import Settings, conf_dir
 
+_JVM_OPTIONS = "-XX:ReservedCodeCacheSize=256m -XX:+UseSerialGC -Xss2m"
 # C1 alone: the first batch is ready in a quarter of the time, and less CPU goes into compiling at low rates.
-_JVM_OPTIONS = "-XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize=256m -XX:+UseSerialGC -Xss2m"
+_UNOPTIMISED = "-XX:TieredStopAtLevel=1"
 
 _NEEDED = ("io.delta.sql.DeltaSparkSessionExtension", "org.apache.spark.sql.kafka010.KafkaSourceProvider")
 
@@ -49,6 +50,9 @@ _TUNED = {
     "spark.sql.inMemoryColumnarStorage.compressed": "false",
     # Bronze is partitioned by day: a batch of one day needs no sort before it is written.
     "spark.sql.maxConcurrentOutputFileWriters": "4",
+    # Bronze: hardly two values of these are alike. Smaller row groups (compressed bytes) take less memory to write.
+    **{f"spark.hadoop.parquet.enable.dictionary#{name}": "false" for name in ("payload", "fingerprint", "event_id")},
+    "spark.hadoop.parquet.block.size": str(32 << 20),
     "spark.cleaner.periodicGC.interval": "5min",
     # Delta: a short commit. Checkpoints of tables are written by maintenance, outside the batch.
     "spark.databricks.delta.stats.collect": "false",
@@ -85,10 +89,11 @@ def build_session(settings: Settings, app: str) -> SparkSession:
     if submitted and _onto_class_path(jars.split(",")) and "spark.jars" in given:
         builder = builder.config("spark.jars", f"{given['spark.jars']},{jars}")
     master = given.get("spark.master", settings.spark.master)
+    java = java_options(settings)
     conf = {
         "spark.jars": jars,
-        "spark.driver.extraJavaOptions": f"{_JVM_OPTIONS} {_log4j()}",
-        "spark.executor.extraJavaOptions": _JVM_OPTIONS,
+        "spark.driver.extraJavaOptions": f"{java} {_log4j()}",
+        "spark.executor.extraJavaOptions": java,
         **(_LOOPBACK if _on_this_machine(master) else {}),
         **_TUNED,
         **({} if submitted else _quick_files(settings, paths)),
@@ -100,6 +105,11 @@ def build_session(settings: Settings, app: str) -> SparkSession:
     session = builder.getOrCreate()
     session.sparkContext.setLogLevel("ERROR")
     return session
+
+
+def java_options(settings: Settings) -> str:
+    """Flags of the driver's and the executors' JVM."""
+    return _JVM_OPTIONS if settings.spark.optimise else f"{_UNOPTIMISED} {_JVM_OPTIONS}"
 
 
 def _on_this_machine(master: str) -> bool:

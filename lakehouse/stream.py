@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
 
+from lakehouse.bronze.offsets import events_waiting
 from lakehouse.bronze.query import start_bronze
 from lakehouse.bronze.table import create
 from lakehouse.contract.expectations import WARN
@@ -18,7 +19,8 @@ from lakehouse.contract.lake import ALERTS, WARNINGS, Lake
 from lakehouse.contract.pipeline import Pipeline, Product, Source
 from lakehouse.contract.settings import Settings
 from lakehouse.errors import BronzeGap, LakehouseError, QueryFailed
-from lakehouse.live import LiveWriter, start_live
+from lakehouse.live import start_live
+from lakehouse.livewriter import LiveWriter
 from lakehouse.lock import WriterLocks
 from lakehouse.queries.added import AddedQueries
 from lakehouse.queries.derive import Derivations
@@ -104,7 +106,7 @@ def run(
         BronzeGap: Kafka no longer holds what bronze has not taken.
     """
     lake = Lake(settings.lake)
-    with WriterLocks(lake, stages.tables(pipeline)):
+    with WriterLocks(lake, stages.tables(pipeline), patience_s=2.0):
         queries: list[StreamingQuery] = []
         stops: list[Callable[[], None]] = []
         warns = any(source.expected(WARN) for source in pipeline.sources.values())
@@ -116,6 +118,7 @@ def run(
                 check_record(lake, source.name, derived)
                 create(lake.bronze(source.name))
                 note_record(lake, source.name)
+                waiting = events_waiting(spark, settings, source, bootstrap) if stages.bronze else 0
                 for trigger_ms, products in stages.by_trigger(pipeline, source).items():
                     first = source.name not in lives
                     live = start_live(
@@ -128,12 +131,15 @@ def run(
                         keep_rejected=stages.rejected and first,
                         restore_rejected=stages.rejected and restore and first,
                         trigger_ms=trigger_ms,
+                        waiting=waiting,
                     )
                     queries.append(live.query)
                     stops.append(live.stop)
                     lives.setdefault(source.name, live)
                 if stages.bronze:
-                    bronze = start_bronze(spark, settings, source, bootstrap=bootstrap, accept_loss=accept_loss)
+                    bronze = start_bronze(
+                        spark, settings, source, bootstrap=bootstrap, accept_loss=accept_loss, waiting=waiting
+                    )
                     queries.append(bronze)
                     stops.append(bronze.stop)
             for product in pipeline.joins:

@@ -16,19 +16,23 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import reduce
+from operator import add
 from pathlib import Path
 
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.query import StreamingQuery
 
 from lakehouse.bronze.clock import BronzeClock
+from lakehouse.bronze.offsets import starting_offsets, topic_ends
 from lakehouse.bronze.table import Progress, create, progress
 from lakehouse.contract import envelope as names
 from lakehouse.contract.faults import crash_point
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Source
 from lakehouse.contract.settings import Settings
+from lakehouse.counts import count_batch
 from lakehouse.pace import Pace
 
 _LAST_MICROS = 253_370_764_800_000_000  # the year 9999; anybody may send a header
@@ -37,13 +41,20 @@ SMALL_BATCH = 5_000  # events; below it one task is quicker than several, for a 
 
 
 def start_bronze(
-    spark: SparkSession, settings: Settings, source: Source, *, bootstrap: str, accept_loss: bool = False
+    spark: SparkSession,
+    settings: Settings,
+    source: Source,
+    *,
+    bootstrap: str,
+    accept_loss: bool = False,
+    waiting: int = 0,
 ) -> StreamingQuery:
     """Start the query; the topic must exist.
 
     Args:
         bootstrap: ``host:port`` of the broker.
         accept_loss: go on where Kafka no longer holds what bronze has not taken.
+        waiting: events that the topic has ready, as :func:`~lakehouse.bronze.offsets.events_waiting` counts them.
     """
     lake = Lake(settings.lake)
     table = lake.bronze(source.name)
@@ -51,7 +62,7 @@ def start_bronze(
     done = progress(table)
     checkpoint = lake.checkpoint(f"bronze-{source.name}")
     options = {"bootstrap.servers": bootstrap, **settings.kafka.security.for_java()}
-    partitions = partition_count(spark, source.topic, options) if done.offsets else 0
+    partitions = len(topic_ends(spark, source.topic, options)) if done.offsets else 0
     reader = (
         spark.readStream.format("kafka")
         .option("subscribe", source.topic)
@@ -65,48 +76,19 @@ def start_bronze(
         .option("kafka.default.api.timeout.ms", "60000")
         .options(**{f"kafka.{name}": value for name, value in options.items()})
     )
-    writer = BronzeWriter(table, checkpoint, done, clock=BronzeClock(lake, table), pace=Pace(settings.spark.conf))
+    pace = Pace(settings.spark.conf)
+    writer = BronzeWriter(table, checkpoint, done, clock=BronzeClock(lake, table), pace=pace)
     spark.sparkContext.setLocalProperty("spark.scheduler.pool", f"bronze-{source.name}")
-    return (
-        # Planned once for the whole query; a batch adds what is the batch's own.
-        to_bronze(reader.load(), source=source.name, tenant=settings.tenant)
-        .writeStream.queryName(f"bronze-{source.name}")
+    # Planned once for the whole query; a batch adds what is the batch's own.
+    rows = to_bronze(reader.load(), source=source.name, tenant=settings.tenant)
+    query = (
+        rows.writeStream.queryName(f"bronze-{source.name}")
         .option("checkpointLocation", str(checkpoint))
         .trigger(processingTime=f"{settings.spark.bronze_interval_ms} milliseconds")
         .foreachBatch(writer)
-        .start()
     )
-
-
-def partition_count(spark: SparkSession, topic: str, options: Mapping[str, str]) -> int:
-    """Partitions that the topic has, which need not be as many as are declared.
-
-    Args:
-        options: of Kafka's Java client, which asks.
-    """
-    assert spark._jvm is not None
-    properties = spark._jvm.java.util.Properties()
-    for name, value in options.items():
-        properties.setProperty(name, value)
-    admin = spark._jvm.org.apache.kafka.clients.admin.AdminClient.create(properties)
-    try:
-        names = spark._jvm.java.util.Collections.singletonList(topic)
-        return len(admin.describeTopics(names).allTopicNames().get().get(topic).partitions())
-    finally:
-        admin.close()
-
-
-def starting_offsets(topic: str, partitions: int, offsets: Mapping[str, int]) -> str:
-    """Spark's ``startingOffsets``: what bronze says, the earliest for a partition it does not know.
-
-    Args:
-        partitions: that the topic has now: Spark wants each of them named, and no other.
-        offsets: ``TOPIC/PARTITION`` to the next offset.
-    """
-    if not offsets:
-        return "earliest"
-    known = {int(place.rpartition("/")[2]): end for place, end in offsets.items() if place.startswith(f"{topic}/")}
-    return json.dumps({topic: {str(number): known.get(number, -2) for number in range(partitions)}})
+    with pace.begun(spark, waiting):
+        return query.start()
 
 
 class BronzeWriter:
@@ -140,6 +122,7 @@ class BronzeWriter:
             return
         with self._turn() as bronze_at:
             self._append(events, ends, count, bronze_at)
+        count_batch(self._checkpoint.name, count)
         if self._pace is not None:
             self._pace.suit(events.sparkSession, count)
 
@@ -153,7 +136,7 @@ class BronzeWriter:
 
     def _append(self, events: DataFrame, ends: Mapping[str, int], count: int, bronze_at: int) -> None:
         done = self._done.offsets
-        at = F.timestamp_micros(F.lit(bronze_at))
+        at = F.timestamp_micros(_constant(bronze_at))
         rows = events.select("*", at.alias("bronze_at"), at.cast("date").alias("date"))
         if self._may_overlap:  # a batch from before the crash may be in already, in whole or in part
             rows = without_known(rows, done)
@@ -173,6 +156,15 @@ class BronzeWriter:
         lines = (self._checkpoint / "offsets" / str(batch_id)).read_text(encoding="utf-8").splitlines()
         topics = json.loads(lines[-1])
         return {f"{topic}/{number}": end for topic, ends in topics.items() for number, end in ends.items()}
+
+
+def _constant(number: int) -> Column:
+    """The number, positive, in a way that a compiled query has no need to be compiled again for another one.
+
+    Spark writes numbers into the code that it generates, and texts beside it. A text alone it would turn into a number
+    beforehand; one with nothing of a row's topic behind it, it does not.
+    """
+    return F.concat(F.lit(str(number)), F.substring("topic", 1, 0)).cast("bigint")
 
 
 def without_known(rows: DataFrame, offsets: Mapping[str, int]) -> DataFrame:
@@ -195,7 +187,9 @@ def to_bronze(records: DataFrame, *, source: str, tenant: str) -> DataFrame:
         source, tenant: for records that do not say them.
     """
     envelope = {name: F.col("h")[name].cast("string") for name in names.HEADER_NAMES}
-    others = F.map_filter("h", lambda name, _: ~name.isin(*names.HEADER_NAMES))
+    known = reduce(add, (F.when(F.col("h")[name].isNull(), 0).otherwise(1) for name in names.HEADER_NAMES))
+    others = F.when(F.size("h") > known, F.map_filter("h", lambda name, _: ~name.isin(*names.HEADER_NAMES)))
+    others = F.coalesce(others, F.create_map())
     coordinates = F.concat_ws("/", F.concat(F.lit("@"), "topic"), "partition", "offset")
     micros = envelope[names.RECEIVED_AT].cast("bigint")
     weight = envelope[names.WEIGHT].cast("double")  # anybody may send a header

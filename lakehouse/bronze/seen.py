@@ -21,6 +21,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+JUDGED = ("dedupe_key", "topic", "partition", "offset", "bronze_at")
+"""Columns of conformed events that the index looks at."""
 MAP_BYTES = 1 << 40  # address space, not disk: the file grows with what is in it
 _COORDINATES = struct.Struct(">qqIq")  # bronze_at, place, partition, offset: sorts as bronze does
 POSITION = b"\x00position"

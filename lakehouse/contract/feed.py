@@ -11,7 +11,14 @@ from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.tomlfile import duration_ms
 
 FEED_FORMATS = ("auto", "csv", "tsv", "jsonl", "parquet")
+LOADER = "loader-1"
+"""Id of a loader that was given none."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+
+
+def metrics_file(node: str) -> str:
+    """Name of the file below ``_millrace/run`` in which a loader keeps what it counts."""
+    return "loader.prom" if node == LOADER else f"loader-{node}.prom"
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from lakehouse.contract.channel import EVERYTHING, ChannelSpec
 from lakehouse.contract.checks import at_least, between, duration, one_of
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.expectations import Check, checks_of
@@ -91,7 +92,7 @@ class Product(StatefulKeys):
         quantiles: ranks whose values are columns (``quantiles``, ``skew``), e.g. 0.5 for ``p50``.
         k: accuracy of the sketch: 200 is 1.33 % of rank for a single quantile.
         seed: of the draw (``reservoir``): equal seeds draw equal events.
-        channel: whether it is served to subscribers.
+        channel: whether it is served to subscribers, and what of it.
         positions: how long a subscriber's position in it lives: versions and files are kept for so long.
         expectations: what is expected of its rows and of the whole table (:attr:`checks`), by name.
     """
@@ -120,7 +121,7 @@ class Product(StatefulKeys):
     quantiles: tuple[float, ...] = (0.5, 0.9, 0.99)
     k: int = 200
     seed: int = 0
-    channel: bool = True
+    channel: ChannelSpec = EVERYTHING
     positions: str = "6 hours"
     expectations: dict[str, Any] = field(default_factory=dict, hash=False)
     name: str = ""

@@ -155,6 +155,7 @@ class ServeSettings:
         webhook_timeout_s: the longest that one attempt takes.
         webhook_backoff_ms: pause after the first failed attempt at most; it doubles with each one, up to five minutes.
         webhook_log: deliveries, and as many dead letters, that are kept of each webhook.
+        webhook_key: file of the keys that encrypt webhooks' secrets, made where absent; empty: kept as they are.
     """
 
     host: str = "127.0.0.1"
@@ -185,6 +186,7 @@ class ServeSettings:
     webhook_timeout_s: float = 10.0
     webhook_backoff_ms: int = 1_000
     webhook_log: int = 1_000
+    webhook_key: str = ""
 
     def __post_init__(self) -> None:
         for name in ("processes", "max_sql", "sql_memory_mb", "sql_rows", "sql_bytes", "webhook_attempts"):
@@ -207,7 +209,10 @@ class SparkSettings:
         bronze_interval_ms: from the start of one bronze micro-batch to that of the next, at least.
         max_offsets_per_trigger: events a bronze micro-batch takes at most.
         max_bytes_per_trigger: compressed bytes of bronze that a live micro-batch takes at most, e.g. ``48m``.
+        optimise: let the JVM optimise what runs often (its C2 compiler): for thousands of events a second and more; the
+            first minutes, and short batches, are slower.
         rehearse: run the queries once on a scratch lake before the driver says that it is ready.
+        metrics_port: port of the driver's ``/metrics`` on the loopback address; 0: any free one.
         conf: any further Spark setting.
     """
 
@@ -216,7 +221,9 @@ class SparkSettings:
     bronze_interval_ms: int = 400
     max_offsets_per_trigger: int = 200_000
     max_bytes_per_trigger: str = "48m"
+    optimise: bool = False
     rehearse: bool = True
+    metrics_port: int = 0
     conf: dict[str, str] = field(default_factory=dict)
 
 

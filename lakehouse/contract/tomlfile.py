@@ -98,7 +98,7 @@ def _convert(hint: Any, value: Any, *, file: Path, key: str) -> Any:
         options = [option for option in get_args(hint) if option is not type(None)]
         return _convert(options[0], value, file=file, key=key)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        if isinstance(value, str) and (short := getattr(hint, "SHORTHAND", "")):
+        if isinstance(value, (str, bool)) and (short := getattr(hint, "SHORTHAND", "")):
             value = {short: value}  # a table that says one thing may be written as that thing
         if isinstance(value, Mapping):
             return build(hint, value, file=file, at=key)

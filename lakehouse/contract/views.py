@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from lakehouse.contract.channel import EVERYTHING, ChannelSpec
 from lakehouse.contract.checks import one_of
 from lakehouse.contract.errors import ConfigError
 
@@ -17,7 +18,7 @@ class View:
         sql: one SELECT in Spark SQL, the text of the file named in the TOML.
         key: columns that name one row; empty: what the SQL groups by.
         layer: ``silver`` or ``gold``.
-        channel: whether it is served to subscribers.
+        channel: whether it is served to subscribers, and what of it.
         name: of the table.
     """
 
@@ -25,7 +26,7 @@ class View:
     sql: str
     key: tuple[str, ...] = ()
     layer: str = "gold"
-    channel: bool = True
+    channel: ChannelSpec = EVERYTHING
     name: str = ""
 
     def __post_init__(self) -> None:

@@ -28,6 +28,8 @@ from lakehouse.feeds.rows import Segment
 
 _INTEGERS = ("TINYINT", "SMALLINT", "INT", "BIGINT")
 _NUMBERS = ("FLOAT", "DOUBLE")  # a decimal stays text: exact, and Spark takes it
+_PLAIN_INTEGER = "0|-?[1-9][0-9]{0,17}"
+_JSON_NUMBER = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?"
 _NESTED = ("STRUCT", "ARRAY", "MAP", "OBJECT", "LIST")
 
 
@@ -234,9 +236,12 @@ class _Parser:
 
 @functools.lru_cache(maxsize=64)
 def _select(header: tuple[str, ...], schema: str) -> str:
+    """SQL of a row as JSON text, put together of texts: ``json_object`` would read every value that is JSON again."""
     types = column_types(schema)
-    pairs = [f"{_text(column)}, {_json_of(column, types.get(column.lower(), ''))}" for column in header]
-    return f"json_object({', '.join(pairs)})"
+    pairs = [
+        f"to_json({_text(name)})::VARCHAR, ':', {_quick_json_of(name, types.get(name.lower(), ''))}" for name in header
+    ]
+    return "concat('{', " + ", ',', ".join(pairs) + ", '}')"
 
 
 class _Unsure(Exception):
@@ -247,16 +252,30 @@ def _text(name: str) -> str:
     return "'" + name.replace("'", "''") + "'"
 
 
+def _column(name: str) -> str:
+    return f'r."{name.replace(chr(34), chr(34) * 2)}"'
+
+
+def _quick_json_of(name: str, kind: str) -> str:
+    """The same as :func:`_json_of` as text, at once for values that are written as JSON writes them."""
+    column = _column(name)
+    careful = f"coalesce(({_json_of(name, kind)})::VARCHAR, 'null')"
+    if kind == "BOOLEAN":
+        return f"CASE WHEN {column} IN ('true', 'false') THEN {column} ELSE {careful} END"
+    plain = {**dict.fromkeys(_INTEGERS, _PLAIN_INTEGER), **dict.fromkeys(_NUMBERS, _JSON_NUMBER)}.get(kind)
+    return f"CASE WHEN regexp_full_match({column}, '{plain}') THEN {column} ELSE {careful} END" if plain else careful
+
+
 def _json_of(name: str, kind: str) -> str:
     """SQL for a text column's value as JSON of the declared type, or as text where it is not of it."""
-    column = f'r."{name.replace(chr(34), chr(34) * 2)}"'
+    column = _column(name)
     empty = f"WHEN {column} = '' THEN NULL"
     text = f"to_json({column})"
     if kind in _INTEGERS:
         fits = _matches(column, "[-+]?[0-9]{1,18}")
         return f"CASE {empty} WHEN {fits} THEN to_json(TRY_CAST({column} AS BIGINT)) ELSE {text} END"
     if kind in _NUMBERS:
-        fits = _matches(column, r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+        fits = _matches(column, _JSON_NUMBER)
         return f"CASE {empty} WHEN {fits} THEN trim({column})::JSON ELSE {text} END"
     if kind == "BOOLEAN":
         low = f"lower(trim({column}))"

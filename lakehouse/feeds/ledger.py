@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -77,25 +77,32 @@ class Ledger:
     def catch_up(self, delta: DeltaTable) -> None:
         """Take in what bronze's log holds beyond the ledger.
 
+        Several loaders do so at the same time: whoever finds that the ledger has moved on meanwhile looks again.
+
         Args:
             delta: the bronze table at its newest version.
         """
-        table_id, version = self._position()
-        newest = delta.version()
-        if table_id == str(delta.metadata().id) and version == newest:
-            return
+        while not self._caught_up(delta):
+            pass
+
+    def _caught_up(self, delta: DeltaTable) -> bool:
+        held = self._position()
+        table_id, version = held
+        if table_id == str(delta.metadata().id) and version > delta.version():
+            delta.update_incremental()  # another loader has noted a commit that this one had not seen yet
+        newest = (str(delta.metadata().id), delta.version())
+        if held == newest:
+            return True
+        if table_id != newest[0] or version > newest[1]:
+            return self._put(self._filled(delta), held, newest, clear=True)
         found: dict[str, Done] = {}
-        if table_id != str(delta.metadata().id) or version > newest:
-            self._fill(delta)
-            return
-        for number in range(version + 1, newest + 1):
+        for number in range(version + 1, newest[1] + 1):
             try:
                 text = (self._log / f"{number:020}.json").read_text(encoding="utf-8")
             except FileNotFoundError:  # cleaned up: nothing of a loader's is in it, but for what was intended
-                self._put([*found.values(), *self._intended(delta)], delta, newest)
-                return
+                return self._put([*found.values(), *self._intended(delta)], held, newest)
             found.update((done.file, done) for done in _in_commit(text))
-        self._put(found.values(), delta, newest)
+        return self._put(found.values(), held, newest)
 
     def intend(self, done: Iterable[Done], bronze_at: int) -> None:
         """Say what the commit that is about to be made will hold.
@@ -108,8 +115,11 @@ class Ledger:
             txn.put(_INTENT, json.dumps(intent).encode())
 
     def note(self, done: Iterable[Done], delta: DeltaTable) -> None:
-        """Enter what the commit that ``delta`` stands at holds."""
-        self._put(done, delta, delta.version())
+        """Enter what the commit that ``delta`` stands at holds; left to :meth:`catch_up` where more is missing."""
+        table_id, version = str(delta.metadata().id), delta.version()
+        if self._put(done, (table_id, version - 1), (table_id, version)):
+            with self._env.begin(write=True) as txn:
+                txn.delete(_INTENT)
 
     def get(self, file: str) -> Done:
         """How far the file of this fingerprint is."""
@@ -128,20 +138,23 @@ class Ledger:
 
     def _position(self) -> tuple[str, int]:
         with self._env.begin() as txn:
-            found = txn.get(_POSITION)
-        table_id, _, version = bytes(found or b"/-1").decode().rpartition("/")
-        return table_id, int(version)
+            return _told(txn.get(_POSITION))
 
-    def _put(self, done: Iterable[Done], delta: DeltaTable, version: int, *, clear: bool = False) -> None:
+    def _put(
+        self, done: Iterable[Done], held: tuple[str, int], newest: tuple[str, int], *, clear: bool = False
+    ) -> bool:
+        """Move from one table id and version to another; False where the ledger is not at the first any more."""
         with self._env.begin(write=True) as txn:
+            if _told(txn.get(_POSITION)) != held:
+                return False
             if clear:
                 with txn.cursor() as cursor:
                     while cursor.first():
                         cursor.delete()
-            txn.delete(_INTENT)
             for one in done:
                 txn.put(one.file.encode(), json.dumps(one.to_json()).encode())
-            txn.put(_POSITION, f"{delta.metadata().id}/{version}".encode())
+            txn.put(_POSITION, f"{newest[0]}/{newest[1]}".encode())
+        return True
 
     def _intended(self, delta: DeltaTable) -> list[Done]:
         """What was about to be committed when a loader ended, where bronze has it."""
@@ -159,20 +172,24 @@ class Ledger:
         there = set(zip(rows["topic"].to_pylist(), rows["offset"].to_pylist(), strict=True))
         return [one for one in done if not one.rows or (TOPIC + one.file, one.rows - 1) in there]
 
-    def _fill(self, delta: DeltaTable) -> None:
+    def _filled(self, delta: DeltaTable) -> list[Done]:
         """From the rows: how many of each file are in. Whether that is all of it will show when the file is read."""
         rows = delta.to_pyarrow_dataset().to_table(
             columns=["topic", "offset", "reject"], filter=pc.starts_with(pc.field("topic"), TOPIC)
         )
-        known: Mapping[str, Done] = {}
-        if rows.num_rows:
-            log.info("filling in the ledger of loaded files from %d rows of bronze", rows.num_rows)
-            counted = rows.group_by("topic").aggregate([("offset", "max"), ("reject", "count")]).to_pylist()
-            known = {
-                row["topic"]: Done(row["topic"].removeprefix(TOPIC), row["offset_max"] + 1, row["reject_count"], -1)
-                for row in counted
-            }
-        self._put(known.values(), delta, delta.version(), clear=True)
+        if not rows.num_rows:
+            return []
+        log.info("filling in the ledger of loaded files from %d rows of bronze", rows.num_rows)
+        counted = rows.group_by("topic").aggregate([("offset", "max"), ("reject", "count")]).to_pylist()
+        return [
+            Done(row["topic"].removeprefix(TOPIC), row["offset_max"] + 1, row["reject_count"], -1) for row in counted
+        ]
+
+
+def _told(position: bytes | None) -> tuple[str, int]:
+    """Id and version of the table, of the ledger's own entry."""
+    table_id, _, version = bytes(position or b"/-1").decode().rpartition("/")
+    return table_id, int(version)
 
 
 def ledger_folder(lake: Lake, source: str) -> Path:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, write_to_textfile
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 from lakehouse.feeds.model import FileReport
 from lakehouse.feeds.report import Deadline
 
 
-class LoaderMetrics:
+class LoaderMetrics(Collector):
     """Counters of one loader process, in a registry of their own."""
 
     def __init__(self) -> None:
@@ -47,6 +50,10 @@ class LoaderMetrics:
         self._last.labels(source).set(seconds)
         if late:
             self._late.labels(source).inc()
+
+    def collect(self) -> Iterable[Metric]:
+        """All families, for a registry that is served."""
+        return self.registry.collect()
 
     def write(self, path: Path) -> None:
         """Write the file, whole or not at all."""

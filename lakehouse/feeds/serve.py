@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lakehouse.contract.feed import FeedSpec
+from lakehouse.contract.feed import FeedSpec, metrics_file
 from lakehouse.feeds.errors import PullFailed
 from lakehouse.feeds.files import SUFFIXES, FeedFile
 from lakehouse.feeds.inbox import Inbox
@@ -47,13 +47,15 @@ def watch_inbox(
     workers: int = 1,
     allowed_s: float | None = None,
     once: bool = False,
+    metrics: LoaderMetrics | None = None,
 ) -> Iterator[Load]:
     """Load what arrives until ``stop`` is set; a file's deadline counts from its being found finished.
 
     Args:
         once: end when all that is there now is loaded; files must be still for the inbox's time all the same.
+        metrics: that count, beside the file of them.
     """
-    metrics = LoaderMetrics()
+    metrics = metrics or LoaderMetrics()
     tried: set[FeedFile] = set()  # of a trial, or files that cannot be moved away
     waiting = inbox.count()
     while not stop.is_set():
@@ -71,13 +73,21 @@ def watch_inbox(
         stop.wait(_LOOK_S)
 
 
-def run_feeds(jobs: Sequence[Job], stop: threading.Event, *, workers: int = 1, once: bool = False) -> Iterator[Outcome]:
+def run_feeds(
+    jobs: Sequence[Job],
+    stop: threading.Event,
+    *,
+    workers: int = 1,
+    once: bool = False,
+    metrics: LoaderMetrics | None = None,
+) -> Iterator[Outcome]:
     """Look at every feed when it is due, and load what is new, until ``stop`` is set.
 
     Args:
         once: look at each feed now, whether it is due or not, and end.
+        metrics: as of :func:`watch_inbox`.
     """
-    metrics = LoaderMetrics()
+    metrics = metrics or LoaderMetrics()
 
     def pause(seconds: float) -> None:
         stop.wait(seconds)
@@ -128,4 +138,4 @@ def _left(feed: FeedSpec, pulled: Pulled) -> float | None:
 
 def _write(metrics: LoaderMetrics, job: Job) -> None:
     if not job.trial:
-        metrics.write(job.lake.state / "run" / "loader.prom")
+        metrics.write(job.lake.state / "run" / metrics_file(job.node))

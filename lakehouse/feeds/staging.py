@@ -92,7 +92,7 @@ def _make(lake: Lake, pipeline: Pipeline, staging: Staging, *, anew: bool) -> St
     record, target = lake.table(layer, staging.product), lake.table("gold", staging.name)
     if not record.exists():
         raise StagingError(staging.name, f"there is no table {staging.product} yet; run the pipeline first")
-    with WriterLocks(lake, [staging.name]):
+    with WriterLocks(lake, [staging.name], patience_s=2.0):
         product = DeltaTable(str(record.path))
         shows = f"{product.metadata().id}/{product.version()}/{staging.columns}/{staging.where}"
         if target.exists() and not anew and _shown(target) == shows:

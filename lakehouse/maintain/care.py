@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from deltalake import DeltaTable
 
-from lakehouse.contract.lake import QUALITY, QUARANTINE, WARNINGS, Lake, TableRef
+from lakehouse.contract.lake import LOADS, QUALITY, QUARANTINE, WARNINGS, Lake, TableRef
 from lakehouse.contract.pipeline import Pipeline
 from lakehouse.errors import TableBusy
 from lakehouse.gold.store import ProductStore
@@ -26,7 +27,8 @@ LOOK_EVERY_S = 5.0
 TIDY_EVERY_S = 30.0
 SWEEP_EVERY_S = 600.0
 # Appended by several writers that retry: commits of care do not conflict with theirs.
-_SHARED = (QUARANTINE, WARNINGS, QUALITY)
+_SHARED = (QUARANTINE, WARNINGS, QUALITY, LOADS)
+_looks: dict[Path, float] = {}  # when one of this process looked at a lake last
 
 
 class Maintenance:
@@ -61,8 +63,12 @@ class Maintenance:
         if self._running is not None and not self._running.done():
             return
         if now - self._looked >= LOOK_EVERY_S:
-            self._looked = now
+            self._looked = _looks[self._lake.root] = now
             self._running = self._worker.submit(self._look)
+
+    def looked_lately(self) -> bool:
+        """Whether this process has looked at the lake within the time of two looks, by this or another instance."""
+        return self._now() - _looks.get(self._lake.root, -LOOK_EVERY_S * 3) < LOOK_EVERY_S * 2
 
     def close(self) -> None:
         """Finish what is being done."""

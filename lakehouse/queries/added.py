@@ -23,7 +23,8 @@ from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline
 from lakehouse.contract.queries import OWNER, Declared, QuerySpec, State
 from lakehouse.contract.settings import Settings
-from lakehouse.live import LiveWriter, start_live
+from lakehouse.live import start_live
+from lakehouse.livewriter import LiveWriter
 from lakehouse.lock import WriterLocks
 from lakehouse.queries.derive import Derivations
 from lakehouse.queries.forget import forget, query_name
@@ -112,7 +113,7 @@ class AddedQueries:
 
     def _begin(self, spec: QuerySpec) -> None:
         log.info("query %s begins", spec.name)
-        locks = WriterLocks(self._lake, [spec.name])
+        locks = WriterLocks(self._lake, [spec.name], patience_s=2.0)
         try:
             locks.__enter__()
         except MillraceError as error:

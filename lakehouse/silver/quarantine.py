@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+
 import pyarrow as pa
 from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
 
 from lakehouse.contract.lake import PROPERTY_KEY, TableRef
+from lakehouse.contract.trace import EventLines
+
+_TOLD = 20  # of a batch; the table has them all
+_lines = EventLines(logging.getLogger(__name__), _TOLD)
 
 COLUMNS = pa.schema(
     [
@@ -74,6 +80,9 @@ class Quarantine:
             self._open(), rows.select(COLUMNS.names).cast(COLUMNS), mode="append", commit_properties=properties
         )
         self._batches[query] = batch
+        for event in rows.slice(0, _TOLD).select(["event_id", "source", "tenant", "reason"]).to_pylist():
+            reason = event.pop("reason")
+            _lines.say(logging.INFO, "is in quarantine", reason, **event)
 
     def replace(self, rows: pa.Table, source: str) -> None:
         """Put a batch build in place of all rows of this source; a table that is absent is there with them, or not."""

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,26 +23,26 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import StructType
 
 from lakehouse.bronze.horizon import seen_index
-from lakehouse.bronze.seen import SeenIndex
+from lakehouse.bronze.seen import JUDGED, SeenIndex
 from lakehouse.bronze.table import touch
+from lakehouse.checkpoint import Checkpoint, forget, offset_behind, version_of
 from lakehouse.contract.faults import crash_point
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, Product, Source
 from lakehouse.contract.settings import Settings
+from lakehouse.counts import count_batch
 from lakehouse.declaration import product_declaration, source_declaration
 from lakehouse.gold.stateful import store_of
-from lakehouse.gold.store import BatchMark, ProductStore, later
-from lakehouse.live import Checkpoint, newest, version_of
+from lakehouse.gold.store import BatchMark, ProductStore
 from lakehouse.maintain import Maintenance
 from lakehouse.running import RunningQuery
 from lakehouse.silver.conform import conform
 from lakehouse.stateful.join import Join
 from lakehouse.stateful.joinbuild import Sides, changes_sql, event_schema, joined_build, side_rows
 from lakehouse.stateful.joinindex import LEFT, RIGHT, Change, JoinIndex
+from lakehouse.writer import BatchWriter, Marks
 
 log = logging.getLogger(__name__)
-
-_JUDGED = ("dedupe_key", "topic", "partition", "offset", "bronze_at")
 
 
 def query_name(product: str) -> str:
@@ -89,7 +87,7 @@ def start_join(
     return RunningQuery(query, writer)
 
 
-class JoinWriter:
+class JoinWriter(BatchWriter):
     """Takes one micro-batch of both sides after another into a join's index and product."""
 
     def __init__(
@@ -100,6 +98,7 @@ class JoinWriter:
         store: ProductStore,
         maintenance: Maintenance,
     ) -> None:
+        super().__init__()
         assert isinstance(store.operator, Join)
         self.sides = sides
         self._schemas = schemas
@@ -113,33 +112,25 @@ class JoinWriter:
         self.index = JoinIndex(self.index_folder, store.product)
         self.positions: list[str] = ["", ""]
         self._maintenance = maintenance
-        self._busy = threading.Lock()
-        self._query = ""
         self._ids = [str(DeltaTable(str(path)).metadata().id) for path in self.tables]
-        mark = store.mark()
-        self.through: dict[str, int] = dict(mark.through) if mark else {}
-        self.clock: int | None = mark.clock if mark else None
+        self.marks = Marks(self.folder)
+        self.marks.go_on_from(store.mark())
         self._empty: pa.Table | None = None
 
-    def __call__(self, events: DataFrame, batch: int) -> None:
-        with self._busy:  # Spark does not wait for us when it stops the query
-            self._take(events, batch)
-
-    def close(self) -> None:
-        """Wait for the batch in hand, and close the files."""
-        with self._busy:
-            self._maintenance.close()
-            for seen in self.seen:
-                seen.close()
-            self.index.close()
+    def close_files(self) -> None:
+        """See :class:`~lakehouse.writer.BatchWriter`."""
+        self._maintenance.close()
+        for seen in self.seen:
+            seen.close()
+        self.index.close()
 
     def clear(self) -> None:
         """Forget what was seen and remembered."""
         for seen in self.seen:
             seen.close()
         self.index.close()
-        shutil.rmtree(self.seen_folder, ignore_errors=True)
-        shutil.rmtree(self.index_folder, ignore_errors=True)
+        forget(self.seen_folder)
+        forget(self.index_folder)
         self.seen = self._open_seen()
         self.index = JoinIndex(self.index_folder, self.store.product)
 
@@ -151,17 +142,17 @@ class JoinWriter:
                 found[self._ids.index(json.loads(line)["reservoirId"])] = line
         return found
 
-    def _take(self, events: DataFrame, batch: int) -> None:
-        self._query = self._query or Checkpoint.read(self.folder).query
-        place = f"{self._query}/{batch}"
+    def take(self, events: DataFrame, batch: int) -> None:
+        """See :class:`~lakehouse.writer.BatchWriter`."""
+        place = f"{self.marks.query}/{batch}"
         rows = events.toArrow()
         valid = rows.filter(pc.invert(rows["rejected"]))
         first = pa.concat_tables([self._first(valid, side, place) for side in (LEFT, RIGHT)])
         crash_point("join.after_judge")
         changes = self.index.enter(first, batch, place)
         crash_point("join.after_index")
-        mark = self._mark(rows, first, batch)
-        if not self.store.holds(self._query, batch):
+        mark = self.marks.of(batch, position_of(self.offsets(batch)), rows, first)
+        if not self.store.holds(self.marks.query, batch):
             gained = self._partial(events, [change for change in changes if change.sign > 0])
             lost = [change for change in changes if change.sign < 0]
             partial = self.operator.signed(gained, self._partial(events, lost) if lost else None)
@@ -169,14 +160,16 @@ class JoinWriter:
             self.store.apply(partial, mark)
             crash_point("join.after_commit")
         retention = self.store.product.retention_ms
-        if retention is not None and self.clock is not None:
-            self.index.forget(self.clock - 1000 * (retention + self.store.product.within_ms))
+        if retention is not None and self.marks.clock is not None:
+            self.index.forget(self.marks.clock - 1000 * (retention + self.store.product.within_ms))
+        refused = rows.num_rows - valid.num_rows
+        count_batch(self.folder.name, rows.num_rows, copies=valid.num_rows - first.num_rows, rejected=refused)
         self._maintenance.after_batch([self.store])
 
     def _first(self, valid: pa.Table, side: int, place: str) -> pa.Table:
         """First copies of one side."""
         rows = valid.filter(pc.equal(valid["side"], side))
-        return rows.filter(pa.array(self.seen[side].judge(rows.select(_JUDGED), place).first))
+        return rows.filter(pa.array(self.seen[side].judge(rows.select(JUDGED), place).first))
 
     def _open_seen(self) -> tuple[SeenIndex, SeenIndex]:
         return (
@@ -190,23 +183,6 @@ class JoinWriter:
         found = changes_sql(events.sparkSession, self.sides, self.operator, changes, self._schemas)
         self._empty = found.slice(0, 0)
         return found
-
-    def _mark(self, rows: pa.Table, first: pa.Table, batch: int) -> BatchMark:
-        for end in rows.group_by(["topic", "partition"]).aggregate([("offset", "max")]).to_pylist():
-            place = f"{end['topic']}/{end['partition']}"
-            self.through[place] = max(self.through.get(place, 0), end["offset_max"] + 1)
-        self.clock = later(self.clock, newest(first))
-        received = pc.cast(first["received_at"], pa.int64()).to_numpy()
-        return BatchMark(
-            self._query,
-            batch,
-            position_of(self.offsets(batch)),
-            dict(self.through),
-            len(received),
-            int(received.min()) // 1000 if len(received) else None,
-            int(received.max()) // 1000 if len(received) else None,
-            self.clock,
-        )
 
 
 class _Start:
@@ -224,7 +200,7 @@ class _Start:
         noted = self._noted()
         if done.batch < 0 or noted is None:
             return self._anew(spark)
-        writer.positions = [_behind(version) for version in noted]
+        writer.positions = [offset_behind(version) for version in noted]
         writer.positions = writer.offsets(done.batch)
         mark = writer.store.mark()
         place = f"{done.query}/{done.batch}"
@@ -240,10 +216,10 @@ class _Start:
 
     def _anew(self, spark: SparkSession) -> tuple[int, int]:
         writer = self._writer
-        shutil.rmtree(writer.folder, ignore_errors=True)
+        forget(writer.folder)
         starts = (touch(writer.tables[0]), touch(writer.tables[1]))
         through = (starts[0] - 1, starts[1] - 1)
-        writer.positions = [_behind(version) for version in through]
+        writer.positions = [offset_behind(version) for version in through]
         log.info("building join %s from bronze", writer.store.product.name)
         self._build(spark, through, "build", -1, product=True, index=True)
         self._file.write_text(json.dumps({"declaration": self._declaration, "through": through}), encoding="utf-8")
@@ -258,14 +234,14 @@ class _Start:
                 writer.clear()
                 rows = build.rows()
                 for side, seen in enumerate(writer.seen):
-                    seen.judge(build.copies(side).select(*_JUDGED).toArrow(), f"{query}/{batch}")
+                    seen.judge(build.copies(side).select(*JUDGED).toArrow(), f"{query}/{batch}")
                 writer.index.enter(rows, batch, f"{query}/{batch}", changes=False)
-            writer.through = dict(build.through)
-            writer.clock = build.clock()
+            writer.marks.through = dict(build.through)
+            writer.marks.clock = build.clock()
             if product:
                 number = batch if batch >= 0 else sum(through)
                 place = position_of(writer.positions)
-                mark = BatchMark(query, number, place, dict(writer.through), clock=writer.clock)
+                mark = BatchMark(query, number, place, dict(writer.marks.through), clock=writer.marks.clock)
                 writer.store.replace(build.partial(writer.operator), mark)
 
     def _noted(self) -> tuple[int, int] | None:
@@ -291,10 +267,6 @@ def versions_of(position: str) -> tuple[int, int] | None:
     """The bronze versions of both sides that a commit's position ends with, or None inside of a version."""
     left, right = version_of(position), version_of(json.dumps(json.loads(position)["right"]))
     return None if left is None or right is None else (left, right)
-
-
-def _behind(version: int) -> str:
-    return json.dumps({"reservoirVersion": version + 1, "index": -1})
 
 
 def _reaches(position: str, place: str) -> bool:

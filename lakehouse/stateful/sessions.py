@@ -1,9 +1,10 @@
 """Sessions: events of one key that follow each other within a gap.
 
 A batch's events are put into partial sessions by Spark (``session_window``); a partial session and those that are held
-become one where they overlap when each is drawn out by the gap. That is associative and commutative, so a late event
-goes into its session, and may make one of two. A session is closed when the newest event time so far is the gap, or
-more, behind its last event: a matter of events alone, so that a replay closes the same ones.
+become one where they overlap when each is drawn out by the gap; an event that is just the gap later begins another.
+That is associative and commutative, so a late event goes into its session, and may make one of two. A session is closed
+when the newest event time so far is the gap, or more, behind its last event: a matter of events alone, so that a replay
+closes the same ones.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Sessions:
             self._product,
             f"SELECT {by}min({time}) AS {START}, max({time}) AS {END}{columns} "  # noqa: S608 - a checked pipeline
             f"FROM ({input_sql(self._product)}) WHERE {time} IS NOT NULL "
-            f"GROUP BY {by}session_window({time}, '{self._product.gap_ms} milliseconds')",
+            f"GROUP BY {by}session_window({time}, '{self._gap - 1} microseconds')",  # Spark's ends belong to it
         )
 
     def describe(self, partial: pa.Schema) -> None:

@@ -17,12 +17,10 @@ import pyarrow.parquet as pq
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from lakehouse.bronze.seen import SeenIndex
+from lakehouse.bronze.seen import JUDGED, SeenIndex
 from lakehouse.contract.pipeline import Source
 from lakehouse.operators import Operator
 from lakehouse.silver.conform import conform
-
-_JUDGED = ("dedupe_key", "topic", "partition", "offset", "bronze_at")
 
 
 def takes_in_order(operator: Operator) -> bool:
@@ -70,7 +68,7 @@ def _first_of(fresh: DataFrame, source: Source, bronze: Path, version: int, seen
     """First copies among all events of a version."""
     files = [str(file) for file in _files(bronze, version)]
     events = conform(fresh.sparkSession.read.parquet(*files), source)
-    rows = events.select(*_JUDGED).toArrow()
+    rows = events.select(*JUDGED).toArrow()
     keys = pa.schema([("topic", pa.string()), ("partition", pa.int32()), ("offset", pa.int64())])
     places = rows.filter(pa.array(seen.counted(rows))).select(keys.names).cast(keys)
     first = fresh.sparkSession.createDataFrame(places)

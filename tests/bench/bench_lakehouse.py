@@ -2,18 +2,22 @@
 
 Steps, one after the other on an idle machine, each with the real broker, Spark and Delta:
 
-1. Catch-up: the topic is full of made-up RSVPs (about 1.4 KB each) before ``millrace run`` starts; from the start of
-   its first bronze batch to the commit of the last product that holds them all. Bronze and the worked case's products.
-2. The plain job (:mod:`tests.bench.plain_spark_job`: readStream → groupBy → foreachBatch MERGE, default settings) on
-   the same topic: one of those products, no record, no dedupe; from when its query runs to its last MERGE.
-3. Sustained: RSVPs come at ``--rate`` for ``--seconds`` while the pipeline runs; events over the time from the first
-   one's sending to the commit of the last product that holds the last.
-4. Growth: latency of a trickle on an empty lake, and on the lake that step 1 filled (1,000 times the rows): from an
+1. ``catch-up``: the topic is full of made-up events before ``millrace run`` starts; from the start of its first bronze
+   batch to the commit of the last product that holds them all. Bronze and three products.
+2. ``plain``: the plain job (:mod:`tests.bench.plain_spark_job`: readStream → groupBy → foreachBatch MERGE, default
+   settings) on the same topic: one of those products, no record, no dedupe; from its query's start to its last MERGE.
+3. ``sustained``: events come at ``--rate`` for ``--seconds`` while the pipeline runs, after ``--warm`` events in which
+   the JVM compiles what it runs; events over the time from the first one's sending to the commit of the last product
+   that holds the last.
+4. ``growth``: latency of a trickle on an empty lake, and on the lake that step 1 filled (1,000 times the rows): from an
    event's sending to the commit of the slowest product that holds it.
-5. The batch loader (:mod:`tests.bench.bench_loader`).
+5. ``loader``: the batch loader (:mod:`tests.bench.bench_loader`).
 
-After each of 1, 3 and 4 the products are counted: no event may be missing, none may count twice. CPU is of the whole
-driver process with its JVM. The last line is one JSON object.
+``--case meetup`` sends RSVPs of 1.4 KB to the worked case, ``--case clicks`` page views of 200 bytes to a pipeline of
+three products. The driver runs with ``spark.optimise`` unless ``--quick`` is given. After each of 1, 3 and 4 the
+products are counted: no event may be missing, none may count twice. CPU is of the whole driver process with its JVM.
+``--folder`` keeps topics and lakes between runs, so that the steps can be run one by one (``--steps fill``, then
+``--steps catch-up``, …). The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -41,9 +45,10 @@ from ingest.publish import ensure_topics
 from lakehouse.contract import lake as names
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, load_pipeline
-from lakehouse.contract.settings import load_settings
+from tests.bench.lakehouse_cases import CASES
 
 PATIENCE_S = 900.0
+STEPS = ("fill", "catch-up", "plain", "sustained", "growth", "loader")
 err = Console(stderr=True)
 
 
@@ -55,6 +60,13 @@ class Sent:
     offset: npt.NDArray[np.int64]
     sent_ms: npt.NDArray[np.float64]
     ids: npt.NDArray[np.uint64]
+    bytes: int
+
+    @classmethod
+    def read(cls, file: Path) -> Sent:
+        """What :mod:`tests.bench.lakehouse_feed` noted."""
+        with np.load(file) as found:
+            return cls(found["partition"], found["offset"], found["sent_ms"], found["id"], int(found["bytes"]))
 
     def ends(self, topic: str) -> dict[str, int]:
         """``TOPIC/PARTITION`` to the offset behind its last event."""
@@ -63,9 +75,11 @@ class Sent:
 
 @dataclass(slots=True)
 class Site:
-    """A lake, its topic and what was sent to it."""
+    """A lake, its topic and what was sent to it; notes of that lie in ``notes``."""
 
+    case: str
     lake: Lake
+    notes: Path
     pipeline: Pipeline
     topic: str
     bootstrap: str
@@ -82,37 +96,60 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=40_000.0, help="events a second of the sustained run")
     parser.add_argument("--seconds", type=float, default=30.0, help="of the sustained run")
     parser.add_argument("--trickle", type=float, default=100.0, help="events a second of the growth runs")
-    parser.add_argument("--without", action="append", default=[], choices=("plain", "sustained", "growth", "loader"))
+    parser.add_argument("--warm", type=int, default=300_000, help="events before the sustained run")
+    parser.add_argument("--case", choices=sorted(CASES), default="meetup")
+    parser.add_argument("--folder", type=Path, help="keeps topics and lakes; else they are made and removed")
+    parser.add_argument("--steps", nargs="+", default=list(STEPS), choices=STEPS)
+    parser.add_argument("--quick", action="store_true", help="with the settings for low rates: spark.optimise = false")
     options = parser.parse_args()
-    found: dict[str, Any] = {}
+    os.environ["MILLRACE_SPARK_OPTIMISE"] = str(not options.quick).lower()
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as name:
-        folder = Path(name)
+        found = measure(options, (options.folder or Path(name)).resolve())
+    sys.stdout.write(json.dumps(found) + "\n")
+    return 0 if found.get("lost", 0) == found.get("twice", 0) == 0 else 1
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Run the steps that were asked for, in their order."""
+    found: dict[str, Any] = {"case": options.case, "optimise": not options.quick}
+    if set(options.steps) - {"loader"}:
         broker = EmbeddedBroker(folder / "broker", die_with_parent=True)
         bootstrap = broker.start()
         try:
-            site = _site(folder / "lake", bootstrap)
-            found |= catch_up(site, options.events, folder)
-            if "plain" not in options.without:
-                found |= plain(site, folder)
-            if "sustained" not in options.without:
-                found |= sustained(site, folder, options.rate, options.seconds)
-            if "growth" not in options.without:
-                found |= growth(site, folder, options.trickle, options.events)
+            site = _site(folder, options.case, "filled", bootstrap)
+            steps: dict[str, Callable[[], dict[str, Any]]] = {
+                "fill": lambda: fill(site, options.events),
+                "catch-up": lambda: catch_up(site),
+                "plain": lambda: plain(site, folder),
+                "sustained": lambda: sustained(folder, site, options.rate, options.seconds, options.warm),
+                "growth": lambda: growth(folder, site, options.trickle, options.events),
+            }
+            for step, run in steps.items():
+                if step in options.steps:
+                    for key, value in run().items():
+                        found[key] = found.get(key, 0) + value if key in ("lost", "twice") else value
         finally:
             broker.stop()
-        if "loader" not in options.without:
-            from tests.bench import bench_loader
+    if "loader" in options.steps:
+        from tests.bench import bench_loader
 
-            found |= bench_loader.measure(folder / "loader")
-    lost, twice = found.get("lost", 0), found.get("twice", 0)
-    sys.stdout.write(json.dumps(found) + "\n")
-    return 0 if lost == twice == 0 else 1
+        found |= bench_loader.measure(folder / "loader")
+    return found
 
 
-def catch_up(site: Site, events: int, folder: Path) -> dict[str, Any]:
+def fill(site: Site, events: int) -> dict[str, Any]:
+    """Put the events of the catch-up on the topic, beforehand."""
+    err.print(f"Filling the topic with {events:,} events …")
+    sent = feed(site, events)
+    return {"event_bytes": round(sent.bytes / len(sent.offset))}
+
+
+def catch_up(site: Site) -> dict[str, Any]:
     """Step 1."""
-    err.print(f"Filling the topic with {events:,} RSVPs …")
-    sent = feed(site, folder, events)
+    if not site.sent:
+        raise SystemExit("the topic is empty: run the step fill first")
+    sent = site.sent[0]
+    events = len(sent.offset)
     err.print("Catch-up: millrace run …")
     with Driver(site) as driver:
         cpu = driver.cpu_s()
@@ -121,9 +158,14 @@ def catch_up(site: Site, events: int, folder: Path) -> dict[str, Any]:
     began = _first_batch_ms(site)
     rate = events / (ended - began) * 1000
     lost, twice = _count(site)
-    err.print(f"  {rate:,.0f} events/s, {used / events * 1e6:.0f} CPU s a million events, lost {lost}, twice {twice}")
+    size = sent.bytes / events
+    err.print(
+        f"  {rate:,.0f} events/s, {rate * size / 1e6:.1f} MB/s, {used / events * 1e6:.0f} CPU s a million events, "
+        f"lost {lost}, twice {twice}"
+    )
     return {
         "catch_up_events_s": round(rate),
+        "catch_up_mb_s": round(rate * size / 1e6, 1),
         "catch_up_cpu_s_per_million": round(used / events * 1e6, 1),
         "lost": lost,
         "twice": twice,
@@ -135,7 +177,8 @@ def plain(site: Site, folder: Path) -> dict[str, Any]:
     err.print("The plain job on the same topic …")
     commits, ready = folder / "commits.jsonl", folder / "ready"
     command = [sys.executable, "-m", "tests.bench.plain_spark_job", "--lake", str(folder / "plain")]
-    command += ["--kafka", site.bootstrap, "--commits", str(commits), "--ready", str(ready)]
+    command += ["--kafka", site.bootstrap, "--commits", str(commits), "--ready", str(ready), "--case", site.case]
+    command += ["--topic", site.topic]
     ends = {place.rpartition("/")[2]: end for place, end in site.sent[0].ends(site.topic).items()}
     job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
@@ -157,15 +200,16 @@ def plain(site: Site, folder: Path) -> dict[str, Any]:
     return {"plain_spark_events_s": round(rate), "plain_spark_cpu_s_per_million": round(used / events * 1e6, 1)}
 
 
-def sustained(site: Site, folder: Path, rate: float, seconds: float) -> dict[str, Any]:
+def sustained(folder: Path, site: Site, rate: float, seconds: float, warm: int) -> dict[str, Any]:
     """Step 3."""
-    err.print(f"Sustained: {rate:,.0f} events/s for {seconds:.0f} s …")
-    fresh = _site(folder / "sustained", site.bootstrap, suffix="sustained")
+    err.print(f"Sustained: {rate:,.0f} events/s for {seconds:.0f} s, after {warm:,} …")
+    fresh = _site(folder, site.case, f"sustained-{time.time_ns()}", site.bootstrap)
     with Driver(fresh) as driver:
-        warm = feed(fresh, folder, 20_000, seed=7)
-        _wait_for(fresh, warm)
+        for part in (min(warm, 20_000), max(0, warm - 20_000)):
+            if part:
+                _wait_for(fresh, feed(fresh, part, seed=7))
         cpu = driver.cpu_s()
-        sent = feed(fresh, folder, int(rate * seconds), rate=rate, seed=8)
+        sent = feed(fresh, int(rate * seconds), rate=rate, seed=8)
         ended = _wait_for(fresh, sent)
         used = driver.cpu_s() - cpu
     took_s = (ended - sent.sent_ms[0]) / 1000
@@ -175,26 +219,27 @@ def sustained(site: Site, folder: Path, rate: float, seconds: float) -> dict[str
     err.print(
         f"  {found:,.0f} events/s; the last was in gold {behind_s:.1f} s after it was sent; lost {lost}, twice {twice}"
     )
-    if lost or twice:
-        raise SystemExit("events were lost or counted twice")
     return {
+        "lost": lost,
+        "twice": twice,
         "sustained_events_s": round(found),
+        "sustained_mb_s": round(found * sent.bytes / len(sent.offset) / 1e6, 1),
         "sustained_offered_s": round(len(sent.offset) / ((sent.sent_ms[-1] - sent.sent_ms[0]) / 1000)),
         "sustained_behind_s": round(behind_s, 1),
         "sustained_cpu_s_per_million": round(used / len(sent.offset) * 1e6, 1),
     }
 
 
-def growth(site: Site, folder: Path, rate: float, rows: int) -> dict[str, Any]:
+def growth(folder: Path, site: Site, rate: float, rows: int) -> dict[str, Any]:
     """Step 4: rows of the trickle before the measuring are a thousandth of those in the lake."""
     few = max(1, rows // 1000)
-    empty = _site(folder / "empty", site.bootstrap, suffix="empty")
+    empty = _site(folder, site.case, f"empty-{time.time_ns()}", site.bootstrap)
     latency = {}
     for name, place in (("empty", empty), ("full", site)):
         err.print(f"Growth: {rate:,.0f} events/s on the {name} lake …")
         with Driver(place):
-            _wait_for(place, feed(place, folder, few, rate=rate, seed=21))
-            sent = feed(place, folder, int(rate * 30), rate=rate, seed=22)
+            _wait_for(place, feed(place, few, rate=rate, seed=21))
+            sent = feed(place, int(rate * 30), rate=rate, seed=22)
             _wait_for(place, sent)
         latency[name] = float(np.median(_latency_ms(place, sent)))
     lost, twice = _count(empty)
@@ -212,32 +257,31 @@ def growth(site: Site, folder: Path, rate: float, rows: int) -> dict[str, Any]:
 # Parts
 
 
-def _site(root: Path, bootstrap: str, suffix: str = "") -> Site:
-    """A lake with a pipeline like the worked case's on a topic of its own."""
-    folder = root.parent / f"pipeline-{root.name}"
-    shipped = load_settings().pipeline_folder()
-    folder.mkdir(parents=True)
-    for file in shipped.iterdir():
-        text = file.read_text(encoding="utf-8")
-        if suffix and file.name == "pipeline.toml":
-            text = text.replace('topic = "meetup-raw-rsvps"', f'topic = "meetup-raw-rsvps-{suffix}"')
-        (folder / file.name).write_text(text, encoding="utf-8")
-    pipeline = load_pipeline(folder)
-    source = pipeline.sources["rsvps"]
+def _site(folder: Path, case: str, name: str, bootstrap: str) -> Site:
+    """A lake with the case's pipeline on a topic of its own; what was sent to it in an earlier run is known."""
+    place = folder / f"{case}-{name}"
+    made, found = CASES[case], place / "pipeline"
+    topic = load_pipeline(made.pipeline).sources[made.source].topic
+    if not found.exists():
+        found.mkdir(parents=True)
+        for file in made.pipeline.iterdir():
+            text = file.read_text(encoding="utf-8")
+            (found / file.name).write_text(text.replace(f'"{topic}"', f'"{topic}-{name}"'), encoding="utf-8")
+    pipeline = load_pipeline(found)
+    source = pipeline.sources[made.source]
     ensure_topics(bootstrap, [source])
-    return Site(Lake(root), pipeline, source.topic, bootstrap)
+    sent = [Sent.read(file) for file in sorted(place.glob("sent-*.npz"))]
+    return Site(case, Lake(place / "lake"), place, pipeline, source.topic, bootstrap, sent)
 
 
-def feed(site: Site, folder: Path, events: int, rate: float = 0.0, seed: int = 1) -> Sent:
+def feed(site: Site, events: int, rate: float = 0.0, seed: int = 1) -> Sent:
     """Send events in a process of their own, and wait for it."""
-    out = folder / f"sent-{time.monotonic_ns()}.npz"
+    out = site.notes / f"sent-{time.time_ns()}.npz"
     command = [sys.executable, "-m", "tests.bench.lakehouse_feed", "--kafka", site.bootstrap, "--topic", site.topic]
-    command += ["--events", str(events), "--rate", str(rate), "--seed", str(seed + 100 * len(site.sent)), "--out"]
-    subprocess.run([*command, str(out)], check=True)
-    with np.load(out) as found:
-        sent = Sent(found["partition"], found["offset"], found["sent_ms"], found["id"])
-    site.sent.append(sent)
-    return sent
+    command += ["--events", str(events), "--rate", str(rate), "--seed", str(seed + 100 * len(site.sent))]
+    subprocess.run([*command, "--case", site.case, "--out", str(out)], check=True)
+    site.sent.append(Sent.read(out))
+    return site.sent[-1]
 
 
 class Driver:
@@ -323,13 +367,14 @@ def _latency_ms(site: Site, sent: Sent) -> npt.NDArray[np.float64]:
 
 def _first_batch_ms(site: Site) -> float:
     """When the first bronze batch was begun: Spark then writes its offsets down."""
-    return (site.lake.checkpoint("bronze-rsvps") / "offsets" / "0").stat().st_mtime * 1000
+    return (site.lake.checkpoint(f"bronze-{CASES[site.case].source}") / "offsets" / "0").stat().st_mtime * 1000
 
 
 def _count(site: Site) -> tuple[int, int]:
     """Events lost and counted twice, by the product that counts them."""
-    rows = DeltaTable(str(site.lake.table("gold", "members").path)).to_pyarrow_table(columns=["rsvps"])
-    held = int(pc.sum(rows["rsvps"]).as_py() or 0)
+    product, column = CASES[site.case].counts
+    rows = DeltaTable(str(site.lake.table("gold", product).path)).to_pyarrow_table(columns=[column])
+    held = int(pc.sum(rows[column]).as_py() or 0)
     distinct = len(np.unique(np.concatenate([sent.ids for sent in site.sent])))
     return max(0, distinct - held), max(0, held - distinct)
 

@@ -25,6 +25,7 @@ from deltalake import DeltaTable
 from rich.console import Console
 
 from ingest.simulate.scenes.offers import offer
+from lakehouse.checkpoint import version_of
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.contract.settings import conf_dir
@@ -32,7 +33,6 @@ from lakehouse.feeds.files import find
 from lakehouse.feeds.load import Load, load
 from lakehouse.feeds.model import Job
 from lakehouse.gold.store import ProductStore
-from lakehouse.live import version_of
 from serve.query import run_sql
 
 FORMATS = ("jsonl", "jsonl.gz", "csv", "parquet")

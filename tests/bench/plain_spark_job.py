@@ -21,15 +21,26 @@ from pyspark.sql import functions as F
 
 from lakehouse.contract.jars import jar_paths
 from lakehouse.contract.pipeline import load_pipeline
-from lakehouse.contract.settings import load_settings
+from tests.bench.lakehouse_cases import CASES
+
+# Which events are valid, and what is counted of them by minute.
+_COUNTED = {
+    "meetup": ("e.rsvp_id IS NOT NULL AND e.mtime IS NOT NULL", "explode(e.group.group_topics.topic_name)"),
+    "clicks": ("e.view_id IS NOT NULL AND e.at IS NOT NULL", "e.page"),
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("--lake", "--kafka", "--commits", "--ready"):
         parser.add_argument(name, required=True)
+    parser.add_argument("--case", choices=sorted(_COUNTED), default="meetup")
+    parser.add_argument("--topic", default="", help="another than the source's")
     options = parser.parse_args()
-    source = load_pipeline(load_settings().pipeline_folder()).sources["rsvps"]
+    case = CASES[options.case]
+    source = load_pipeline(case.pipeline).sources[case.source]
+    topic = options.topic or source.topic
+    valid, counted = _COUNTED[options.case]
     table, checkpoint = f"{options.lake}/plain", Path(options.lake) / "checkpoint"
 
     spark = (
@@ -50,13 +61,13 @@ def main() -> None:
     events = (
         spark.readStream.format("kafka")
         .option("kafka.bootstrap.servers", options.kafka)
-        .option("subscribe", source.topic)
+        .option("subscribe", topic)
         .option("startingOffsets", "earliest")
         .load()
         .select("timestamp", F.from_json(F.col("value").cast("string"), source.schema).alias("e"))
-        .where("e.rsvp_id IS NOT NULL AND e.mtime IS NOT NULL")
+        .where(valid)
         .withWatermark("timestamp", "1 minute")
-        .select("timestamp", F.explode("e.group.group_topics.topic_name").alias("topic"))
+        .select("timestamp", F.expr(counted).alias("topic"))
     )
     counts = (
         events.groupBy(F.window("timestamp", "1 minute"), "topic")
@@ -74,7 +85,7 @@ def main() -> None:
             .execute()
         )
         at_ms = time.time() * 1000
-        ends = json.loads((checkpoint / "offsets" / str(batch_id)).read_text().splitlines()[-1])[source.topic]
+        ends = json.loads((checkpoint / "offsets" / str(batch_id)).read_text().splitlines()[-1])[topic]
         with Path(options.commits).open("a") as out:
             out.write(json.dumps({"at_ms": at_ms, "ends": ends}) + "\n")
 

@@ -277,7 +277,7 @@ def through(lake: Lake, pipeline: Pipeline, targets: dict[str, int], *names: str
     return True
 
 
-def eventually(check: Callable[[], bool], timeout_s: float = 120.0, alive: Callable[[], bool] = lambda: True) -> None:
+def eventually(check: Callable[[], bool], timeout_s: float = 300.0, alive: Callable[[], bool] = lambda: True) -> None:
     """Wait until it holds."""
     deadline = time.monotonic() + timeout_s
     while not check():

@@ -6,22 +6,128 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
+from deltalake import DeltaTable
 from pyspark.sql import SparkSession
 
+from ingest.broker import EmbeddedBroker
+from jobs.broker import ensure_topics
 from lakehouse.contract.faults import CRASH_POINTS, REBUILD_CRASH_POINTS
-from lakehouse.replay import verify
-from tests.lakehouse.lakes import Site, assert_exact, eventually, mixture
+from lakehouse.contract.pipeline import load_pipeline
+from lakehouse.replay import digest, verify
+from tests.lakehouse.lakes import Sent, Site, assert_exact, eventually, mixture, site
 from tests.lakehouse.test_evolution import redeclared
 from tests.lakehouse.test_stream import ALL_EQUAL, driver
 
 pytestmark = [pytest.mark.spark, pytest.mark.broker, pytest.mark.soak]
 POINTS = [point for point in CRASH_POINTS if point.startswith(("bronze.", "live."))]
+
+
+STATEFUL = """
+[sources.clicks]
+topic = "TOPIC"
+schema = "id BIGINT, at BIGINT, who STRING, price BIGINT, tags ARRAY<STRING>, place STRUCT<city: STRING, lat: DOUBLE>"
+event_id = "{id}"
+event_time = "timestamp_millis(at)"
+required = ["id", "at", "who", "place.city"]
+partitions = 1                           # so that the order, and with it the windows by count, is the same again
+
+[sources.clicks.expectations]
+price_not_negative = "price IS NULL OR price >= 0"
+
+[products.visits]
+layer = "gold"
+source = "clicks"
+operator = "sessions"
+by = ["who"]
+time = "event_time"
+gap = "2 seconds"
+aggregates = { n = "count(*)", most = "max(price)" }
+
+[products.sevens]
+layer = "gold"
+source = "clicks"
+operator = "count_window"
+by = ["city"]
+time = "event_time"
+size = 7
+aggregates = { n = "count(*)", total = "sum(price)" }
+sql = "SELECT event_time, place.city AS city, price FROM clicks"
+
+[products.prices]
+layer = "gold"
+source = "clicks"
+operator = "drift"
+by = ["city"]
+time = "event_time"
+value = "price"
+detector = "page_hinkley"
+parameters = { min_instances = 5, threshold = 3.0 }
+sql = "SELECT event_time, place.city AS city, CAST(price AS DOUBLE) AS price FROM clicks"
+"""
+
+
+def stateful(folder: Path, bootstrap: str, topic: str) -> Site:
+    """A lake of its own on a topic, with products that remember."""
+    place = site(folder, bootstrap, topic)
+    (folder / "clicks" / "pipeline.toml").write_text(STATEFUL.replace("TOPIC", topic), encoding="utf-8")
+    return dataclasses.replace(place, pipeline=load_pipeline(folder / "clicks"))
+
+
+def to_one_partition(records: Sequence[Sent]) -> list[Sent]:
+    """Records for a topic of one partition."""
+    return [OnlyPartition(record.payload, record.event_id, record.reject) for record in records]
+
+
+class OnlyPartition(Sent):
+    """A record of a topic that has one."""
+
+    @property
+    def partition(self) -> int:
+        return 0
+
+
+def digests_of(place: Site) -> dict[str, str]:
+    stores = [(p, place.lake.table(p.layer, p.name)) for p in place.pipeline.products.values()]
+    return {p.name: digest(DeltaTable(str(table.path)).to_pyarrow_table()) for p, table in stores}
+
+
+@pytest.mark.parametrize("time", [1, 2])
+def test_products_that_remember_at_every_point(
+    tmp_path: Path, broker: EmbeddedBroker, spark: SparkSession, time: int
+) -> None:
+    """Sessions, windows by count and drift of one driver: as of a driver that nobody killed, and as a replay gives."""
+    topic = f"clicks-{uuid.uuid4().hex[:8]}"
+    (tmp_path / "first" / "clicks").mkdir(parents=True)
+    (tmp_path / "first" / "clicks" / "pipeline.toml").write_text(STATEFUL.replace("TOPIC", topic), encoding="utf-8")
+    ensure_topics(load_pipeline(tmp_path / "first" / "clicks"), broker.bootstrap)  # with one partition
+    place = stateful(tmp_path / "killed", broker.bootstrap, topic)
+    sent = 0
+
+    def send() -> None:
+        nonlocal sent
+        place.send(to_one_partition(mixture(20 * sent, 30)))  # ten ids again each time
+        sent += 1
+
+    for point in POINTS:
+        send()
+        killed_at(place, f"{point}:{time}", send)
+    place.run_until_arrived(spark)
+    whole = stateful(tmp_path / "whole", broker.bootstrap, topic)
+    whole.run_until_arrived(spark)
+    assert digests_of(place) == digests_of(whole)
+    rows = {name: DeltaTable(str(place.lake.table("gold", name).path)) for name in place.pipeline.products}
+    assert all(table.to_pyarrow_dataset().count_rows() > 3 for table in rows.values())
+    found = {f.table: f.equal for f in verify(spark, place.settings, place.pipeline)}
+    assert found == {"visits": True, "sevens": True, "prices": True, "quarantine": True}
 
 
 def killed_at(place: Site, point: str, send: Callable[[], None] = lambda: None) -> None:

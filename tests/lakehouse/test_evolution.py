@@ -169,7 +169,7 @@ def test_bronze_is_put_together_while_it_is_written_and_read(new_site: Callable[
         thread = threading.Thread(target=care)
         thread.start()
         try:
-            for number in range(8):
+            for number in range(5):
                 place.send(mixture(100 * number, 15))
                 eventually(place.arrived(), alive=alive)
         finally:

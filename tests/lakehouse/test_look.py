@@ -120,7 +120,7 @@ def test_the_commands(tmp_path: Path, clicks: Pipeline) -> None:
     bronze(lake, 3)
     place = ["--lake", str(lake.root), "--pipeline", str(clicks.path.parent)]
     command = [sys.executable, "jobs/maintain.py", "--once", "--all", "--json", *place]  # as a scheduler starts it
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert json.loads(done.stdout) == [{"table": "clicks", "said": "2 files fewer, log checkpoint", "busy": False}]
     run = CliRunner().invoke
     found = run(app, ["tables", "--json", "--check", *place])

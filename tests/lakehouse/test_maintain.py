@@ -7,6 +7,7 @@ import json
 import os
 import threading
 import time
+from contextlib import closing
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 
@@ -15,15 +16,20 @@ import pytest
 from deltalake import CommitProperties, DeltaTable, write_deltalake
 
 from lakehouse.bronze.table import Progress, create, progress
-from lakehouse.contract.lake import PROPERTY_POSITIONS, Lake, TableRef
+from lakehouse.contract.lake import LOADS, PROPERTY_POSITIONS, Lake, TableRef
 from lakehouse.contract.pipeline import Product
 from lakehouse.declaration import product_declaration, source_declaration
+from lakehouse.errors import TableBusy
+from lakehouse.feeds.model import FileReport
+from lakehouse.feeds.report import Deadline, keep
 from lakehouse.gold.store import BatchMark, ProductStore
-from lakehouse.maintain import Maintenance
+from lakehouse.lock import WriterLocks
+from lakehouse.maintain import Maintenance, products
+from lakehouse.maintain.beside import Caretaker
 from lakehouse.maintain.bronze import compact, end_retention, may_clean
 from lakehouse.maintain.care import LOOK_EVERY_S, SWEEP_EVERY_S, TIDY_EVERY_S, leading
 from lakehouse.maintain.logs import CHECKPOINT_EVERY, kept_ms, newest_version, oldest_version
-from lakehouse.maintain.products import fold, sweep, tidy
+from lakehouse.maintain.products import MANY_FILES, fold, sweep, tidy
 from lakehouse.maintain.readers import readers_of, unread_since
 from tests.lakehouse.lakes import T0, bronze_rows, eventually, pipeline_in
 
@@ -43,6 +49,7 @@ TOTALS = Product(
     positions="30 minutes",
 )
 
+BROKEN = dataclasses.replace(TOTALS, name="broken")
 THEN = T0.date()
 
 
@@ -232,13 +239,58 @@ def test_a_driver_looks_after_logs_bronze_and_its_products(tmp_path: Path) -> No
     with leading(lake) as first:
         assert first
         assert not look()  # another process does it
-    eventually(look, 60)
+    eventually(look)
     now[0] += max(TIDY_EVERY_S, SWEEP_EVERY_S)
     care.after_batch([store])
     care.close()
     assert DeltaTable(str(store.table.path)).to_pyarrow_table().num_rows == 3
     assert oldest_version(store.table) == 0  # nothing that is promised was cut
     assert newest_version(store.table) > CHECKPOINT_EVERY
+
+
+def test_a_driver_looks_after_what_none_of_its_queries_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a single batch: bronze, a product whose stage does not run, and the loader's reports."""
+    lake, pipeline = Lake(tmp_path / "lake"), pipeline_in(tmp_path / "clicks", "t")
+    pipeline = dataclasses.replace(pipeline, products={"per_city": PER_CITY, "totals": TOTALS, "broken": BROKEN})
+    store_with(lake, BROKEN, 1)
+    (lake.table("gold", "broken").path / "_delta_log" / f"{0:020d}.json").write_text("{")
+    store = store_with(lake, PER_CITY, MANY_FILES)
+    taken = store_with(lake, TOTALS, 3)
+    table = bronze(lake, 64)
+    monkeypatch.setattr(products, "MANY_FILES", 5)  # of the shared tables
+    for number in range(5):
+        keep(lake, str(number), "clicks", [report(number)], Deadline(0.0, None, 1))
+    now = [0.0]
+    with closing(Caretaker(lake, pipeline, now=lambda: now[0])) as care, WriterLocks(lake, ["totals"]):
+        assert care.turn() == [], "nothing is due"
+
+        def look() -> bool:
+            now[0] += LOOK_EVERY_S * 3
+            said.extend(care.turn())
+            loads = DeltaTable(str(lake.table("silver", LOADS).path))
+            return len(DeltaTable(str(table.path)).file_uris()) == 1 and len(loads.file_uris()) == 1
+
+        said: list[str] = []
+        eventually(look)
+    assert [text for text in said if text.startswith("per_city: folded")]
+    assert DeltaTable(str(store.table.path)).to_pyarrow_table().num_rows == 3
+    assert counts(taken) == [1, 1, 1]
+    assert not [text for text in said if text.startswith("totals")], "its writer runs, and looks after it itself"
+    assert [text for text in said if text.startswith("broken: failed")], "one that cannot be read stops no other"
+
+
+def report(number: int) -> FileReport:
+    return FileReport(f"{number}.csv", f"f{number}", "csv", 1, 1, 0, 0, 0.1, "loaded", "", 1, 1, 2)
+
+
+def test_a_driver_that_starts_waits_for_care_to_end(tmp_path: Path) -> None:
+    lake = Lake(tmp_path)
+    with WriterLocks(lake, ["totals"]) as held:
+        with pytest.raises(TableBusy), WriterLocks(lake, ["totals"]):
+            pytest.fail("it has the lock")
+        threading.Timer(0.1, lambda: held.__exit__(None, None, None)).start()
+        with WriterLocks(lake, ["totals"], patience_s=60):
+            pass
 
 
 def test_trouble_never_stops_the_writer(tmp_path: Path) -> None:

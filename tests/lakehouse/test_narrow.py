@@ -7,7 +7,6 @@ from pyspark.sql import SparkSession
 from lakehouse.contract.pipeline import Product
 from lakehouse.contract.source import Source
 from lakehouse.narrow import names_of, narrowed
-from lakehouse.pace import LONG_BATCH, Pace
 
 SOURCE = Source(topic="clicks", schema="page STRING, note STRING, Who BIGINT", event_time="received_at", name="clicks")
 
@@ -35,16 +34,3 @@ def test_only_rejected_events_keep_what_nobody_reads(spark: SparkSession) -> Non
     everything = narrowed(events, SOURCE, [product("SELECT * FROM clicks")])
     assert everything.columns == events.columns
     assert all(row["note"] == "long" for row in everything.collect())
-
-
-def test_pace_follows_the_size_and_leaves_given_settings_alone(spark: SparkSession) -> None:
-    key = "spark.sql.codegen.factoryMode"
-    session = spark.newSession()
-    pace = Pace({})
-    pace.suit(session, LONG_BATCH)
-    assert session.conf.get(key) == "FALLBACK"
-    pace.suit(session, 10)
-    assert session.conf.get(key) == "NO_CODEGEN"
-    given = Pace({key: "NO_CODEGEN"})
-    given.suit(session, LONG_BATCH)
-    assert session.conf.get(key) == "NO_CODEGEN"

@@ -6,6 +6,8 @@ import pytest
 from pyspark.sql import SparkSession
 
 from lakehouse.contract.jars import jar_paths
+from lakehouse.contract.settings import load_settings
+from lakehouse.session import java_options
 
 pytestmark = pytest.mark.spark
 
@@ -22,3 +24,15 @@ def test_delta_and_kafka_are_there(spark: SparkSession) -> None:
 def test_a_bad_value_is_null_and_times_are_utc(spark: SparkSession) -> None:
     (row,) = spark.sql("SELECT cast('x' AS INT) AS a, cast(timestamp_seconds(0) AS STRING) AS t").collect()
     assert (row.a, row.t) == (None, "1970-01-01 00:00:00")
+
+
+def test_the_jvm_optimises_where_it_is_told_to() -> None:
+    quick, full = (java_options(load_settings({}, spark__optimise=optimise)).split() for optimise in (False, True))
+    assert set(quick) - set(full) == {"-XX:TieredStopAtLevel=1"}
+    assert set(full) < set(quick)
+
+
+def test_bronze_columns_without_repeated_values_have_no_dictionary(spark: SparkSession) -> None:
+    assert spark.sparkContext is not None
+    hadoop = spark.sparkContext._jsc.hadoopConfiguration()
+    assert hadoop.get("parquet.enable.dictionary#payload") == "false"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import urllib.request
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -118,10 +120,9 @@ def test_a_tampered_quarantine_is_found(kept: Site, spark: SparkSession) -> None
 
 
 def test_a_second_writer_is_refused(kept: Site, spark: SparkSession) -> None:
-    refused = pytest.raises(TableBusy, match="another process writes visitors")
-    with WriterLocks(kept.lake, ["visitors"]), refused, kept.running(spark):
-        pytest.fail("it started")
-    with kept.running(spark):
+    with WriterLocks(kept.lake, ["visitors"]):
+        with pytest.raises(TableBusy, match="another process writes visitors"), kept.running(spark):
+            pytest.fail("it started")
         command = [sys.executable, "jobs/run_gold.py", "--lake", str(kept.lake.root), "--pipeline"]
         done = subprocess.run(
             [*command, kept.settings.pipeline],
@@ -129,7 +130,7 @@ def test_a_second_writer_is_refused(kept: Site, spark: SparkSession) -> None:
             env={**os.environ, "MILLRACE_SPARK_REHEARSE": "false", "MILLRACE_SPARK_DRIVER_MEMORY": "512m"},
             capture_output=True,
             text=True,
-            timeout=180,
+            timeout=400,
             check=False,
         )
         assert done.returncode == 1
@@ -174,7 +175,7 @@ def test_killed_at_every_crash_point_nothing_is_lost_or_counted_twice(
         place.send(mixture(100 * number, 60))
         process = driver(place, point)
         try:
-            assert process.wait(180) == -signal.SIGKILL, point
+            assert process.wait(400) == -signal.SIGKILL, point
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -183,6 +184,17 @@ def test_killed_at_every_crash_point_nothing_is_lost_or_counted_twice(
     place.run_until_arrived(spark)
     assert_exact(place.lake, place.pipeline, place.records)
     assert verified(spark, place) == ALL_EQUAL
+
+
+def metrics_of(log: Path) -> dict[str, float]:
+    """What a driver serves at the address that its log names: its JVM and its queries too."""
+    address = re.findall(r"metrics at (\S+)", log.read_text())[-1]
+    with urllib.request.urlopen(address, timeout=30) as answer:
+        lines = [line.rpartition(" ") for line in answer.read().decode().splitlines() if not line.startswith("#")]
+    found = {name: float(value) for name, _, value in lines}
+    assert found["millrace_lakehouse_spark_up"] == 1
+    assert found["jvm_process_resident_memory_bytes"] > found["process_resident_memory_bytes"] > 0
+    return found
 
 
 def test_stages_in_drivers_of_their_own_by_spark_submit(new_site: Callable[[], Site], spark: SparkSession) -> None:
@@ -203,13 +215,17 @@ def test_stages_in_drivers_of_their_own_by_spark_submit(new_site: Callable[[], S
             )
     try:
         alive = lambda: all(process.poll() is None for process in drivers)  # noqa: E731
-        eventually(place.arrived(), 240, alive)
+        eventually(place.arrived(), 600, alive)
         place.send(mixture(30, 60))
-        eventually(place.arrived(), 120, alive)
+        eventually(place.arrived(), 600, alive)
+        for query in ("bronze-clicks", "silver-clicks", "gold-clicks"):
+            log = place.lake.root.parent / f"{query.partition('-')[0]}.log"
+            taken = f'millrace_lakehouse_events_total{{query="{query}",what="taken"}}'
+            eventually(lambda log=log, taken=taken: metrics_of(log).get(taken) == len(place.records), 60, alive)
     finally:
         for process in drivers:
             os.killpg(process.pid, signal.SIGTERM)
         for process in drivers:
-            process.wait(60)
+            process.wait(120)
     assert_exact(place.lake, place.pipeline, place.records)
     assert verified(spark, place) == ALL_EQUAL

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 from deltalake import DeltaTable
 from pyspark.sql import Row, SparkSession
 
-from lakehouse.bronze.query import BronzeWriter, starting_offsets, to_bronze, without_known
+from lakehouse.bronze.offsets import events_waiting, starting_offsets
+from lakehouse.bronze.query import BronzeWriter, to_bronze, without_known
 from lakehouse.bronze.table import COLUMNS, Progress, create, progress
 from lakehouse.contract.envelope import Envelope, fingerprint
 from lakehouse.contract.lake import Lake
@@ -183,8 +185,12 @@ def test_bronze_alone_takes_everything_as_it_came(new_site: Callable[[], Site], 
     place = new_site()
     place.send(mixture(0, 40))
     table = place.lake.bronze("clicks")
+    source = place.pipeline.sources["clicks"]
+    assert events_waiting(spark, place.settings, source, place.bootstrap) == len(place.records)
     with place.running(spark, Stages(layers=())) as alive:
         eventually(lambda: sum(progress(table).offsets.values()) == len(place.records), alive=alive)
+    assert events_waiting(spark, place.settings, source, place.bootstrap) == 0
+    assert events_waiting(spark, place.settings, replace(source, topic="no-such-topic"), place.bootstrap) == 0
     payloads = DeltaTable(str(table.path)).to_pyarrow_table(columns=["payload"])["payload"].to_pylist()
     assert sorted(payloads, key=str) == sorted((record.payload for record in place.records), key=str)
     assert [ref.name for ref in place.lake.tables()] == ["clicks"]

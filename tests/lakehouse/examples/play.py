@@ -151,10 +151,10 @@ class Example:
     def wait(self, thread: threading.Thread, *, alive: bool = True) -> None:
         """Wait until every product holds all of bronze; or, with ``alive`` false, until the driver has ended."""
         if not alive:
-            thread.join(180)
+            thread.join(400)
             return
         ends = {name: dict(self._ends(name)) for name in self.pipeline.sources}
-        eventually(lambda: all(self._reached(p, ends) for p in self.pipeline.products.values()), 180, thread.is_alive)
+        eventually(lambda: all(self._reached(p, ends) for p in self.pipeline.products.values()), 400, thread.is_alive)
 
     def _ends(self, source: str) -> Iterator[tuple[str, int]]:
         topic = self.pipeline.sources[source].topic

@@ -17,8 +17,10 @@ WITHIN = 600_000
 
 
 def scene() -> list[Event]:
-    """Thirteen minutes: one impression in ten, and their clicks, half of which come before their impression."""
-    found = [e for e in islice(SCENES["ads"](5, START_MS), 40_000) if str(e[1]["impression_id"]).endswith("3")]
+    """Thirteen minutes: one clicked impression in ten and one in a hundred of the others; half of the clicks early."""
+    every = list(islice(SCENES["ads"](5, START_MS), 40_000))
+    clicked = {e["impression_id"] for source, e in every if source == "clicks"}
+    found = [e for e in every if e[1]["impression_id"].endswith("3" if e[1]["impression_id"] in clicked else "13")]
     early = [n for n, (source, _) in enumerate(found) if source == "clicks" and n % 2]
     for n in early:
         found.insert(0, found.pop(n))
@@ -59,7 +61,7 @@ def time_to_click(events: list[Event]) -> dict[str, tuple[int, int, int]]:
 def test_click_through_and_time_to_click(tmp_path: Path, spark: SparkSession) -> None:
     events = scene()
     example = Example(tmp_path, "ads")
-    chunks = list(parts(events, [1_000, 800, 1_200]))
+    chunks = list(parts(events, [170, 130, 200]))
     assert sum(len(times) for times in pairs(events).values()) > 50
     assert any(len(times) > 1 for times in pairs(events).values())
     example.write(chunks[0])  # built from bronze at the start

@@ -24,7 +24,10 @@ def scene() -> list[Event]:
     few = [event for event in found if int(event[1]["visitor"][1:]) % 4 == 0]
     late = [event for event in few if event[1]["visitor"].endswith("8")]
     rest = [event for event in few if not event[1]["visitor"].endswith("8")]
-    return [*rest[: len(rest) * 3 // 4], *late, *rest[len(rest) * 3 // 4 :]]
+    alike = {**found[0][1], "visitor": "exact", "kind": "view"}
+    exact = [(found[0][0], {**alike, "action_id": 10**9 + n, "at": START_MS + n * GAP}) for n in range(3)]
+    # Just the gap apart, two of them in one batch: three visits.
+    return [*exact[:2], *rest[: len(rest) * 3 // 4], *late, *rest[len(rest) * 3 // 4 :], exact[2]]
 
 
 def views(events: list[Event]) -> dict[tuple[Any, str], int]:

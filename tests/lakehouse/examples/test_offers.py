@@ -20,6 +20,7 @@ from ingest.broker import EmbeddedBroker
 from ingest.simulate.scenes.offers import Offer, feed_rows, offer, write_feeds
 from jobs.broker import ensure_topics
 from lakehouse.bronze.table import progress
+from lakehouse.checkpoint import version_of
 from lakehouse.contract.envelope import Envelope, fingerprint
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, load_pipeline
@@ -29,7 +30,6 @@ from lakehouse.feeds.load import load
 from lakehouse.feeds.model import Job
 from lakehouse.feeds.staging import rebuild
 from lakehouse.gold.store import ProductStore
-from lakehouse.live import version_of
 from lakehouse.replay import verify
 from lakehouse.stream import Stages, run
 from serve.query import run_sql

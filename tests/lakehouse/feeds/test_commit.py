@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -71,6 +73,49 @@ def test_rows_come_with_the_place_to_go_on_from(lake: Lake) -> None:
     assert len(set(found["bronze_at"].to_pylist())) == 2
     assert {row["bronze_at"].date() for row in found.to_pylist()} == set(found["date"].to_pylist())
     assert version == DeltaTable(str(lake.bronze("offers").path)).version() == 2
+    committer.close()
+
+
+LOADER = """
+import sys
+from pathlib import Path
+from lakehouse.contract.lake import Lake
+from tests.lakehouse.feeds.test_commit import ONE, Committer, Done, part, sealer
+Committer(Lake(Path(sys.argv[1])), "offers", sealer()).commit([part(Done(ONE), 3, ended=True)])
+"""
+
+
+def test_two_loaders_that_start_together_both_know_what_is_in(lake: Lake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is still looking at the empty table while the other commits a file: it must not set the ledger back."""
+    filled = Ledger._filled
+
+    def slowly(ledger: Ledger, delta: DeltaTable) -> list[Done]:
+        found = filled(ledger, delta)
+        monkeypatch.setattr(Ledger, "_filled", filled)
+        subprocess.run([sys.executable, "-c", LOADER, str(lake.root)], cwd=Path(__file__).parents[3], check=True)
+        return found
+
+    monkeypatch.setattr(Ledger, "_filled", slowly)
+    committer = Committer(lake, "offers", sealer())
+    assert committer.look(ONE) == Done(ONE, 3, 0, 10, True)
+    with pytest.raises(FileTaken):
+        committer.commit([part(Done(ONE), 3)])
+    assert table_of(lake).num_rows == 3
+    committer.close()
+
+
+def test_what_is_missing_from_the_ledger_is_not_passed_over_by_a_note(lake: Lake) -> None:
+    committer = Committer(lake, "offers", sealer())
+    committer.commit([part(Done(OTHER), 2, ended=True)])
+    stale = DeltaTable(str(lake.bronze("offers").path), version=0)
+    with committer.ledger._env.begin(write=True) as txn:  # as if the ledger were behind by that commit
+        txn.delete(OTHER.encode())
+        txn.put(b"\x00position", f"{stale.metadata().id}/0".encode())
+    now = DeltaTable(str(lake.bronze("offers").path))
+    write_deltalake(str(lake.bronze("offers").path), table_of(lake).slice(0, 0), mode="append")
+    now.update_incremental()
+    committer.ledger.note([Done(ONE, 1)], now)
+    assert committer.look(OTHER) == Done(OTHER, 2, 0, 10, True)
     committer.close()
 
 

@@ -96,7 +96,7 @@ def test_bad_files_do_not_stop_the_others(tmp_path: Path) -> None:
 def test_a_killed_load_goes_on_inside_the_file(tmp_path: Path, crash_at: str) -> None:
     rows = large(tmp_path / "in.jsonl")
     killed = loader(tmp_path, tmp_path / "in.jsonl", crash_at=crash_at)
-    assert killed.communicate(timeout=120)[0] == ""
+    assert killed.communicate(timeout=300)[0] == ""
     assert killed.returncode == -signal.SIGKILL
     before = bronze(job(tmp_path)).num_rows
     assert 0 < before < len(rows)
@@ -112,7 +112,7 @@ def test_several_loaders_share_the_files(tmp_path: Path) -> None:
     for number, rows in enumerate(made):
         write_jsonl(tmp_path / f"in/{number}.jsonl", rows)
     loaders = [loader(tmp_path, tmp_path / "in") for _ in range(3)]
-    told = [one.communicate(timeout=180)[0].split("\n") for one in loaders]
+    told = [one.communicate(timeout=300)[0].split("\n") for one in loaders]
     assert [one.returncode for one in loaders] == [0, 0, 0]
     states = [line.split()[0] for lines in told for line in lines if line]
     assert len(states) == 36

@@ -251,7 +251,9 @@ def test_a_streak_survives_a_restart_and_silence_is_noted_now_and_then(
         loads.put(("Ulm", at(0), 11, 0.0))
     driver.turn()
     info = DeltaTable(str(lake.table("gold", "alerts").path)).history(limit=1)[0]
-    assert json.loads(info[COMMIT_ALERTS])["a"]["streaks"] == {'{"city": "Ulm"}': {"versions": 3, "since": 1767268800000}}
+    assert json.loads(info[COMMIT_ALERTS])["a"]["streaks"] == {
+        '{"city": "Ulm"}': {"versions": 3, "since": 1767268800000}
+    }
     assert rows_of(lake, "alerts") == []
     loads.put(("Ulm", at(0), 11, 0.0))
     Driver(lake, a_pipeline(alerts=[alert])).turn()

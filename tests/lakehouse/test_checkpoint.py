@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lakehouse.live import Checkpoint, offset_of, version_of
+from lakehouse.checkpoint import Checkpoint, offset_of, version_of
 
 OFFSET = '{"sourceVersion":1,"reservoirId":"x","reservoirVersion":%d,"index":%d,"isStartingVersion":false}'
 

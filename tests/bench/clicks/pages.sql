@@ -1,0 +1,2 @@
+SELECT received_at, page
+FROM views

@@ -1,0 +1,2 @@
+SELECT received_at, visitor
+FROM views
