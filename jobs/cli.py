@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
@@ -145,7 +146,9 @@ def run(
 
     def started(metrics: str) -> None:
         marker.parent.mkdir(parents=True, exist_ok=True)
-        marker.write_text(json.dumps({"started": time.time(), "metrics": metrics}), encoding="utf-8")
+        marker.write_text(
+            json.dumps({"started": time.time(), "pid": os.getpid(), "metrics": metrics}), encoding="utf-8"
+        )
         err.print(f"the pipeline runs; metrics at {metrics}")
 
     log_to_stderr()
@@ -178,7 +181,8 @@ def serve(
         common = ["--lake", str(settings.lake), "--pipeline", settings.pipeline]
         run_async(lambda stop: serve_many(settings, common, ready=ready, stop=stop))
         return
-    run_async(lambda stop: run_server(settings, ready=ready, stop=stop, shared=mark is not None))
+    name = mark.stem if mark is not None else ""
+    run_async(lambda stop: run_server(settings, ready=ready, stop=stop, shared=bool(name), alone=True, name=name))
 
 
 @app.command()
@@ -186,13 +190,19 @@ def up(
     lake: LakeOption = None,
     pipeline: PipelineOption = None,
     upstream: Annotated[str | None, typer.Option(help="Upstream of every source, instead of the pipeline's.")] = None,
+    inbox: Annotated[
+        list[str] | None,
+        typer.Option(help="Load what arrives in this folder: DIR, or SOURCE=DIR; may be repeated."),
+    ] = None,
 ) -> None:
-    """Run everything, supervised: broker, collector, Spark driver and server; Ctrl-C stops it all."""
-    from jobs.up import Stack
+    """Run everything, supervised: broker, collector, Spark driver, server and feeds; Ctrl-C stops it all."""
+    from jobs.up import Stack, inbox_folders
+    from lakehouse.contract.pipeline import load_pipeline
 
     settings = load_settings(lake=lake, pipeline=pipeline)
+    folders = inbox_folders(inbox or [], list(load_pipeline(settings.pipeline_folder()).sources))
     log_to_stderr()
-    stack = Stack(settings, upstream=upstream or "")
+    stack = Stack(settings, upstream=upstream or "", feeds=True, inboxes=folders)
     stopping: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda received, _: stopping.append(received))

@@ -9,13 +9,17 @@ import sys
 from datetime import UTC, datetime
 
 from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.trace import FIELDS
 
 VARIABLE = "MILLRACE_LOG"
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: ``at`` (UTC, RFC 3339), ``level``, ``logger``, ``message``, ``process``, ``error``."""
+    """One JSON object a line: ``at`` (UTC, RFC 3339), ``level``, ``logger``, ``message``, ``process``, ``error``.
+
+    A line about one event has its ``event_id``, ``source`` and ``tenant`` too (:mod:`lakehouse.contract.trace`).
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         """The line."""
@@ -26,6 +30,7 @@ class JsonFormatter(logging.Formatter):
             "message": record.getMessage(),
             "process": record.process,
         }
+        line |= {name: getattr(record, name) for name in FIELDS if hasattr(record, name)}
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
         return json.dumps(line)

@@ -109,14 +109,16 @@ class Playing:
 
     async def halt(self, stack: Stack) -> Progress | None:
         """Tell the player to end where it is; how far it is once it has sent what was due."""
-        pid = stack.supervisor.pid("player")
-        if pid is not None:
-            os.kill(pid, signal.SIGUSR1)
+        told = False
         progress: Progress | None = None
-        for _ in range(50):
+        for _ in range(150):
             progress = await asyncio.to_thread(self.progress)
-            if progress is None or progress.done:
+            if progress.done if progress is not None else told:
                 break
+            pid = stack.supervisor.pid("player")
+            if progress is not None and pid is not None and not told:
+                os.kill(pid, signal.SIGUSR1)  # not before it answers: a player that still starts would die of it
+                told = True
             await asyncio.sleep(0.1)
         return progress
 

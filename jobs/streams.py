@@ -13,6 +13,7 @@ from pathlib import Path
 from jobs.broker import ensure_topics, resolve_kafka
 from jobs.log import log_to_stderr
 from lakehouse.contract.errors import MillraceError
+from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.contract.settings import Settings, load_settings
 from lakehouse.stream import Stages, run
@@ -39,9 +40,16 @@ def main(description: str, stages: Stages, argv: Sequence[str] | None = None) ->
 
 
 def run_stages(
-    settings: Settings, stages: Stages, *, accept_loss: bool = False, started: Callable[[], None] | None = None
+    settings: Settings, stages: Stages, *, accept_loss: bool = False, started: Callable[[str], None] | None = None
 ) -> None:
-    """Run the stages of the settings' pipeline until SIGINT or SIGTERM."""
+    """Run the stages of the settings' pipeline until SIGINT or SIGTERM.
+
+    Args:
+        settings: of the process.
+        stages: which part of the pipeline.
+        accept_loss: go on where Kafka lost what bronze had not taken.
+        started: called with the URL of the driver's metrics once all queries run.
+    """
     pipeline = load_pipeline(settings.pipeline_folder())
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -49,6 +57,9 @@ def run_stages(
     if stages.bronze:
         settings = resolve_kafka(settings, "lakehouse")
     bootstrap = settings.kafka.bootstrap if stages.bronze else ""
+    from jobs.driver_metrics import serve_metrics
+    from lakehouse.counts import EVENTS
+    from lakehouse.maintain.beside import Caretaker
     from lakehouse.rehearse import rehearse
     from lakehouse.session import build_session
 
@@ -56,17 +67,26 @@ def run_stages(
     try:
         if stages.layers and settings.spark.rehearse:
             log.info("rehearsed in %.1f s", rehearse(spark, settings, pipeline))
+            EVENTS.clear()
         if stages.bronze:
             ensure_topics(pipeline, bootstrap, security=settings.kafka.security)
-        run(
-            spark,
-            settings,
-            pipeline,
-            stages,
-            bootstrap=bootstrap,
-            stop=stop,
-            started=started,
-            accept_loss=accept_loss,
-        )
+        lake = Lake(settings.lake)
+        with serve_metrics(spark, lake, settings.spark.metrics_port) as url, Caretaker(lake, pipeline):
+
+            def tell() -> None:
+                log.info("metrics at %s", url)
+                if started is not None:
+                    started(url)
+
+            run(
+                spark,
+                settings,
+                pipeline,
+                stages,
+                bootstrap=bootstrap,
+                stop=stop,
+                started=tell,
+                accept_loss=accept_loss,
+            )
     finally:
         spark.stop()

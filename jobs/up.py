@@ -1,29 +1,34 @@
-"""All of Millrace under one supervisor: broker, collector, Spark driver, server (and, in a demo, the player)."""
+"""All of Millrace under one supervisor: broker, collector, Spark driver, server, loaders (in a demo, the player)."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import random
 import socket
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ingest.broker import EmbeddedBroker
 from jobs.broker import apply_topics, embedded, resolve_kafka
+from jobs.status import ADDRESSES, DRIVER, FEEDS, INBOX, PARTS, write_note
 from jobs.supervise import Child, Supervisor
-from lakehouse.contract.errors import MillraceError
+from lakehouse.contract.errors import ConfigError, MillraceError
 from lakehouse.contract.kafkasecurity import ClientSecurity
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.contract.settings import Settings
 
 log = logging.getLogger(__name__)
+
+_PORTS = range(20_000, 32_000)  # below those that Linux takes for outgoing connections
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +53,23 @@ class Stack:
         settings: of all parts.
         upstream: URL that is read instead of the pipeline's, for every source.
         upstreams: the same by source.
+        feeds: fetch the feeds that the pipeline declares.
+        inboxes: folders whose files are loaded, by source.
     """
 
-    def __init__(self, settings: Settings, *, upstream: str = "", upstreams: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        upstream: str = "",
+        upstreams: Mapping[str, str] | None = None,
+        feeds: bool = False,
+        inboxes: Mapping[str, Path] | None = None,
+    ) -> None:
         self._settings = settings
         self._lake = Lake(settings.lake)
+        self._feeds = feeds
+        self._inboxes = dict(inboxes or {})
         self._urls = [upstream] if upstream else [f"{name}={url}" for name, url in (upstreams or {}).items()]
         self._broker: EmbeddedBroker | None = None
         self._broker_due = 0.0
@@ -60,6 +77,7 @@ class Stack:
         self.supervisor = Supervisor()
         self.restarts_of_broker = 0
         self._parts: dict[str, int | None] = {}
+        self._where: dict[str, str] = {}
         self.address = Address("", "", settings.kafka.bootstrap)
 
     def start(self) -> None:
@@ -69,7 +87,7 @@ class Stack:
         collect = settings.collect.port or free_port()
         state = self._lake.state / "run"
         state.mkdir(parents=True, exist_ok=True)
-        (state / "lakehouse.json").unlink(missing_ok=True)
+        (state / DRIVER).unlink(missing_ok=True)
         common = ["--lake", str(settings.lake), "--pipeline", settings.pipeline]
         bootstrap = self._start_broker()
         kafka = ["--kafka", bootstrap]
@@ -79,8 +97,20 @@ class Stack:
         self._child("collect", ["collect", *common, *kafka, "--port", str(collect), *urls])
         host = settings.serve.host
         if any(source.latest_topic for source in load_pipeline(settings.pipeline_folder()).sources.values()):
-            self._child("latest", ["latest", *common, *kafka])
+            self._measured_child("latest", ["latest", *common, *kafka])
+        self.start_loaders()
         self.address = Address(f"http://{host}:{serve}", f"http://{settings.collect.host}:{collect}", bootstrap)
+        self._where |= {"serve": self.address.serve, "collect": self.address.collect, "broker": bootstrap}
+
+    def start_loaders(self) -> None:
+        """Start what brings files in: one process for all feeds, and one for each inbox."""
+        common = ["--lake", str(self._settings.lake), "--pipeline", self._settings.pipeline]
+        sources = load_pipeline(self._settings.pipeline_folder()).sources
+        if self._feeds and any(source.feeds for source in sources.values()):
+            self._measured_child(FEEDS, ["load", "--feeds", "--node", FEEDS, *common])
+        for source, folder in self._inboxes.items():
+            name = f"{INBOX}{source}"
+            self._measured_child(name, ["load", "--watch", str(folder), "--source", source, "--node", name, *common])
 
     def security(self) -> ClientSecurity:
         """How who only reads logs in to the broker."""
@@ -89,7 +119,7 @@ class Stack:
     def waiting_for(self) -> list[str]:
         """Parts that are not ready yet."""
         parts = {
-            "the Spark driver": (self._lake.state / "run" / "lakehouse.json").is_file(),
+            "the Spark driver": (self._lake.state / "run" / DRIVER).is_file(),
             "the server": _ready(f"{self.address.serve}/readyz"),
             "the collector": _ready(f"{self.address.collect}/readyz"),
         }
@@ -109,7 +139,8 @@ class Stack:
 
     def stop(self, each: Callable[[str], None] = lambda _: None) -> None:
         """Stop every part, sources first; returns when nothing of them is left."""
-        for name in ("player", "collect", "latest", "lakehouse", "serve"):
+        loaders = [name for name in self.supervisor.restarts if name == FEEDS or name.startswith(INBOX)]
+        for name in ("player", "collect", *loaders, "latest", "lakehouse", "serve"):
             each(name)
             self.supervisor.stop(name)
         if self._broker is not None:
@@ -119,15 +150,13 @@ class Stack:
             self._broker.stop()
 
     def _note_parts(self) -> None:
-        """Keep ``_millrace/run/parts.json`` true: process id by part."""
+        """Keep ``_millrace/run/parts.json`` true: process id by part; and beside it where the parts listen."""
         parts = {name: self.supervisor.pid(name) for name in self.supervisor.restarts}
         parts["broker"] = self._broker.pid if self._broker is not None else None
         if parts != self._parts:
             self._parts = parts
-            file = self._lake.state / "run" / "parts.json"
-            draft = file.with_suffix(".new")
-            draft.write_text(json.dumps(parts), encoding="utf-8")
-            draft.replace(file)
+            write_note(self._lake.state / "run" / ADDRESSES, self._where)
+            write_note(self._lake.state / "run" / PARTS, parts)
 
     def log_file(self, name: str) -> Path:
         """Where a part writes what it prints."""
@@ -161,15 +190,45 @@ class Stack:
             log.warning("%s", error)
             self._broker_due = time.monotonic() + 2.0
 
+    def _measured_child(self, name: str, command: list[str]) -> None:
+        """A part that has no HTTP but its metrics."""
+        port = free_port()
+        self._where[name] = f"http://127.0.0.1:{port}"
+        self._child(name, [*command, "--metrics-port", str(port)])
+
     def _child(self, name: str, command: list[str]) -> None:
         self.supervisor.start(Child(name, command, self.log_file(name)))
 
 
+def inbox_folders(given: Sequence[str], sources: Sequence[str]) -> dict[str, Path]:
+    """Folder by source from ``DIR`` (where there is one source) and ``SOURCE=DIR``.
+
+    Raises:
+        ConfigError: there is no such source or folder, or it is not clear whose files they are.
+    """
+    found: dict[str, Path] = {}
+    for text in given:
+        name, equals, folder = text.partition("=")
+        if not equals:
+            name, folder = sources[0] if len(sources) == 1 else "", text
+        if name not in sources:
+            problem = f"there is no source {name!r}" if equals else "whose files are they?"
+            raise ConfigError(
+                problem, key="--inbox", remedy=f"Write SOURCE=DIR with one of the sources {', '.join(sources)}"
+            )
+        if not Path(folder).is_dir():
+            raise ConfigError(f"there is no folder {folder}", key="--inbox", remedy="Make it, or name another")
+        found[name] = Path(folder)
+    return found
+
+
 def free_port() -> int:
-    """A free port of the loopback address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A free port of the loopback address, so that a part which is started again finds it free (as the broker's)."""
+    for port in [*random.sample(_PORTS, 200), 0]:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return int(probe.getsockname()[1])
+    raise AssertionError("port 0 is always free")
 
 
 def get_json(url: str, timeout_s: float = 5.0) -> Any:

@@ -7,7 +7,8 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +18,9 @@ from rich.table import Column, Table
 
 from jobs.console import JsonOption, LakeOption, PipelineOption, err, out, print_json
 from jobs.log import log_to_stderr
+from jobs.metrics import MetricsPortOption, metrics_server
 from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.feed import LOADER
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, Source, load_pipeline
 from lakehouse.contract.settings import Settings, load_settings
@@ -25,6 +28,7 @@ from lakehouse.contract.tomlfile import duration_ms
 
 if TYPE_CHECKING:
     from lakehouse.feeds.load import Load
+    from lakehouse.feeds.metrics import LoaderMetrics
     from lakehouse.feeds.model import FileReport, Job, Step
 
 log = logging.getLogger(__name__)
@@ -46,11 +50,12 @@ def load(
     ] = 1.0,
     gate: Annotated[bool, typer.Option("--gate", help="Ask the source's expectations before each commit.")] = False,
     sla: Annotated[str | None, typer.Option(help="How long the load may take, e.g. '1 hour'.")] = None,
-    node: Annotated[str, typer.Option(help="Id of this loader.")] = "loader-1",
+    node: Annotated[str, typer.Option(help="Id of this loader.")] = LOADER,
     watch: Annotated[Path | None, typer.Option(help="Load what arrives in this folder, until stopped.")] = None,
     feeds: Annotated[bool, typer.Option("--feeds", help="Fetch the pipeline's feeds, until stopped.")] = False,
     once: Annotated[bool, typer.Option("--once", help="With --watch or --feeds: what there is now, then end.")] = False,
     settle: Annotated[float, typer.Option(help="With --watch: seconds that a file must be still.", min=0)] = 2.0,
+    metrics_port: MetricsPortOption = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Read and count, and write nothing.")] = False,
     lake: LakeOption = None,
     pipeline: PipelineOption = None,
@@ -70,9 +75,12 @@ def load(
     make = _Jobs(settings, {**options, "max_rejects": max_rejects, "gate": gate})
     allowed_s = duration_ms(_duration(sla)) / 1000 if sla else None
     if feeds:
-        _serve_feeds(make, loaded, source, workers, once=once, as_json=as_json)
+        with _counting(metrics_port) as metrics:
+            _serve_feeds(make, loaded, source, workers, metrics, once=once, as_json=as_json)
     elif watch is not None:
-        _serve_inbox(make.job(_source(loaded, source)), watch, settle, workers, allowed_s, once=once, as_json=as_json)
+        job = make.job(_source(loaded, source))
+        with _counting(metrics_port) as metrics:
+            _serve_inbox(job, watch, settle, workers, allowed_s, metrics, once=once, as_json=as_json)
     else:
         _load_now(make.job(_source(loaded, source)), paths or [], workers, allowed_s, as_json=as_json)
 
@@ -88,8 +96,26 @@ def _load_now(job: Job, paths: Sequence[str], workers: int, allowed_s: float | N
     raise typer.Exit(status_of([done]))
 
 
+@contextmanager
+def _counting(port: int | None) -> Iterator[LoaderMetrics]:
+    """The counts of a loader that serves, with ``/metrics`` where a port is given."""
+    from lakehouse.feeds.metrics import LoaderMetrics
+
+    metrics = LoaderMetrics()
+    with metrics_server(port, metrics):
+        yield metrics
+
+
 def _serve_inbox(
-    job: Job, folder: Path, settle_s: float, workers: int, allowed_s: float | None, *, once: bool, as_json: bool
+    job: Job,
+    folder: Path,
+    settle_s: float,
+    workers: int,
+    allowed_s: float | None,
+    metrics: LoaderMetrics,
+    *,
+    once: bool,
+    as_json: bool,
 ) -> None:
     from lakehouse.feeds.inbox import Inbox
     from lakehouse.feeds.serve import watch_inbox
@@ -98,7 +124,8 @@ def _serve_inbox(
         raise ConfigError(f"there is no folder {folder}", key="--watch", remedy="Make it, or name another")
     stop = _stopped_by_signals()
     err.print(f"watching {folder}; done files go to {folder}/done, others to {folder}/failed")
-    loads = watch_inbox(job, Inbox(folder, settle_s), stop, workers=workers, allowed_s=allowed_s, once=once)
+    inbox = Inbox(folder, settle_s)
+    loads = watch_inbox(job, inbox, stop, workers=workers, allowed_s=allowed_s, once=once, metrics=metrics)
     statuses = []
     for done in loads:
         _say(done, as_json)
@@ -106,7 +133,16 @@ def _serve_inbox(
     raise typer.Exit(max(statuses, default=0) if once else 0)
 
 
-def _serve_feeds(make: _Jobs, pipeline: Pipeline, only: str | None, workers: int, *, once: bool, as_json: bool) -> None:
+def _serve_feeds(
+    make: _Jobs,
+    pipeline: Pipeline,
+    only: str | None,
+    workers: int,
+    metrics: LoaderMetrics,
+    *,
+    once: bool,
+    as_json: bool,
+) -> None:
     from lakehouse.feeds.serve import run_feeds
 
     sources = [_source(pipeline, only)] if only else [s for s in pipeline.sources.values() if s.feeds]
@@ -115,7 +151,8 @@ def _serve_feeds(make: _Jobs, pipeline: Pipeline, only: str | None, workers: int
     stop = _stopped_by_signals()
     failures = 0
     statuses = []
-    for outcome in run_feeds([make.job(source) for source in sources], stop, workers=workers, once=once):
+    jobs = [make.job(source) for source in sources]
+    for outcome in run_feeds(jobs, stop, workers=workers, once=once, metrics=metrics):
         if outcome.load is not None:
             _say(outcome.load, as_json)
             statuses.append(status_of([outcome.load]))

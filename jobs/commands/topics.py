@@ -12,6 +12,7 @@ from rich.markup import escape
 
 from jobs.console import JsonOption, KafkaOption, LakeOption, PipelineOption, err, out, print_json
 from jobs.log import log_to_stderr
+from jobs.metrics import Counts, MetricsPortOption, metrics_server
 from lakehouse.contract.settings import load_settings
 
 
@@ -46,7 +47,12 @@ def topics(
     raise typer.Exit(1 if any(remark.severity == ALARM for remark in remarks) else 0)
 
 
-def latest(lake: LakeOption = None, pipeline: PipelineOption = None, kafka: KafkaOption = None) -> None:
+def latest(
+    lake: LakeOption = None,
+    pipeline: PipelineOption = None,
+    kafka: KafkaOption = None,
+    metrics_port: MetricsPortOption = None,
+) -> None:
     """Keep the newest event of each key in TOPIC.latest, for the sources that say latest_topic."""
     from ingest.latest import LatestMirror
     from jobs.broker import resolve_kafka
@@ -59,4 +65,6 @@ def latest(lake: LakeOption = None, pipeline: PipelineOption = None, kafka: Kafk
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
-    mirror.run(stop, ready=lambda: err.print("copying"))
+    counts = Counts("millrace_latest_copied", "Records copied to TOPIC.latest", lambda: mirror.copied)
+    with metrics_server(metrics_port, counts):
+        mirror.run(stop, ready=lambda: err.print("copying"))

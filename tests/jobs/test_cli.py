@@ -30,7 +30,7 @@ def millrace(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str
         env={"PATH": path, "HOME": str(Path.home()), "COLUMNS": "200", **environ},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
 

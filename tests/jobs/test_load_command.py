@@ -53,7 +53,7 @@ def test_a_watched_folder_and_another_way_to_start_it(place: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(ROOT / "jobs" / "load_feed.py"), "--watch", str(place / "in"), "--once"]
     done = subprocess.run(
-        [*command, "--settle=0", "--workers=1", "--json"], env=environment, capture_output=True, text=True, timeout=120
+        [*command, "--settle=0", "--workers=1", "--json"], env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["ok"]

@@ -14,10 +14,12 @@ CODE = """
 import logging
 from jobs.log import log_to_stderr
 from lakehouse.contract.settings import load_settings
+from lakehouse.contract.trace import about
 load_settings()
 log_to_stderr()
 logging.getLogger("one").info('with "quotes" and\\nlines %d', 7)
 logging.getLogger("kafka.x").info("chatter")
+logging.getLogger("one").info("gone", extra=about("~1", "clicks", "t"))
 try:
     1 / 0
 except ZeroDivisionError:
@@ -27,16 +29,17 @@ except ZeroDivisionError:
 
 def said(kind: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", CODE], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", CODE], cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=300,
         env={"PATH": "", "MILLRACE_LOG": kind}, check=False,
     )  # fmt: skip
 
 
 def test_json_a_line() -> None:
-    first, second = map(json.loads, said("json").stderr.splitlines())
+    first, about, second = map(json.loads, said("json").stderr.splitlines())
     assert datetime.fromisoformat(first.pop("at")).tzinfo is not None
     assert first.pop("process") > 0
     assert first == {"level": "INFO", "logger": "one", "message": 'with "quotes" and\nlines 7'}
+    assert (about["message"], about["event_id"], about["source"], about["tenant"]) == ("gone", "~1", "clicks", "t")
     assert (second["message"], second["level"]) == ("failed", "ERROR")
     assert "ZeroDivisionError" in second["error"]
 

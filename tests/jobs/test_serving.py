@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -14,6 +16,12 @@ import httpx
 from tests.serve.lakes import top_topics, topics, window
 
 PATIENCE_S = 60
+LONG = {"MILLRACE_SERVE_SQL_TIMEOUT_S": "300"}
+
+
+def started(root: Path, **environ: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "jobs.cli", "serve", "--lake", str(root), "--port", "0", "--processes", "2"]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environ})
 
 
 def children(pid: int) -> list[int]:
@@ -23,8 +31,7 @@ def children(pid: int) -> list[int]:
 def test_two_processes_share_a_port(tmp_path: Path) -> None:
     root = tmp_path / "lake"
     top_topics(root).overwrite(topics(0, [5]), [window(0)])
-    command = [sys.executable, "-m", "jobs.cli", "serve", "--lake", str(root), "--port", "0", "--processes", "2"]
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    server = started(root)
     try:
         assert server.stderr is not None
         line = server.stderr.readline()
@@ -46,6 +53,41 @@ def test_two_processes_share_a_port(tmp_path: Path) -> None:
         server.kill()
         server.wait()
         assert server.stderr is not None
+        server.stderr.close()
+
+
+async def test_any_process_ends_a_statement_and_tells_the_metrics_of_all(tmp_path: Path) -> None:
+    root = tmp_path / "lake"
+    top_topics(root).overwrite(topics(0, [5]), [window(0)])
+    server = started(root, **LONG)
+    assert server.stderr is not None
+    try:
+        url = server.stderr.readline().split("serving at ")[1].strip()
+        async with contextlib.AsyncExitStack() as stack:
+            clients: dict[int, httpx.AsyncClient] = {}
+            while len(clients) < 2:  # each keeps to one connection, so to one process
+                limits = httpx.Limits(max_connections=1)
+                client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, limits=limits, timeout=300))
+                clients.setdefault((await client.get("/healthz")).json()["process"], client)
+            one, other = clients.values()
+            body = {"sql": "SELECT max(hash(range)) AS n FROM range(1000000000000)", "id": "long"}
+            running = asyncio.create_task(one.post("/v1/sql", json=body))
+            while (found := await other.delete("/v1/sql/long")).status_code == 404:
+                assert not running.done(), (await running).text
+                await asyncio.sleep(0.05)
+            assert (found.status_code, (await running).json()["code"]) == (202, "cancelled")
+            assert (await other.delete("/v1/sql/long")).status_code == 404
+            wanted = {f'millrace_serve_subscribers{{process="serve-{n}"}} 0.0' for n in (1, 2)}
+            lines: list[str] = []
+            async with asyncio.timeout(PATIENCE_S):  # one that does not answer in time is left out, on a busy machine
+                while not wanted <= set(lines):
+                    lines = (await other.get("/metrics")).text.splitlines()
+            ended = [line for line in lines if line.startswith('millrace_serve_sql_total{outcome="cancelled"')]
+            assert sorted(float(line.rpartition(" ")[2]) for line in ended) == [0.0, 1.0]
+            assert len([line for line in lines if line == "# TYPE millrace_serve_sql_total counter"]) == 1
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.wait(PATIENCE_S)
         server.stderr.close()
 
 
