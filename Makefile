@@ -8,7 +8,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 READY  := $(VENV)/.installed
 ARGS   ?=
 
-.PHONY: demo test check bench bench-log bench-lakehouse bench-fanout bench-lookup bench-sketches bench-collect soak cluster \
+.PHONY: demo test check bench bench-log bench-lakehouse bench-fanout bench-lookup bench-sketches bench-collect bench-publishers soak cluster \
   crashes chaos setup java lock clean
 .DEFAULT_GOAL := help
 
@@ -18,8 +18,9 @@ help:
 demo: setup
 	@$(VENV)/bin/millrace demo $(ARGS)
 
+# Two pytest processes side by side; ARGS go to both, and where they name tests there is one: make test ARGS="tests/serve -x"
 test: setup
-	@$(PY) -m pytest $(ARGS)
+	@$(PY) -m tests.halves $(ARGS)
 
 check: $(READY)
 	@$(VENV)/bin/ruff check .
@@ -47,6 +48,9 @@ bench-sketches: $(READY)
 
 bench-collect: setup
 	@$(PY) -m tests.bench.bench_collect $(ARGS)
+
+bench-publishers: setup
+	@$(PY) -m tests.bench.bench_publishers $(ARGS)
 
 soak: setup
 	@$(PY) -m pytest -m soak $(ARGS)

@@ -10,8 +10,14 @@ import pytest
 
 from ingest.broker import EmbeddedBroker
 
-# A busy machine is no failure; and what CI says of a commit stays what it said.
-hypothesis.settings.register_profile("millrace", deadline=None, derandomize=bool(os.environ.get("CI")))
+# A busy machine is no failure, and what a run says of a commit the next one says too. Other examples than those of a
+# test's own seed are looked for with HYPOTHESIS_EXPLORE=1.
+hypothesis.settings.register_profile(
+    "millrace",
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    derandomize=not os.environ.get("HYPOTHESIS_EXPLORE"),
+)
 hypothesis.settings.load_profile("millrace")
 
 

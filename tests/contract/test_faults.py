@@ -51,7 +51,7 @@ def test_it_kills_at_the_named_point_and_time(armed: str, printed: int, code: in
         env={"PYTHONPATH": str(ROOT), "MILLRACE_CRASH_AT": armed},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert (done.stdout.split(), done.returncode) == ([str(n) for n in range(printed)], code)

@@ -127,7 +127,7 @@ def test_offline_says_what_to_do(setup: Setup, monkeypatch: pytest.MonkeyPatch) 
 def test_two_processes_at_once_fetch_once(setup: Setup) -> None:
     command = [sys.executable, "-m", "lakehouse.contract.jars", "kafka"]
     both = [subprocess.Popen(command, stderr=subprocess.PIPE) for _ in range(2)]
-    said = [process.communicate(timeout=60)[1] for process in both]
+    said = [process.communicate(timeout=300)[1] for process in both]
     assert [process.returncode for process in both] == [0, 0], said
     assert sorted(set(setup.repository.served)) == sorted(setup.repository.served)
     assert missing_jars("kafka") == []

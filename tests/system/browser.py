@@ -53,7 +53,7 @@ def require_browser() -> Path:
 async def launched(path: Path) -> AsyncIterator[Browser]:
     """A headless browser with a fresh profile; closed, with its processes, at the end."""
     async with async_playwright() as playwright:
-        browser = await playwright.chromium.launch(executable_path=path, args=list(ARGUMENTS))
+        browser = await playwright.chromium.launch(executable_path=path, args=list(ARGUMENTS), timeout=120_000)
         try:
             yield browser
         finally:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,15 +22,17 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from deltalake import CommitProperties, DeltaTable, write_deltalake
-from playwright.async_api import BrowserContext, Page, WebSocketRoute, expect
+from playwright.async_api import BrowserContext, Error, Page, WebSocketRoute, expect
 
+from jobs.up import free_port
 from lakehouse.contract import lake
 from tests.system.browser import launched, require_browser
 
 pytestmark = pytest.mark.browser
 
 MINUTE = timedelta(minutes=1)
-PATIENCE_S = 15.0
+PATIENCE_S = 60.0
+expect.set_options(timeout=1_000 * PATIENCE_S)
 LOUD = "<img src=x onerror=document.title='markup'>"
 ITEMS = (
     "Outdoors",
@@ -152,9 +153,7 @@ class Server:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -172,7 +171,7 @@ class Server:
     def get(self, path: str) -> Any:
         """The answer's body, or None where it is not 200."""
         try:
-            with urllib.request.urlopen(self.url + path, timeout=5) as answer:
+            with urllib.request.urlopen(self.url + path, timeout=60) as answer:
                 return answer.read()
         except (urllib.error.URLError, ConnectionError):
             return None
@@ -222,7 +221,9 @@ def server(tables: Tables) -> Iterator[Server]:
 async def watching(**options: Any) -> AsyncIterator[Watched]:
     path = await asyncio.to_thread(require_browser)
     async with launched(path) as browser:
-        yield Watched(await browser.new_context(**options))
+        context = await browser.new_context(**options)
+        context.set_default_timeout(1_000 * PATIENCE_S)
+        yield Watched(context)
 
 
 async def shown_top(page: Page) -> list[list[Any]]:
@@ -237,8 +238,12 @@ async def eventually(page: Page, true_of: Callable[[dict[str, str]], bool], what
     """The attributes of the page's root, once they are as wanted."""
     until = time.monotonic() + PATIENCE_S
     while True:
-        found: dict[str, str] = await page.evaluate("({...document.documentElement.dataset})")
-        if true_of(found):
+        found: dict[str, str] = {}
+        try:
+            found = await page.evaluate("({...document.documentElement.dataset})")
+        except Error as error:  # the page loads itself again meanwhile: with a key that it was given, say
+            assert "context was destroyed" in error.message, error
+        if found and true_of(found):
             return found
         assert time.monotonic() < until, f"{what}: {found}"
         await asyncio.sleep(0.05)

@@ -14,6 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
+from deltalake.exceptions import DeltaError
+
+from lakehouse.contract.errors import MillraceError
+from lakehouse.contract.lake import Lake
+from serve.query import run_sql
 
 MILLRACE = [sys.executable, "-m", "jobs.cli"]
 
@@ -93,12 +98,20 @@ class Expected:
 
 
 class Demo:
-    """One ``millrace demo`` process."""
+    """One ``millrace demo`` process.
 
-    def __init__(self, lake: Path, *arguments: str) -> None:
+    Args:
+        lake: where it keeps everything.
+        arguments: more of them.
+        rehearse: whether its driver runs its queries once before the first event, as it does by itself.
+    """
+
+    def __init__(self, lake: Path, *arguments: str, rehearse: bool = True) -> None:
         self.lake = lake
         command = [*MILLRACE, "demo", "--lake", str(lake), "--no-browser", "--json", *arguments]
         environment = {name: value for name, value in os.environ.items() if not name.startswith("MILLRACE_")}
+        if not rehearse:
+            environment["MILLRACE_SPARK_REHEARSE"] = "false"
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
         )
@@ -133,15 +146,19 @@ class Demo:
         wait_for(lambda: self.part(name) not in (None, pid), f"{name} to be started again")
         return pid
 
-    def rows(self, table: str) -> int:
-        """Events in a product or table by now; 0 before it exists."""
+    def number(self, query: str) -> int:
+        """What a query gives by now, without a process of its own; 0 before its table exists."""
         try:
-            return int(sql(self.lake, f"SELECT count(*) AS n FROM {table}")[0]["n"])
-        except AssertionError:
+            return int(run_sql(Lake(self.lake), query).column(0)[0].as_py() or 0)
+        except (MillraceError, DeltaError, OSError):
             return 0
 
+    def rows(self, table: str) -> int:
+        """Rows of a product or table by now; 0 before it exists."""
+        return self.number(f"SELECT count(*) FROM {table}")
 
-def wait_for(condition: Any, what: str, timeout_s: float = 120.0) -> None:
+
+def wait_for(condition: Any, what: str, timeout_s: float = 240.0) -> None:
     """Poll until the condition holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -168,7 +185,7 @@ def processes_of(lake: Path) -> list[str]:
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            if str(lake) in command and "pytest" not in command:
+            if str(lake) in command:
                 found.append(command)
     return found
 
