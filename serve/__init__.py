@@ -6,7 +6,7 @@
     tail                      one a table                         ring, hub         who gets it, without I/O
     tables                    the lake's tables and their tails   push              ways to a subscriber
     replay                    changes from before the ring        query, sql        SQL over the lake
-    filters, live             views of a subscriber's own         position          signed places in a table's log
+    filters, live, shown      views of a subscriber's own         position          signed places in a table's log
     security, principal       who may see what                    lookup, history   rows by key, rows of then
     webhooks                  pushes to a URL                     control           queries by REST
     app, routes, openapi      composition                         client            the Python client library

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any
 
 import uvicorn
-from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 
 from lakehouse.contract.errors import EnvironmentProblem
 from lakehouse.contract.lake import Lake
+from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.contract.settings import ServeSettings, Settings
 from serve import routes
 from serve.access_metrics import AccessCollector
@@ -26,7 +28,8 @@ from serve.history import History
 from serve.hub import Hub
 from serve.lookup import Lookups
 from serve.metrics import HubCollector
-from serve.position import lake_seal
+from serve.peers import Peers
+from serve.position import Seal, lake_seal
 from serve.principal import Access
 from serve.push.codec import WEBSOCKET
 from serve.push.etag import Bodies
@@ -36,46 +39,57 @@ from serve.push.websocket import SubscriberProtocol
 from serve.security.door import Door
 from serve.security.gate import Gate
 from serve.security.start import make_gate, uses_tls
-from serve.sql.pool import Workers
+from serve.shown import channels_of
+from serve.sql import routes as sql
+from serve.sql.pool import Result, Workers
 from serve.tables import Tables, clock_ms
 from serve.webhooks.fleet import Fleet
+from serve.webhooks.sealed import sealer_of
 
 log = logging.getLogger(__name__)
 
 _BACKLOG = 4_096
 _STOP_S = 3
+_BEAT_S = 0.02
 
 
-def make_app(settings: Settings, access: Access | None = None) -> Starlette:
+def make_app(settings: Settings, access: Access | None = None, *, name: str = "") -> Starlette:
     """The ASGI application. Its lifespan runs the tails and the clock, and holds ``hub`` and ``tables`` as state.
 
     Args:
         settings: the lake, and ``serve``.
         access: decides who comes in and what they see; None: the keys of ``serve.keys``.
+        name: of one of several processes on a port.
 
     Raises:
-        ConfigError: everybody could read everything (:func:`serve.security.start.make_gate`).
+        ConfigError: everybody could read everything (:func:`serve.security.start.make_gate`), or the pipeline, or what
+            it says of a channel, is wrong.
     """
     lake = Lake(settings.lake)
     seal = lake_seal(lake.state)
     gate = make_gate(settings, seal)
     shown = access or gate
+    specs = channels_of(load_pipeline(settings.pipeline_folder()))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[dict[str, Any]]:
         work = asyncio.Event()
-        hub = Hub(settings.serve, [WEBSOCKET], seal, work.set)
+        hub = Hub(settings.serve, [WEBSOCKET], seal, work.set, specs)
         tables = Tables(lake, hub, settings.serve, deliver)
         runs = (tables.run(), _run_clock(hub, settings.serve), _run_work(hub, work), _run_gate(gate))
         history, workers = History(settings.serve.max_sql), Workers(settings)
         lookups = Lookups(hub, tables, workers)
         fleet = Fleet(lake.state / "webhooks", hub, tables, shown, settings.serve)
-        tasks = [asyncio.create_task(run) for run in (*runs, fleet.run())]
+        registry = _registry(HubCollector(hub), AccessCollector(gate, workers, lookups, fleet))
+        statements: dict[tuple[str, str], asyncio.Task[Result]] = {}
+        peers = _peers(lake, name, seal, registry, statements) if name else None
+        tasks = [asyncio.create_task(run) for run in (*runs, fleet.run(), *([peers.run()] if peers else []))]
         try:
             yield {
                 "hub": hub,
                 "tables": tables,
-                "registry": _registry(HubCollector(hub), AccessCollector(gate, workers, lookups, fleet)),
+                "registry": registry,
+                "peers": peers,
                 "bodies": Bodies(),
                 "access": shown,
                 "settings": settings,
@@ -83,7 +97,7 @@ def make_app(settings: Settings, access: Access | None = None) -> Starlette:
                 "workers": workers,
                 "fleet": fleet,
                 "lookups": lookups,
-                "statements": {},
+                "statements": statements,
             }
         finally:
             for task in tasks:
@@ -107,6 +121,8 @@ async def run_server(
     stop: asyncio.Event | None = None,
     access: Access | None = None,
     shared: bool = False,
+    alone: bool = False,
+    name: str = "",
 ) -> None:
     """Serve until ``stop`` is set. Run it in a uvloop loop; subscribers get close code 1001 at the end.
 
@@ -116,13 +132,16 @@ async def run_server(
         stop: ends the server; None: only cancelling does.
         access: see :func:`make_app`.
         shared: other processes have the same port, and the kernel shares connections out.
+        alone: the process is this server and nothing else, so that its garbage collector may be set up for it.
+        name: of one of several processes on the port; they end each other's statements and tell each other's metrics.
 
     Raises:
         EnvironmentProblem: the address cannot be bound.
         ConfigError: keys, origins or certificate cannot be used, or everybody could read everything.
     """
     tls = uses_tls(settings.serve)
-    app = make_app(settings, access)
+    sealer_of(settings.serve.webhook_key)
+    app = make_app(settings, access, name=name)
     listener = _bind(settings.serve, shared=shared)
     host, port = listener.getsockname()[:2]
     config = uvicorn.Config(
@@ -139,7 +158,14 @@ async def run_server(
         ssl_keyfile=settings.serve.tls_key or None,
     )
     url = f"{'https' if tls else 'http'}://" + (f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
-    server = _Server(config, lambda: ready(url) if ready else None)
+
+    def up() -> None:
+        if alone:
+            _calm_collector()
+        if ready is not None:
+            ready(url)
+
+    server = _Server(config, up)
     stopper = asyncio.create_task(_stop_when(stop or asyncio.Event(), server))
     try:
         await server.serve(sockets=[listener])
@@ -164,6 +190,14 @@ class _Server(uvicorn.Server):
         self._up()
 
 
+def _calm_collector() -> None:
+    """What was imported lives as long as the process; it need not be looked at again and again. Nor need what a commit
+    makes for a thousand filters, which is what full collections came from: 65 ms each with 10,000 subscribers."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 100)
+
+
 async def _stop_when(stop: asyncio.Event, server: uvicorn.Server) -> None:
     await stop.wait()
     server.should_exit = True
@@ -184,6 +218,23 @@ def _bind(settings: ServeSettings, *, shared: bool) -> socket.socket:
         ) from None
     listener.setblocking(False)
     return listener
+
+
+def _peers(
+    lake: Lake,
+    name: str,
+    seal: Seal,
+    registry: CollectorRegistry,
+    statements: Mapping[tuple[str, str], asyncio.Task[Result]],
+) -> Peers:
+    async def metrics(_: dict[str, Any]) -> str:
+        return generate_latest(registry).decode()
+
+    async def end(asked: dict[str, Any]) -> bool:
+        return sql.end(statements, str(asked["key"]), str(asked["id"]))
+
+    answers = {"metrics": metrics, "end": end}
+    return Peers(lake.state / "run" / "peers", name, seal.derived(b"peers"), answers)
 
 
 def _registry(*own: Collector) -> CollectorRegistry:
@@ -217,7 +268,11 @@ async def _run_clock(hub: Hub, settings: ServeSettings) -> None:
     pause = max(0.02, min(settings.heartbeat_ms, settings.slow_after_ms, settings.cut_after_ms) / 5_000)
     buffered: dict[Link, int] = {}
     while True:
-        await asyncio.sleep(pause)
+        due = clock_ms() + pause * 1000
+        while (left := (due - clock_ms()) / 1000) > 0:
+            await asyncio.sleep(min(left, _BEAT_S) if hub.beating else left)
+            if hub.beating:
+                deliver(hub.beat(clock_ms(), int(time.time() * 1000)))
         now = clock_ms()
         sizes = {subscriber: subscriber.link.buffered() for subscriber in hub.waiting()}
         for subscriber, size in sizes.items():

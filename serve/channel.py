@@ -7,17 +7,18 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
+from lakehouse.contract.channel import EVERYTHING, ChannelSpec
 from lakehouse.contract.settings import ServeSettings
-from serve.errors import FilterError
-from serve.filters.view import LiveView, RowsView, View, rows_view, undone
+from serve.filters.view import LiveView, RowsView, View, undone
 from serve.lane import Lane, Snapshot
-from serve.live import AggregateView, aggregate_view
+from serve.live import AggregateView
 from serve.messages import Message, change_messages, snapshot_messages
 from serve.model import Change, Key, Row, in_order
 from serve.position import WHOLE, Position, Seal
 from serve.push.codec import Codec
 from serve.ring import Ring
 from serve.rows import encode_rows
+from serve.shown import view_of, visible
 from serve.state import TableState
 from serve.subscriber import Subscriber, SubscribeRequest
 
@@ -181,10 +182,19 @@ class Channel:
         codecs: wire forms that the whole table is kept in from the start.
         settings: bounds of the rings.
         seal: writes positions.
+        spec: what is declared of it.
     """
 
-    def __init__(self, state: TableState, codecs: Iterable[Codec], settings: ServeSettings, seal: Seal) -> None:
+    def __init__(
+        self,
+        state: TableState,
+        codecs: Iterable[Codec],
+        settings: ServeSettings,
+        seal: Seal,
+        spec: ChannelSpec = EVERYTHING,
+    ) -> None:
         self.state = state
+        self.spec = spec
         self.settings = settings
         self.seal = seal
         self.interval_ms: float | None = None  # between commits that brought events, as a moving average
@@ -207,6 +217,11 @@ class Channel:
         return Position(self.state.table.table_id, self.state.version)
 
     @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that there are for subscribers."""
+        return visible(self.state.table, self.spec).columns
+
+    @property
     def whole(self) -> Feed:
         """The feed of the whole table."""
         return self.feeds[WHOLE]
@@ -217,18 +232,13 @@ class Channel:
         Raises:
             FilterError: it is refused.
         """
-        if not (request.where or request.columns or request.select or guard):
+        if not (request.where or request.columns or request.select or guard or self.spec.narrows):
             return self.whole.view
         table = self.state.table
         wanted = (table.columns, request.where, request.columns, request.select, guard)
         view = self._views.get(wanted)
         if view is None:
-            if request.select and request.columns:
-                raise FilterError("columns and select are two ways to say the same", "Give one of them")
-            if request.select:
-                view = aggregate_view(table, request.select, request.where, guard)
-            else:
-                view = rows_view(table, request.where, request.columns, guard)
+            view = view_of(table, request, guard, self.spec)
             while len(self._views) >= _VIEWS:
                 self._views.pop(next(iter(self._views)))
             self._views[wanted] = view

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
+from lakehouse.contract.channel import EVERYTHING, ChannelSpec
 from lakehouse.contract.settings import ServeSettings
 from serve import messages
 from serve.channel import INLINE_ROWS, Channel, Feed
@@ -29,8 +30,14 @@ class Feeds:
     """See the module; arguments as of :class:`serve.hub.Hub`."""
 
     def __init__(
-        self, settings: ServeSettings, codecs: Iterable[Codec], seal: Seal, working: Callable[[], None]
+        self,
+        settings: ServeSettings,
+        codecs: Iterable[Codec],
+        seal: Seal,
+        working: Callable[[], None],
+        specs: Mapping[str, ChannelSpec],
     ) -> None:
+        self.specs = specs
         self.settings = settings
         self.seal = seal
         self.channels: dict[str, Channel] = {}
@@ -47,7 +54,8 @@ class Feeds:
 
     def open(self, state: TableState) -> None:
         """A table that was not there before."""
-        self.channels[state.table.name] = Channel(state, self._codecs, self.settings, self.seal)
+        spec = self.specs.get(state.table.name, EVERYTHING)
+        self.channels[state.table.name] = Channel(state, self._codecs, self.settings, self.seal, spec)
 
     def work(self) -> list[Delivery]:
         """A slice of what takes long."""
@@ -191,4 +199,4 @@ class Feeds:
     def _counted(self, lane: Lane, data: bytes) -> Delivery:
         self.counters.messages += len(lane.live)
         self.counters.bytes += len(lane.live) * len(data)
-        return Delivery(tuple(lane.live), data)
+        return Delivery(lane.listed(), data)

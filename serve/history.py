@@ -16,11 +16,12 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lakehouse.contract.channel import EVERYTHING, ChannelSpec
 from serve.channel import live_view
 from serve.errors import FilterError, PositionExpired, QueryError, RequestError, TableGone, TableUnreadable
-from serve.filters.view import View, rows_view
+from serve.filters.view import View
 from serve.hub import Hub
-from serve.live import AggregateView, aggregate_view
+from serve.live import AggregateView
 from serve.model import in_order
 from serve.moment import Moment, moment_of, version_at
 from serve.position import Position, Seal
@@ -28,6 +29,7 @@ from serve.push import request as asked
 from serve.push.etag import MAX_LIMIT
 from serve.reader import TableReader
 from serve.rows import encode_rows, to_json
+from serve.shown import NOT_SERVED, view_of
 from serve.state import TableState
 from serve.subscriber import SubscribeRequest
 from serve.tables import Tables
@@ -97,12 +99,14 @@ class Wanted:
         guard: the principal's condition.
         limit: rows at most; None: all.
         seal: writes positions.
+        spec: what is declared of the table's channel.
     """
 
     request: SubscribeRequest
     guard: str
     limit: int | None
     seal: Seal
+    spec: ChannelSpec = EVERYTHING
 
     def body(self, state: TableState) -> bytes:
         """The answer. Blocking.
@@ -133,14 +137,7 @@ class Wanted:
         return to_json(content)
 
     def _view(self, state: TableState) -> View:
-        request = self.request
-        if not (request.where or request.columns or request.select or self.guard):
-            return View()
-        if request.select and request.columns:
-            raise FilterError("columns and select are two ways to say the same", "Give one of them")
-        if request.select:
-            return aggregate_view(state.table, request.select, request.where, self.guard)
-        return rows_view(state.table, request.where, request.columns, self.guard)
+        return view_of(state.table, self.request, self.guard, self.spec)
 
 
 async def rows(request: Request) -> Response:
@@ -162,6 +159,9 @@ async def rows(request: Request) -> Response:
     if not principal.may_read(name):
         raise RequestError(RequestError.NOT_FOUND, "no_such_table", f"no table {name!r} is served here")
     found = await asyncio.to_thread(tables.lake.find, name)
-    body = await history.body(found.path, moment, Wanted(wanted, principal.condition(name), limit, hub.seal))
+    spec = hub.feeds.specs.get(name, EVERYTHING)
+    if not spec.served:
+        raise RequestError(4409, "not_served", NOT_SERVED)
+    body = await history.body(found.path, moment, Wanted(wanted, principal.condition(name), limit, hub.seal, spec))
     headers = {"Cache-Control": "private, no-cache", "Vary": "Authorization"}
     return Response(body, headers=headers, media_type="application/json")

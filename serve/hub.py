@@ -9,8 +9,11 @@ then cut (:mod:`serve.pace`). What has to be made for many is :mod:`serve.feeds`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
+from lakehouse.contract.channel import ChannelSpec
 from lakehouse.contract.settings import ServeSettings
 from serve import messages, outgoing, pace
 from serve.channel import Feed
@@ -38,6 +41,7 @@ class Hub:
         codecs: wire forms that whole tables are kept in from the start; others come when somebody asks for them.
         seal: writes and reads positions.
         working: called when there is work for :meth:`work`.
+        specs: what is declared of tables' channels, by table.
     """
 
     def __init__(
@@ -46,14 +50,17 @@ class Hub:
         codecs: Iterable[Codec],
         seal: Seal,
         working: Callable[[], None] = lambda: None,
+        specs: Mapping[str, ChannelSpec] = MappingProxyType({}),
     ) -> None:
         self.settings = settings
         self.seal = seal
         self.size = 0
-        self.feeds = Feeds(settings, codecs, seal, working)
+        self.feeds = Feeds(settings, codecs, seal, working, specs)
         self.channels = self.feeds.channels
         self.counters = self.feeds.counters
         self._beat_at = float("-inf")
+        self._beats: Iterator[pace.Slice] | None = None  # whose heartbeat is due yet
+        self._beaten = 0  # who had theirs, of those
 
     # Events from tables
 
@@ -78,16 +85,18 @@ class Hub:
                 deliveries.append(Delivery(tuple(members), wake=True))
         return deliveries
 
-    def change_received(self, change: Change, now: float) -> list[Delivery]:
-        """A commit: its bytes go to whoever is live."""
+    def change_received(self, change: Change, now: float) -> Iterator[Delivery]:
+        """A commit: its bytes go to whoever is live. Deliveries are made one view at a time as they are asked for, all
+        of them before anything else is told to the hub: so the first view does not wait for a thousand others."""
         self.feeds.now = now
         channel = self.channels[change.table.name]
         channel.remember(change)
-        deliveries: list[Delivery] = []
-        for feed in list(channel.feeds.values()):
-            if feed.opened:
-                deliveries += self.feeds.catch_up(feed)
-        return deliveries
+        return self._caught_up([feed for feed in channel.feeds.values() if feed.opened], change)
+
+    def _caught_up(self, feeds: list[Feed], change: Change) -> Iterator[Delivery]:
+        for feed in feeds:
+            yield from self.feeds.catch_up(feed)
+        change.settle()
 
     def work(self, now: float) -> list[Delivery]:
         """A few milliseconds of what takes long, such as the snapshot of a large table; see :attr:`working`."""
@@ -194,15 +203,14 @@ class Hub:
         lane = subscriber.lane
         if lane is None:
             return False
-        unacked = len(subscriber.unacked)
-        while subscriber.unacked and subscriber.unacked[0] <= position:
-            subscriber.unacked.popleft()
+        processed = bisect_right(subscriber.unacked, position)
+        del subscriber.unacked[:processed]
         cursor = lane.ring.find(position)
         if cursor is not None:
             subscriber.acked = max(cursor, subscriber.acked or cursor)
             if cursor == lane.ring.next:
                 subscriber.told_slow = False
-        return len(subscriber.unacked) < unacked
+        return processed > 0
 
     def reached(self, subscriber: Subscriber) -> Position | None:
         """Where the bytes that it was handed bring it; None: into the middle of a snapshot."""
@@ -245,18 +253,38 @@ class Hub:
         """Heartbeats when they are due; who is slow is told, who gives no sign is cut; unused views are dropped."""
         self.feeds.now = now
         deliveries: list[Delivery] = []
-        beat = now - self._beat_at >= self.settings.heartbeat_ms
-        if beat:
-            self._beat_at = now
         for channel in self.channels.values():
             for feed in list(channel.feeds.values()):
                 for lane in feed.lanes.values():
-                    for subscriber in lane.members():
+                    for subscriber in pace.suspects(lane):
                         deliveries.extend(pace.checked(self, subscriber, lane, now))
-                    if beat:
-                        deliveries.extend(pace.heartbeats(feed, lane, now, at))
                 pace.tidy(channel, feed, now)
+        deliveries += self.beat(now, at)
         return deliveries
+
+    def beat(self, now: float, at: int) -> list[Delivery]:
+        """The heartbeats that are due: some at a time, so that a change never waits for all of them and their pongs.
+        Where :attr:`beating`, call it again after some 20 ms."""
+        if self._beats is None:
+            if now - self._beat_at < self.settings.heartbeat_ms:
+                return []
+            self._beat_at, self._beaten = now, 0
+            self._beats = pace.slices(self.channels)
+        deliveries: list[Delivery] = []
+        due = self.size * pace.SPREAD * (now - self._beat_at) / self.settings.heartbeat_ms
+        most = max(self._beaten + pace.SLICE, due)
+        while self._beaten < most:
+            if (some := next(self._beats, None)) is None:
+                self._beats = None
+                break
+            self._beaten += len(some.members)
+            deliveries += pace.heartbeats(some, now, at)
+        return deliveries
+
+    @property
+    def beating(self) -> bool:
+        """Whether some are still to have their heartbeat."""
+        return self._beats is not None
 
     def waiting(self) -> Iterator[Subscriber]:
         """Subscribers whose socket takes no more: report those whose buffer has shrunk by :meth:`heard_from`."""

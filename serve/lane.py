@@ -60,11 +60,18 @@ class Lane:
         self.trailing: set[Subscriber] = set()
         self._conflates = conflates
         self._seal = seal
+        self._listed: tuple[Subscriber, ...] | None = None  # those who are live, as long as they are the same
         self._merges: dict[tuple[int, int], tuple[bytes, int]] = {}
 
     def members(self) -> tuple[Subscriber, ...]:
         """All its subscribers."""
         return (*self.live, *self.idle, *self.trailing)
+
+    def listed(self) -> tuple[Subscriber, ...]:
+        """Who is live."""
+        if self._listed is None:
+            self._listed = tuple(self.live)
+        return self._listed
 
     def append(self, messages: Sequence[Message], now: float) -> bytes:
         """Frame messages, once for all, and put them into the ring. Their bytes, joined."""
@@ -122,6 +129,7 @@ class Lane:
 
     def leave(self, subscriber: Subscriber) -> None:
         """It is gone."""
+        self._listed = None
         for group in (self.live, self.idle, self.trailing):
             group.discard(subscriber)
         subscriber.lane = None
@@ -135,10 +143,12 @@ class Lane:
         else:
             subscriber.live = True
             self.live.add(subscriber)
+            self._listed = None
 
     def trails(self, subscriber: Subscriber) -> None:
         """It reads from the ring, from its cursor on."""
         subscriber.live = subscriber.idle = False
+        self._listed = None
         self.live.discard(subscriber)
         self.idle.discard(subscriber)
         self.trailing.add(subscriber)

@@ -16,12 +16,12 @@ from sqlglot import exp
 
 from serve.accumulators import Accumulator, Count, Distinct, Extreme, Mean, Total
 from serve.errors import FilterError
-from serve.filters.compile import compile_condition, compile_expression
+from serve.filters.compile import compile_condition, compile_expression, pin_of
 from serve.filters.functions import Getter
 from serve.filters.kinds import BOOL, DATE, DECIMAL, FLOAT, INT, NUMBERS, OTHER, TEXT, TIMESTAMP, Columns
 from serve.filters.parse import conjunction, parse_condition
 from serve.filters.select import parse_select
-from serve.filters.view import View
+from serve.filters.view import View, touched_rows
 from serve.model import Change, Key, Row, TableInfo, in_order
 
 MAX_GROUPS = 100_000
@@ -62,16 +62,16 @@ class _Group:
     parts: list[Accumulator] = field(default_factory=list)
 
 
-def aggregate_view(table: TableInfo, select: str, where: str, guard: str) -> View:
-    """The view that a request for a live aggregate asks for.
+def aggregate_view(table: TableInfo, select: str, where: str, guard: str, seen: TableInfo | None = None) -> View:
+    """The view that a request for a live aggregate asks for; arguments as of :func:`serve.filters.view.rows_view`.
 
     Raises:
         FilterError: something in it is not kept up to date here.
     """
-    known = Columns.of(table)
-    conditions = [parse_condition(text, known) for text in (where, guard)]
+    named = seen or table
+    conditions = [parse_condition(where, Columns.of(named)), parse_condition(guard, Columns.of(table))]
     plain, guarded = ("" if tree is None else tree.sql("duckdb") for tree in conditions)
-    view = View(plain, (), parse_select(select, table).sql("duckdb"), guarded)
+    view = View(plain, (), parse_select(select, named).sql("duckdb"), guarded)
     AggregateView(view, table)  # kinds are checked here
     return view
 
@@ -116,11 +116,12 @@ class AggregateView:
         if change.was is not None:
             return self._rebound(change)
         touched: set[Key] = set()
-        for key, row in change.keyed():
+        changed, gone = touched_rows(change, self._pin)
+        for key, row in changed:
             if (old := change.before.get(key)) is not None:
                 self._put(old, touched, add=False)
             self._put(row, touched, add=True)
-        for key in change.deletes:
+        for key in gone:
             if (old := change.before.get(key)) is not None:
                 self._put(old, touched, add=False)
         return self._told(change, *self._settle(touched))
@@ -140,6 +141,7 @@ class AggregateView:
         inner = select.args.get("where")
         condition = conjunction(*conditions, None if inner is None else inner.this)
         self._matches = None if condition is None else compile_condition(condition, known)
+        self._pin = None if condition is None else pin_of(condition, known)
         grouped = select.args.get("group")
         names = [known.resolve(node.name) for node in (grouped.expressions if grouped else [])]
         self._by = [known.at[name][0] for name in names]

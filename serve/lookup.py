@@ -173,7 +173,7 @@ async def row(request: Request) -> Response:
     tables: Tables = request.state.tables
     name: str = request.path_params["name"]
     principal = asked.admitted(request)
-    query = asked.query_of(request.url.query)
+    query = asked.query_of(request.scope["query_string"].decode("latin-1"))
     limit = asked.whole_number(query.get("limit", str(MAX_ROWS)), "limit", 1, MAX_ROWS)
     wanted = asked.subscription({**query, "table": name}, hub.seal, also=_EXTRA)
     if wanted.position is not None or wanted.window or wanted.conflate or wanted.select:

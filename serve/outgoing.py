@@ -15,16 +15,15 @@ def from_backlog(subscriber: Subscriber, counters: Counters) -> bytes | None:
     taken: list[bytes] = []
     sent: list[Position] = []
     size = 0
-    while subscriber.backlog:
-        data, position = subscriber.backlog[0]
+    for data, position in subscriber.backlog:
         full = subscriber.window and position is not None and len(sent) >= (subscriber.room or 0)
         if full or (taken and size + len(data) > SLICE_BYTES):
             break
-        subscriber.backlog.popleft()
         taken.append(data)
         size += len(data)
         if position is not None:
             sent.append(position)
+    del subscriber.backlog[: len(taken)]
     counters.messages += len(taken)
     subscriber.sent(sent)
     return b"".join(taken) if taken else None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from serve import messages
@@ -21,21 +22,51 @@ log = logging.getLogger(__name__)
 TOO_SLOW = 4408
 LINGER_MS = 30_000  # a view that nobody looks through any more is kept up to date for a while: they may come back
 SNAPSHOT_MS = 30_000  # a snapshot of a filter, for others who ask the same
+SLICE = 100  # heartbeats at a time, about 1 ms, and as much again for the pongs
+SPREAD = 2  # all have theirs within this part of the pause between heartbeats: a half
 
 
-def heartbeats(feed: Feed, lane: Lane, now: float, at: int) -> Iterator[Delivery]:
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Some of those who read from a lane, as they were when the heartbeat's round came to the lane."""
+
+    feed: Feed
+    lane: Lane
+    members: Sequence[Subscriber]
+
+
+def slices(channels: Mapping[str, Channel]) -> Iterator[Slice]:
+    """Everybody, some at a time."""
+    for channel in list(channels.values()):
+        for feed in list(channel.feeds.values()):
+            for lane in list(feed.lanes.values()):
+                members = lane.members()
+                for start in range(0, len(members), SLICE):
+                    yield Slice(feed, lane, members[start : start + SLICE])
+
+
+def suspects(lane: Lane) -> list[Subscriber]:
+    """Those whom :func:`checked` could have something to tell: not who has everything and was not asked for a sign."""
+    live = [each for each in lane.live if each.waiting_since is not None or each.acked is not None]
+    return [*live, *lane.idle, *lane.trailing]
+
+
+def heartbeats(some: Slice, now: float, at: int) -> Iterator[Delivery]:
     """To whoever has everything, or as much as its window takes, with how far it says it is. Begins the wait for a sign
     of reading."""
+    feed, lane = some.feed, some.lane
     groups: dict[int, list[Subscriber]] = {}
-    held = [each for each in lane.trailing if each.room == 0 and not each.paused]  # by their own window
-    for members in (lane.live, lane.idle, held):
-        for subscriber in members:
-            if subscriber.waiting_since is None and lane.codec.answers:
-                subscriber.waiting_since = now
-                subscriber.asked_at = lane.ring.next
-            unread = subscriber.cursor if members is held else lane.ring.next
-            behind = lane.ring.next - (unread if subscriber.acked is None else subscriber.acked)
-            groups.setdefault(behind, []).append(subscriber)
+    for subscriber in some.members:
+        has_everything = subscriber.live or subscriber.idle
+        held = subscriber.room == 0 and not subscriber.paused  # by its own window
+        if subscriber.lane is not lane or not (has_everything or held):
+            continue
+        if subscriber.waiting_since is None and lane.codec.answers:
+            subscriber.waiting_since = now
+            subscriber.asked_at = lane.ring.next
+        unread = lane.ring.next if has_everything else subscriber.cursor
+        behind = lane.ring.next - (unread if subscriber.acked is None else subscriber.acked)
+        groups.setdefault(behind, []).append(subscriber)
     if groups:
         channel = feed.channel
         token = channel.seal.token(feed.head)

@@ -10,7 +10,8 @@ import secrets
 import struct
 import uuid
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from lakehouse.contract.errors import EnvironmentProblem
@@ -26,6 +27,7 @@ _TOKEN = re.compile(r"[A-Za-z0-9_-]+")
 _MAX_LENGTH = 300
 _TAG_BYTES = 12  # of HMAC-SHA-256, truncated as RFC 2104, section 5 allows (not less than 80 bits)
 _KEY_BYTES = 32
+_WRITTEN_KEPT = 4_096
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -49,7 +51,7 @@ class Position:
 
     def at(self, version: int, ordinal: int = 0) -> Position:
         """Another position of the same table and view."""
-        return replace(self, version=version, ordinal=ordinal)
+        return Position(self.table_id, version, ordinal, self.view)
 
 
 class Seal:
@@ -64,6 +66,9 @@ class Seal:
 
     def __init__(self, key: bytes) -> None:
         self._key = key
+        self._signer = hmac.new(key, digestmod="sha256")
+        # Kept for a while: the next message starts from where the last one ended. Asked by several threads.
+        self._written = lru_cache(_WRITTEN_KEPT)(self._text)
 
     def __repr__(self) -> str:
         return "Seal(…)"
@@ -74,9 +79,7 @@ class Seal:
 
     def token(self, position: Position) -> str:
         """The opaque text: URL-safe base64 without padding of form, version, ordinal, view, table id, signature."""
-        form, ident = _packed(position.table_id)
-        raw = _FORMAT.pack(form, position.version, position.ordinal, position.view) + ident
-        return base64.urlsafe_b64encode(raw + self._tag(raw)).rstrip(b"=").decode()
+        return self._written(position)
 
     def parse(self, token: str) -> Position:
         """The position that :meth:`token` wrote.
@@ -98,8 +101,15 @@ class Seal:
         form, version, ordinal, view = _FORMAT.unpack_from(raw)
         return Position(_unpacked(token, form, raw[_FORMAT.size :]), version, ordinal, view)
 
+    def _text(self, position: Position) -> str:
+        form, ident = _packed(position.table_id)
+        raw = _FORMAT.pack(form, position.version, position.ordinal, position.view) + ident
+        return base64.urlsafe_b64encode(raw + self._tag(raw)).rstrip(b"=").decode()
+
     def _tag(self, raw: bytes) -> bytes:
-        return hmac.digest(self._key, raw, "sha256")[:_TAG_BYTES]
+        signer = self._signer.copy()  # half of what it costs to begin with the key
+        signer.update(raw)
+        return signer.digest()[:_TAG_BYTES]
 
 
 def lake_seal(state: Path) -> Seal:
@@ -139,6 +149,7 @@ def _checked(path: Path) -> bytes:
     return key
 
 
+@lru_cache(1_024)
 def _packed(table_id: str) -> tuple[int, bytes]:
     try:  # the Delta protocol says GUID, and holds nobody to it
         ident = uuid.UUID(table_id)

@@ -20,6 +20,7 @@ from serve import history, lookup, openapi
 from serve.control import routes as control
 from serve.errors import RequestError
 from serve.hub import Hub
+from serve.peers import gathered
 from serve.push import etag, longpoll
 from serve.push import request as asked
 from serve.push.problems import problem, refused
@@ -78,10 +79,11 @@ async def tables(request: Request) -> Response:
         channel = hub.channels.get(table.name)
         entry: dict[str, Any] = {"table": table.name, "layer": table.layer, "served": channel is not None}
         if channel is not None:
-            state, whole = channel.state, not principal.condition(table.name)
+            state = channel.state
+            whole = not principal.condition(table.name) and not channel.spec.narrows
             entry |= {
                 "key": state.table.key,
-                "columns": state.table.columns,
+                "columns": channel.columns,
                 "version": state.version,
                 "position": hub.seal.token(channel.head),
                 "position_lives_ms": state.table.retention_ms,
@@ -119,11 +121,14 @@ async def readyz(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """Prometheus text."""
+    """Prometheus text; of all processes of the port, where there are several."""
     if not asked.admitted(request).unlimited:
         raise RequestError(RequestError.FORBIDDEN, "forbidden", "metrics are of all tables; this key sees some only")
     registry: CollectorRegistry = request.state.registry
-    return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+    text, peers = generate_latest(registry), request.state.peers
+    if peers is not None:
+        text = gathered({peers.name: text.decode(), **await peers.ask("metrics")})
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
 class Web(StaticFiles):
@@ -137,9 +142,9 @@ class Web(StaticFiles):
 
 
 ROUTES: list[BaseRoute] = [
+    Route("/v1/tables/{name}/{key:path}", lookup.row),  # the first that is tried: it comes by the thousand
     Route("/v1/tables", tables),
     Route("/v1/tables/{name}", table),
-    Route("/v1/tables/{name}/{key:path}", lookup.row),
     Route("/v1/poll", longpoll.poll),
     Route("/v1/subscribe", subscribe),
     Route("/v1/sse", subscribe),

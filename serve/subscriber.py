@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -88,7 +87,7 @@ class Subscriber:
         self.lane: Lane | None = None
         self.cursor = 0
         self.at: Position | None = None  # where the bytes handed out so far bring it, while it is not live
-        self.backlog: deque[tuple[bytes, Position | None]] = deque()  # goes out before anything else
+        self.backlog: list[tuple[bytes, Position | None]] = []  # goes out before anything else
         self.snapshot: Snapshot | None = None  # goes out after the backlog
         self.parts = 0  # of the snapshot, sent so far
         self.live = False
@@ -98,7 +97,7 @@ class Subscriber:
         self.told_slow = False
         self.conflate = False
         self.window = 0
-        self.unacked: deque[Position] = deque()  # of changes sent, where there is a window; never longer than it
+        self.unacked: list[Position] = []  # of changes sent, where there is a window; never longer than it
         self.waiting_since: float | None = None  # since when it has given no sign of reading, ms
         self.asked_at = 0  # the ring's next number when it was pinged
         self.acked: int | None = None  # the message after the last one that it says it has processed

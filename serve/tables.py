@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+from lakehouse.contract.channel import EVERYTHING
 from lakehouse.contract.lake import NAME_PATTERN, Lake, TableRef
 from lakehouse.contract.settings import ServeSettings
 from serve.delivery import Delivery
@@ -20,6 +21,7 @@ from serve.errors import PositionExpired, RequestError, TableUnreadable
 from serve.hub import Hub
 from serve.position import Position
 from serve.replay import Replay
+from serve.shown import NOT_SERVED, misfit
 from serve.subscriber import Subscriber, SubscribeRequest
 from serve.tail import Opened, Tail
 
@@ -59,6 +61,7 @@ class Tables:
         self, lake: Lake, hub: Hub, settings: ServeSettings, deliver: Callable[[Iterable[Delivery]], None]
     ) -> None:
         self.lake = lake
+        self._specs = hub.feeds.specs
         self.problems: dict[str, str] = {}
         self.scanned = asyncio.Event()
         self._hub = hub
@@ -170,7 +173,9 @@ class Tables:
     async def _scan(self) -> None:
         loop = asyncio.get_running_loop()
         for table in await loop.run_in_executor(self._executor, self.lake.tables):
-            if table.layer != "bronze" and table.name not in self._tails:
+            if not self._specs.get(table.name, EVERYTHING).served:
+                self.problems[table.name] = NOT_SERVED
+            elif table.layer != "bronze" and table.name not in self._tails:
                 self._tails[table.name] = asyncio.create_task(self._follow(table), name=f"tail {table.name}")
         self.scanned.set()
 
@@ -182,6 +187,8 @@ class Tables:
             try:
                 async for event in tail.follow():
                     if isinstance(event, Opened):
+                        if why := misfit(event.state.table, self._specs):
+                            raise TableUnreadable(table.name, f"products.{table.name}.channel does not fit it: {why}")
                         self._deliver(self._hub.table_opened(event.state, event.detail))
                         await self._tell_opened(table.name, None)
                     else:

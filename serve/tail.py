@@ -136,7 +136,7 @@ class Tail:
                     if tries > _HALF_WRITTEN_TRIES:
                         raise TableGone(self.folder.name, f"version {version} in the log is not JSON") from None
             self._check_same_log()
-            await asyncio.sleep(self._poll)
+            await asyncio.sleep(to_next_beat(loop.time(), self._poll))
             if loop.time() > look_at:
                 look_at = loop.time() + _GAP_CHECK_S
                 newest = max(await self._call(deltalog.versions, self.folder), default=-1)
@@ -162,9 +162,19 @@ class Tail:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
 
 
+def to_next_beat(now: float, pause: float) -> float:
+    """Seconds to the next multiple of ``pause``, or to the one after where that is too close.
+
+    All tails of a process look at the same moments, so that it is woken as often for twenty tables as for one: being
+    woken is most of what a look costs.
+    """
+    left = pause - now % pause
+    return left if left > 0.2 * pause else left + pause
+
+
 def _exists(path: Path) -> bool:
     try:
-        path.stat()
+        os.stat(path)  # noqa: PTH116 - a third of what Path's takes, sixty times a second
     except FileNotFoundError:
         return False
     return True

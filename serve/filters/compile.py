@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import date, datetime
 from typing import Any
 
@@ -67,6 +68,30 @@ def compile_condition(tree: exp.Expr, columns: Columns) -> Getter:
     return getter
 
 
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """What a condition says of one column: rows for which it is true have one of these values there.
+
+    Attributes:
+        column: its index in a row.
+        values: in the form that rows have them.
+    """
+
+    column: int
+    values: frozenset[Any]
+
+
+def pin_of(tree: exp.Expr, columns: Columns) -> Pin | None:
+    """The pin with the fewest values, of a condition such as ``city = 'Bonn' AND …``; None: it has none.
+
+    Raises:
+        FilterError: kinds do not fit.
+    """
+    compiler = _Compiler(columns)
+    found = [pin for part in flat(tree, exp.And) if (pin := compiler.pin(part)) is not None]
+    return min(found, key=lambda pin: len(pin.values), default=None)
+
+
 def compile_expression(tree: exp.Expr, columns: Columns) -> Typed:
     """Kind and value of any expression that :func:`serve.filters.parse.check` let pass.
 
@@ -124,6 +149,23 @@ class _Compiler:
                 second = node.args.get("expression")
                 return self._called(type(node), [node.this] if second is None else [node.this, second])
         raise FilterError(f"{node.sql('duckdb')} is not taken in a filter")
+
+    def pin(self, node: exp.Expr) -> Pin | None:
+        """Of one term of a conjunction: ``column = literal``, either way round, or ``column IN (literals)``."""
+        match node:
+            case exp.EQ():
+                sides = [(node.this, [node.expression]), (node.expression, [node.this])]
+            case exp.In():
+                sides = [(node.this, node.expressions)]
+            case _:
+                return None
+        for column, others in sides:
+            if isinstance(column, exp.Column) and all(isinstance(each, _LITERALS) for each in others):
+                at, kind = self._columns.at[self._columns.resolve(column.name)]
+                pairs = [self._pair(column, kind, other) for other in others]
+                if all(convert is None for _, convert, _ in pairs):
+                    return Pin(at, frozenset(value(()) for _, _, value in pairs) - {None})
+        return None
 
     # Parts
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import orjson
 
 from serve.errors import FilterError
-from serve.filters.compile import compile_condition
+from serve.filters.compile import Pin, compile_condition, pin_of
 from serve.filters.functions import Getter
 from serve.filters.kinds import Columns
 from serve.filters.parse import MAX_LENGTH, conjunction, parse_condition
@@ -18,6 +18,7 @@ from serve.model import Change, Key, Row, TableInfo, in_order
 from serve.position import WHOLE
 
 MAX_COLUMNS = 1_000
+FEW_ROWS = 8  # of a change: looked at one by one whatever a condition pins
 
 
 class LiveView(Protocol):
@@ -70,23 +71,24 @@ class View:
         return {name: text for name, text in (("where", self.where), ("select", self.select)) if text}
 
 
-def rows_view(table: TableInfo, where: str, columns: Sequence[str], guard: str) -> View:
+def rows_view(table: TableInfo, where: str, columns: Sequence[str], guard: str, seen: TableInfo | None = None) -> View:
     """The view that a request asks for.
 
     Args:
         table: the table as it is now.
         where, columns: as the subscriber wrote them.
         guard: its principal's condition.
+        seen: the table with the columns that ``where`` and ``columns`` may name; None: all of them.
 
     Raises:
         FilterError: see :func:`serve.filters.parse.parse_condition`; or a column is not there.
     """
-    known = Columns.of(table)
+    known, named = Columns.of(table), Columns.of(seen or table)
     if len(columns) > MAX_COLUMNS or sum(map(len, columns)) > MAX_LENGTH:
         raise FilterError("these are too many columns")
-    chosen = {known.resolve(name) for name in columns}
+    chosen = {named.resolve(name) for name in columns}
     wanted = tuple(name for name in table.columns if name in chosen or name in table.key) if chosen else ()
-    view = View(_text(where, known), () if wanted == table.columns else wanted, "", _text(guard, known))
+    view = View(_text(where, named), () if wanted == table.columns else wanted, "", _text(guard, known))
     RowsView(view, table)  # kinds are checked here
     return view
 
@@ -103,6 +105,14 @@ class _Bound:
     seen: TableInfo
     matches: Getter | None
     project: Callable[[Row], Row] | None
+    pin: Pin | None = None
+
+
+def touched_rows(change: Change, pin: Pin | None) -> tuple[Iterable[tuple[Key, Row]], Sequence[Key]]:
+    """The upserts with their keys, and the deletes, that a view with this pin has to look at."""
+    if pin is None or len(change.upserts) + len(change.deletes) <= FEW_ROWS:
+        return change.keyed(), change.deletes
+    return change.pinned(pin.column, pin.values)
 
 
 class RowsView:
@@ -137,8 +147,9 @@ class RowsView:
         if bound.matches is None and bound.project is None:
             return change
         matches, project = bound.matches or _always, bound.project or _same
-        upserts, deletes, left = [], [], []
-        for key, row in change.keyed():
+        upserts, left = [], []
+        changed, gone = touched_rows(change, bound.pin)
+        for key, row in changed:
             old = before.get(key)
             was_in = old is not None and matches(old) is True
             if matches(row) is True:
@@ -147,18 +158,10 @@ class RowsView:
                     upserts.append(seen)
             elif was_in:
                 left.append(key)
-        deletes = [key for key in change.deletes if key in before and matches(before[key]) is True]
+        deletes = [key for key in gone if key in before and matches(before[key]) is True]
         if left:
             deletes = sorted([*deletes, *left], key=in_order)
-        return replace(
-            change,
-            table=bound.seen,
-            upserts=tuple(upserts),
-            deletes=tuple(deletes),
-            before={},
-            left=frozenset(left),
-            keys=(),
-        )
+        return Change(bound.seen, change.version, tuple(upserts), tuple(deletes), change.facts, left=frozenset(left))
 
     def source(self, rows: Mapping[Key, Row]) -> list[tuple[Key, Row]]:
         """All of them."""
@@ -192,14 +195,15 @@ class RowsView:
         known = Columns.of(table)
         condition = conjunction(parse_condition(self._view.guard, known), parse_condition(self._view.where, known))
         matches = None if condition is None else compile_condition(condition, known)
+        pin = None if condition is None else pin_of(condition, known)
         if not self._view.columns:
-            return _Bound(table, matches, None)
+            return _Bound(table, matches, None, pin)
         chosen = {known.resolve(name) for name in self._view.columns} | set(table.key)
         at = [i for i, name in enumerate(table.columns) if name in chosen]
         types = tuple(table.types[i] for i in at) if table.types else ()
         fold = {name: how for name, how in table.fold.items() if name in chosen}
         seen = replace(table, columns=tuple(table.columns[i] for i in at), types=types, fold=fold)
-        return _Bound(seen, matches, lambda row: tuple([row[i] for i in at]))
+        return _Bound(seen, matches, lambda row: tuple([row[i] for i in at]), pin)
 
 
 def undone(rows: Mapping[Key, Row], changes: Sequence[Change]) -> dict[Key, Row]:

@@ -30,6 +30,8 @@ def query_of(text: str) -> dict[str, str]:
     Raises:
         RequestError: a name comes twice, or it is too long.
     """
+    if not text:
+        return {}
     if len(text) > _MAX_QUERY:
         raise bad("bad_request", f"the query has more than {_MAX_QUERY} characters")
     try:

@@ -65,7 +65,6 @@ class SseProtocol(WireProtocol):
 
     def __init__(self, server_state: ServerState, app_state: dict[str, Any]) -> None:
         super().__init__(server_state, app_state, SSE)
-        self._begun = False
         self._ended = False
         self._origin: str | None = None  # of a foreign page that may read this
 
@@ -94,20 +93,16 @@ class SseProtocol(WireProtocol):
         self._ended = True
         super().connection_lost(exc)
 
-    @property
-    def open(self) -> bool:
-        """From the head to the last event."""
-        return self._begun and not self._ended
-
     def close(self, code: int, reason: str) -> None:
         """The last event says why; the connection's end ends the stream."""
         for subscriber in self.subscribers:
             self.hub.unsubscribed(subscriber)
         if self.lost or self._ended:
             return
-        if self._begun:
+        if self.open:
             self.transport.write(SSE.frame(messages.closed(code, reason)))
         self._ended = True
+        self.shut()
         self.transport.close()
         self.loop.call_later(_CLOSE_S, self.transport.abort)
 
@@ -125,7 +120,9 @@ class SseProtocol(WireProtocol):
 
     def _head(self) -> None:
         """The body goes on to the end of the connection: every event's bytes are the same for everybody."""
-        self._begun = True
+        if self._ended:
+            return
+        self.opened()  # from the head to the last event
         retry = int(RETRY_MS * (0.5 + random.random()))
         self.transport.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncache-control: no-store\r\n"
@@ -135,7 +132,7 @@ class SseProtocol(WireProtocol):
 
     def _refuse(self, error: RequestError) -> None:
         """A problem (RFC 9457) before the stream: an EventSource does not ask again then."""
-        if self._begun:
+        if self.open:
             self.transport.write(SSE.frame(messages.error(error.code, error.detail)))
             self.close(error.close, error.detail)
             return

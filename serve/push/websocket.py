@@ -1,7 +1,9 @@
 """WebSocket subscribers: an asyncio protocol that uvicorn puts in place after the upgrade request.
 
-Handshake and control frames are websockets' sans-I/O `ServerProtocol`; data frames were made once for each view and go
-straight to the transport. With the subprotocol ``millrace.rpc`` the connection is handed to :mod:`serve.push.rpc`.
+Handshake and control frames are websockets' sans-I/O protocol; data frames were made once for each view and go straight
+to the transport. A subscriber that only listens answers pings and says nothing else: its pongs are known by their
+shape, and it is only when something else comes that a parser is made for it, which is most of its memory. With the
+subprotocol ``millrace.rpc`` the connection is handed to :mod:`serve.push.rpc`.
 """
 
 from __future__ import annotations
@@ -9,22 +11,24 @@ from __future__ import annotations
 import asyncio
 import http
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import orjson
 from websockets.exceptions import InvalidState
+from websockets.extensions import Extension
 from websockets.extensions.permessage_deflate import PerMessageDeflate, ServerPerMessageDeflateFactory
-from websockets.frames import Frame, Opcode
+from websockets.frames import CloseCode, Frame, Opcode
 from websockets.http11 import Request
-from websockets.protocol import State
+from websockets.protocol import Protocol, Side, State
 from websockets.server import ServerProtocol
 from websockets.typing import Subprotocol
 
 from serve import messages
 from serve.errors import RequestError
 from serve.push import request as asked
-from serve.push.codec import CODECS, WEBSOCKET, header, websocket_codec
+from serve.push.codec import CODECS, PING, WEBSOCKET, header, websocket_codec
 from serve.push.rpc import RpcSession
 from serve.push.wire import WireProtocol
 from serve.subscriber import SubscribeRequest
@@ -42,9 +46,21 @@ MAX_INCOMING_BYTES = 16_384
 _MAX_UNREAD_BYTES = 4_194_304
 _MAX_REASON = 120  # bytes; a control frame holds 125
 _CLOSE_S = 2.0  # how long the other side has to answer a close
+_HEAD_END = b"\r\n\r\n"
+_PONG_BYTES = len(PING) + 4  # masked
+_PONG_START = b"\x8a" + bytes((0x80 | PING[1],))
 # Each message is compressed for itself (RFC 7692, section 7.1.1), so that all who negotiated it get the same bytes; the
 # client, too: else its window would be 32 KiB of memory a connection.
 _DEFLATE = ServerPerMessageDeflateFactory(server_no_context_takeover=True, client_no_context_takeover=True)
+
+
+def is_utf8(text: bytes) -> bool:
+    """Whether a text message is what RFC 6455, section 8.1, wants it to be."""
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _subprotocol(_: ServerProtocol, offered: Any) -> Subprotocol | None:
@@ -66,12 +82,14 @@ class SubscriberProtocol(WireProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(server_state, app_state, WEBSOCKET)
-        self._wire = ServerProtocol(
+        self._parser: Protocol | None = ServerProtocol(
             max_size=MAX_INCOMING_BYTES, logger=log, extensions=[_DEFLATE], select_subprotocol=_subprotocol
         )
+        self._extensions: Sequence[Extension] = ()  # agreed on
         self._closing: asyncio.TimerHandle | None = None
         self._rpc: RpcSession | None = None
-        self._text: list[bytes] = []  # of a message in several frames; together at most MAX_INCOMING_BYTES
+        self._parts: list[bytes] | None = None  # of a message in several frames; together at most MAX_INCOMING_BYTES
+        self._opcode = Opcode.TEXT  # of that message
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the subscriber."""
@@ -81,11 +99,17 @@ class SubscriberProtocol(WireProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Handshake, control frames, what the client says."""
+        if self._parser is None and len(data) == _PONG_BYTES and data.startswith(_PONG_START):
+            for subscriber in self.subscribers:
+                self.hub.heard_from(subscriber, clock_ms())
+            return
         if self.buffered() > _MAX_UNREAD_BYTES:
             self.transport.abort()  # it asks for answers that it does not read
             return
         self._wire.receive_data(data)
         self._react()
+        if self.open and isinstance(self._parser, ServerProtocol) and data.find(_HEAD_END) == len(data) - 4:
+            self._parser = None  # that was the request and nothing else
 
     def eof_received(self) -> None:
         """The other side sends no more; the transport closes."""
@@ -94,15 +118,11 @@ class SubscriberProtocol(WireProtocol):
 
     # Link
 
-    @property
-    def open(self) -> bool:
-        """Between the handshakes."""
-        return self._wire.state is State.OPEN
-
     def close(self, code: int, reason: str) -> None:
         """Start the close handshake; abort if it is not answered."""
         for subscriber in self.subscribers:
             self.hub.unsubscribed(subscriber)
+        self.shut()
         if self.lost or self._closing is not None:
             return
         try:
@@ -118,6 +138,14 @@ class SubscriberProtocol(WireProtocol):
 
     # Protocol of the wire
 
+    @property
+    def _wire(self) -> Protocol:
+        """Made anew where the last one is not needed any more: between two frames it has no state but this."""
+        if self._parser is None:
+            self._parser = Protocol(Side.SERVER, state=State.OPEN, max_size=MAX_INCOMING_BYTES, logger=log)
+            self._parser.extensions = list(self._extensions)
+        return self._parser
+
     def _react(self) -> None:
         for event in self._wire.events_received():
             if isinstance(event, Request):
@@ -125,6 +153,8 @@ class SubscriberProtocol(WireProtocol):
             elif isinstance(event, Frame):
                 self._frame_received(event)
         self._flush()
+        if self.open and self._wire.state is not State.OPEN:
+            self.shut()
         if self._wire.close_expected() and self._closing is None:
             for subscriber in self.subscribers:
                 self.hub.unsubscribed(subscriber)
@@ -141,24 +171,28 @@ class SubscriberProtocol(WireProtocol):
     def _accept(self, request: Request) -> None:
         headers = {name.lower(): value for name, value in request.headers.raw_items()}
         refusal: RequestError | None = None
-        response = self._wire.accept(request)
+        server = self._wire
+        assert isinstance(server, ServerProtocol)
+        response = server.accept(request)
         if response.status_code == http.HTTPStatus.SWITCHING_PROTOCOLS:
             if urlsplit(request.path).path not in PATHS:
-                response = self._wire.reject(http.HTTPStatus.NOT_FOUND, f"WebSockets are served at {PATHS[0]}\n")
+                response = server.reject(http.HTTPStatus.NOT_FOUND, f"WebSockets are served at {PATHS[0]}\n")
             else:
                 try:
                     self.admit(asked.credentials(headers, request.path, self.peer))
                 except RequestError as error:
                     refusal = error
                     if error.close == RequestError.FORBIDDEN:
-                        response = self._wire.reject(http.HTTPStatus.FORBIDDEN, f"{error}\n")
-        self._wire.send_response(response)
+                        response = server.reject(http.HTTPStatus.FORBIDDEN, f"{error}\n")
+        server.send_response(response)
         self._flush()
-        if self._wire.state is not State.OPEN:
+        if server.state is not State.OPEN:
             return
+        self.opened()
+        self._extensions = server.extensions
         if refusal is not None:
             self._refuse(refusal)
-        elif self._wire.subprotocol == RPC:
+        elif server.subprotocol == RPC:
             self.subscribers = []
             self._rpc = RpcSession(self, self._bits)
         else:
@@ -182,7 +216,7 @@ class SubscriberProtocol(WireProtocol):
     @property
     def _bits(self) -> int:
         """What was agreed on: the window that we compress with; 0: nothing is compressed."""
-        agreed = [each for each in self._wire.extensions if isinstance(each, PerMessageDeflate)]
+        agreed = [each for each in self._extensions if isinstance(each, PerMessageDeflate)]
         return agreed[0].local_max_window_bits if agreed else 0
 
     def _frame_received(self, frame: Frame) -> None:
@@ -190,13 +224,23 @@ class SubscriberProtocol(WireProtocol):
             for subscriber in self.subscribers:
                 self.hub.heard_from(subscriber, clock_ms())
         elif frame.opcode in (Opcode.TEXT, Opcode.BINARY, Opcode.CONT):
-            self._text.append(bytes(frame.data))
+            self._parts = self._parts or []
+            self._parts.append(bytes(frame.data))
+            if frame.opcode is not Opcode.CONT:
+                self._opcode = frame.opcode
             if frame.fin:
-                text, self._text = b"".join(self._text), []
-                if self._rpc is not None:
-                    self._rpc.received(text)
-                else:
-                    self._heed(text)
+                message, self._parts = b"".join(self._parts), None
+                if self._opcode is Opcode.TEXT and not is_utf8(message):
+                    self._wire.fail(CloseCode.INVALID_DATA, "text that is not UTF-8")
+                elif self._wire.state is State.OPEN:  # what follows a close is not looked at
+                    self._flush()  # pongs of pings that came before it
+                    self._message(message)
+
+    def _message(self, message: bytes) -> None:
+        if self._rpc is not None:
+            self._rpc.received(message)
+        else:
+            self._heed(message)
 
     def _heed(self, text: bytes) -> None:
         """An acknowledgement, or another filter."""

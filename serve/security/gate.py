@@ -10,6 +10,7 @@ import ipaddress
 import logging
 import time
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from urllib.parse import parse_qs, urlsplit
 
 from lakehouse.contract.keys import KeyRing
@@ -134,14 +135,7 @@ class Gate:
 
     def _is_local(self, host: str) -> bool:
         """Names that no foreign DNS answers for; or that the operator has named."""
-        name = urlsplit(f"//{host}").hostname or ""
-        if not host or name == "localhost" or name.endswith(".localhost"):
-            return True
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return any(urlsplit(origin).netloc == host for origin in self._origins)
-        return True
+        return is_local_name(host) or any(urlsplit(origin).netloc == host for origin in self._origins)
 
     def _shown(self, credentials: Credentials) -> ReaderKey | None:
         text = credentials.headers.get("authorization", "")
@@ -173,6 +167,19 @@ class Gate:
     def _refusal(self, close: int, code: str, detail: str) -> RequestError:
         self.refused[code] += 1
         return RequestError(close, code, detail)
+
+
+@lru_cache(256)
+def is_local_name(host: str) -> bool:
+    """Whether a ``Host`` header is a number or a name that no foreign DNS answers for."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        if not host or name == "localhost" or name.endswith(".localhost"):
+            return True
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def is_loopback(host: str) -> bool:

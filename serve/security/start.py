@@ -14,6 +14,7 @@ from serve.position import Seal, lake_seal
 from serve.security.gate import Gate, is_loopback
 from serve.security.readers import reader_keys
 from serve.security.tickets import Tickets
+from serve.webhooks.sealed import sealer_of
 
 
 def make_gate(settings: Settings, seal: Seal) -> Gate:
@@ -42,10 +43,11 @@ def check_start(settings: Settings) -> None:
     """What a server would not start with, said by whoever starts several.
 
     Raises:
-        ConfigError: see :func:`make_gate` and :func:`uses_tls`.
+        ConfigError: see :func:`make_gate`, :func:`uses_tls` and :func:`serve.webhooks.sealed.sealer_of`.
     """
     make_gate(settings, lake_seal(Lake(settings.lake).state))
     uses_tls(settings.serve)
+    sealer_of(settings.serve.webhook_key)
 
 
 def uses_tls(settings: ServeSettings) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
@@ -55,14 +56,21 @@ async def run(request: Request) -> Response:
 
 
 async def cancel(request: Request) -> Response:
-    """End a statement of one's own that runs in this process."""
-    running: dict[tuple[str, str], asyncio.Task[Result]] = request.state.statements
+    """End a statement of one's own, whichever process of the port runs it."""
     ident: str = request.path_params["ident"]
-    task = running.get((asked.admitted(request).key, ident))
-    if task is None:
+    key, peers = asked.admitted(request).key, request.state.peers
+    found = end(request.state.statements, key, ident)
+    if not found and peers is not None:
+        found = any((await peers.ask("end", key=key, id=ident)).values())
+    if not found:
         raise RequestError(RequestError.NOT_FOUND, "no_such_statement", f"no statement {ident!r} is running here")
-    task.cancel()
     return Response(to_json({"id": ident, "state": "cancelling"}), 202, media_type="application/json")
+
+
+def end(running: Mapping[tuple[str, str], asyncio.Task[Result]], key: str, ident: str) -> bool:
+    """End a statement of this process; False where it runs none of this id and key."""
+    task = running.get((key, ident))
+    return task is not None and task.cancel()
 
 
 ROUTES: list[BaseRoute] = [

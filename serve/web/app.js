@@ -1,5 +1,6 @@
 /** The page: two subscriptions, drawn. Everything that comes from a table is set as text, never as markup. */
 
+import { Access } from "./access.js";
 import { ColumnChart, niceCeiling, TimeChart } from "./charts.js";
 import { Latency, medianOfLast, Throughput } from "./meters.js";
 import { subscribe } from "./millrace.js";
@@ -11,7 +12,7 @@ const SPARK_WINDOWS = 30;
 const LEADERS = 5;
 const SPAN_MS = 120_000;
 const TICK_MS = 250;
-const WORST = ["reconnecting", "missing", "connecting", "resuming", "snapshot", "slow", "live", "closed"];
+const WORST = ["locked", "reconnecting", "missing", "connecting", "resuming", "snapshot", "slow", "live", "closed"];
 const SERIES = "millrace.series"; // the lines of the last two minutes, for a reload of this tab
 
 const $ = (id) => document.getElementById(id);
@@ -35,8 +36,10 @@ const rates = {
 const latency = new Latency(SPAN_MS / 1000 + 10, saved.latency);
 
 const server = serverUrl();
-const topics = subscribe(server, "top_topics", { onChange: onTopics, onState, prune });
-const members = subscribe(server, "members", { onChange: onMembers, onState, prune });
+const access = new Access(server);
+const store = access.keyed ? "memory" : "indexeddb"; // rows behind a key are not left in the browser
+const topics = subscribe(server, "top_topics", { onChange: onTopics, onState, prune, access, store });
+const members = subscribe(server, "members", { onChange: onMembers, onState, prune, access, store });
 const subscriptions = [topics, members];
 
 let topicWindows = new Map(); // window start, ms -> rows in order of rank
@@ -47,6 +50,7 @@ let announcedWindow = null;
 
 $("theme").addEventListener("click", switchTheme);
 $("copy").addEventListener("click", copyPosition);
+$("unlock").addEventListener("submit", unlock);
 addEventListener("pagehide", saveSeries);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", labelTheme);
 labelTheme();
@@ -237,10 +241,28 @@ function drawState() {
   if (root.dataset.state !== status.state) root.dataset.state = status.state;
   if ($("state").textContent !== text) $("state").textContent = text;
   $("state").title = status.detail ?? "";
+  if ($("unlock").hidden !== (status.state !== "locked")) showLock(status);
   const news = status.state === "reconnecting" ? "Connection lost, reconnecting" : stateText({ ...status, retryAt: 0 });
   if (news !== announced && !["connecting", "resuming", "snapshot"].includes(status.state)) {
     announced = news;
     $("announce").textContent = news;
+  }
+}
+
+function showLock(status) {
+  $("unlock").hidden = status.state !== "locked";
+  $("unlock-note").textContent = status.state === "locked" ? `${server.replace(/^ws/, "http")}: ${status.detail}` : "";
+  if (!$("unlock").hidden) $("key").focus();
+}
+
+/** Take a key that is good, and begin anew with it. */
+async function unlock(event) {
+  event.preventDefault(); // it goes into a header, never into an address
+  try {
+    if (await access.enter($("key").value.trim())) location.reload();
+    else $("unlock-note").textContent = "The server does not know this key.";
+  } catch (error) {
+    $("unlock-note").textContent = `That did not work: ${error.message}`;
   }
 }
 
@@ -259,6 +281,8 @@ function stateText(status) {
       return wait > 0 ? `Reconnecting in ${wait} s` : "Reconnecting";
     case "missing":
       return `No table ${status.table} yet`;
+    case "locked":
+      return "Key needed";
     case "closed":
       return "Closed";
     default:

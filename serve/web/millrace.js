@@ -10,6 +10,7 @@
  * The protocol is docs/protocol.md; docs/dashboard.md tells what this module promises. No dependencies.
  */
 
+import { Locked } from "./access.js";
 import { MemoryStore, openStore } from "./store.js";
 
 const BACKOFF_FIRST_MS = 250;
@@ -18,7 +19,7 @@ const SILENCE_MS = 16_000; // three heartbeats of the default 5 s, and a little
 const SILENCE_MAX_MS = 120_000;
 const RECENT = 128; // positions remembered to recognise a message that comes again
 const SKEW_SAMPLES = 24;
-const CLOSE = { goingAway: 1001, tryLater: 1013, badRequest: 4400, noTable: 4404, tooSlow: 4408 };
+const CLOSE = { goingAway: 1001, tryLater: 1013, badRequest: 4400, noKey: 4401, noTable: 4404, tooSlow: 4408 };
 
 /**
  * Begin a subscription. It reconnects until it is closed.
@@ -36,10 +37,11 @@ const CLOSE = { goingAway: 1001, tryLater: 1013, badRequest: 4400, noTable: 4404
  * @param {string[]} [options.columns] those wanted, beside the key's
  * @param {string} [options.select] a live aggregate instead of rows, `SELECT … GROUP BY …`
  * @param {boolean} [options.conflate] the latest of each key instead of every change, when this page lags
+ * @param {Object} [options.access] shows a key's ticket with each connection: an `Access` of access.js
  * @returns {Subscription}
  *
  * @typedef {Object} Status
- * @property {"connecting"|"resuming"|"snapshot"|"live"|"slow"|"reconnecting"|"missing"|"closed"} state
+ * @property {"connecting"|"resuming"|"snapshot"|"live"|"slow"|"reconnecting"|"missing"|"locked"|"closed"} state
  * @property {string} table
  * @property {number} [retryAt] when the next attempt begins, ms since the epoch (reconnecting, missing)
  * @property {number} [behind] messages, [behindMs] and [cutAt] with it (slow)
@@ -81,6 +83,7 @@ export class Subscription {
   #recent = new Set();
   #parts = null; // rows of a snapshot that has not all come yet
   #socket = null;
+  #turn = null; // of the attempt that waits for its ticket; one that is overtaken ends
   #openedAt = 0;
   #attempt = 0;
   #silenceMs = SILENCE_MS;
@@ -138,6 +141,25 @@ export class Subscription {
     clearTimeout(this.#timer);
     this.#drop();
     this.#setState({ state: this.position === null ? "connecting" : "resuming" });
+    const { access } = this.#options;
+    if (access === undefined) {
+      this.#open(null);
+      return;
+    }
+    const turn = (this.#turn = {});
+    access.ticket().then(
+      (ticket) => {
+        if (this.#turn === turn) this.#open(ticket);
+      },
+      (error) => {
+        if (this.#turn !== turn) return;
+        if (error instanceof Locked) this.#setState({ state: "locked", detail: error.message });
+        else this.#retry("reconnecting", error.message, false);
+      },
+    );
+  }
+
+  #open(ticket) {
     const { where, columns, select, conflate } = this.#options;
     const query = new URLSearchParams({ table: this.table });
     if (where) query.set("where", where);
@@ -145,6 +167,7 @@ export class Subscription {
     if (select) query.set("select", select);
     if (conflate) query.set("conflate", "1");
     if (this.position !== null) query.set("from", this.position);
+    if (ticket !== null) query.set("ticket", ticket);
     const socket = new WebSocket(`${this.#url}/v1/subscribe?${query}`);
     this.#socket = socket;
     this.#heardAt = Date.now();
@@ -160,6 +183,7 @@ export class Subscription {
 
   #drop() {
     const socket = this.#socket;
+    this.#turn = null;
     this.#socket = null;
     this.#parts = null;
     if (socket === null) return;
@@ -173,6 +197,7 @@ export class Subscription {
     if (code === CLOSE.badRequest && this.position !== null) {
       this.position = null; // not a position of this lake; begin anew
     }
+    if (code === CLOSE.noKey) this.#options.access?.refused();
     const patient = [CLOSE.tryLater, CLOSE.badRequest, CLOSE.noTable].includes(code);
     const state = code === CLOSE.noTable ? "missing" : "reconnecting";
     this.#retry(state, reason || `connection closed (${code})`, patient);

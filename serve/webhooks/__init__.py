@@ -3,6 +3,7 @@
 ::
 
     model     a webhook, and what is kept of a delivery
+    sealed    signing secrets, encrypted
     store     both, in SQLite below the lake's state: every server process sees them
     guard     where a webhook may call
     call      one signed request, and whether it was taken

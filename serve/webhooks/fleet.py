@@ -17,6 +17,7 @@ from serve.tables import Tables
 from serve.webhooks.call import Caller
 from serve.webhooks.model import Webhook
 from serve.webhooks.runner import Runner
+from serve.webhooks.sealed import sealer_of
 from serve.webhooks.store import Store
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class Fleet:
         self._tables = tables
         self._access = access
         self._settings = settings
+        self._sealer = sealer_of(settings.webhook_key)
         self._running: dict[str, tuple[asyncio.Task[None], int]] = {}
         self._look = asyncio.Event()
 
@@ -56,7 +58,7 @@ class Fleet:
     async def store(self) -> Store:
         """Where they are kept; made when somebody first adds one."""
         if self._made is None:
-            self._made = await asyncio.to_thread(Store, self._folder, self._settings.webhook_log)
+            self._made = await asyncio.to_thread(Store, self._folder, self._settings.webhook_log, self._sealer)
         return self._made
 
     def changed(self) -> None:

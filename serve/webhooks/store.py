@@ -15,6 +15,7 @@ from pathlib import Path
 
 from lakehouse.contract.errors import EnvironmentProblem
 from serve.webhooks.model import DEAD, Delivery, Webhook
+from serve.webhooks.sealed import Plain, Sealer
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS webhooks (
@@ -36,25 +37,31 @@ class Store:
     Args:
         folder: made where it is absent.
         kept: deliveries, and as many dead ones, of each webhook.
+        sealer: of secrets; what is kept otherwise is kept anew.
 
     Raises:
         EnvironmentProblem: the file cannot be used.
+        ConfigError: secrets cannot be read with this sealer.
     """
 
-    def __init__(self, folder: Path, kept: int) -> None:
+    def __init__(self, folder: Path, kept: int, sealer: Sealer | None = None) -> None:
         self.folder = folder
         self._kept = kept
+        self._sealer = sealer or Plain()
         self._lock = threading.Lock()
         path = folder / "webhooks.db"
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             path.touch(mode=0o600)
             self._db = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
-            self._db.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; {_SCHEMA}")
+            self._db.executescript(
+                f"PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; PRAGMA secure_delete=ON; {_SCHEMA}"
+            )
         except (OSError, sqlite3.Error) as error:
             raise EnvironmentProblem(
                 f"webhooks cannot be kept in {path}: {error}", "Let the server write there"
             ) from None
+        self._seal_anew()
 
     def close(self) -> None:
         """Nothing follows."""
@@ -76,7 +83,7 @@ class Store:
                     webhook.key,
                     webhook.table,
                     webhook.url,
-                    webhook.secret,
+                    self._sealer.seal(webhook.secret),
                     webhook.where,
                     ",".join(webhook.columns),
                     int(webhook.conflate),
@@ -98,7 +105,7 @@ class Store:
                 row[1],
                 row[2],
                 row[3],
-                row[4],
+                self._sealer.open(row[4]),
                 row[5],
                 tuple(filter(None, row[6].split(","))),
                 bool(row[7]),
@@ -181,6 +188,17 @@ class Store:
                 (webhook, delivery, DEAD),
             ).fetchone()
         return None if row is None else Delivery(*row)
+
+    def _seal_anew(self) -> None:
+        changed = False
+        with self._changing() as db:
+            for ident, kept in db.execute("SELECT id, secret FROM webhooks").fetchall():
+                if not self._sealer.is_current(kept):
+                    secret, changed = self._sealer.seal(self._sealer.open(kept)), True
+                    db.execute("UPDATE webhooks SET secret = ? WHERE id = ?", (secret, ident))
+        if changed:  # what was overwritten leaves the write-ahead log too
+            with self._lock:
+                self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     @contextmanager
     def _changing(self) -> Iterator[sqlite3.Connection]:

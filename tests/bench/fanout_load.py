@@ -1,8 +1,7 @@
-"""The load client of bench_fanout: many subscribers in one process, on epoll, doing as little as possible a message.
+"""The load client of bench_fanout where there is no C compiler: ``fanout_load.c`` in Python, which says what it takes.
 
-Run as a process of its own; reads one JSON object of options from standard input, prints ``ready`` when every
-subscriber has its snapshot, and one JSON object at the end (standard input closed). Times are of CLOCK_MONOTONIC, which
-all processes of a machine share.
+A process of its own, on epoll, doing as little as possible a message; times are of CLOCK_MONOTONIC, which all processes
+of a machine share.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import select
 import socket
 import sys
 import time
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -43,11 +43,12 @@ class Load:
         self.sse = options["transport"] == "sse"
         self.poll = select.epoll()
         self.subscribers: dict[int, Subscriber] = {}
-        self.delays = array.array("d")
+        self.delays = array.array("f")  # in turn: number of the change, ms
         self.delivered = 0
         self.closed = 0
         self.snapshots = 0
         self.counting = False
+        self.cpu_before = 0.0
         self.take = self._take_events if self.sse else self._take_frames
 
     def connect(self) -> None:
@@ -156,7 +157,8 @@ class Load:
             self.snapshots += 1
         elif self.counting:
             self.delivered += 1
-            self.delays.append((now - _number(data, data.find(_AT, start, end) + len(_AT))) / 1e6)
+            delay = (now - _number(data, data.find(_AT, start, end) + len(_AT))) / 1e6
+            self.delays.extend((seq, delay))
         if subscriber.seen >= 0:
             if seq <= subscriber.seen:
                 subscriber.repeated += 1
@@ -172,8 +174,7 @@ class Load:
             "lost": sum(s.missed + max(0, last - s.seen) for s in reading),
             "twice": sum(s.repeated for s in reading),
             "closed": self.closed,
-            "cpu_s": time.process_time(),
-            "delays_ms": self.delays.tolist(),
+            "cpu_s": time.process_time() - self.cpu_before,
         }
 
 
@@ -185,7 +186,9 @@ def _number(data: bytes, start: int) -> int:
 
 
 def main() -> None:
-    options = json.loads(sys.stdin.readline())
+    host, port, subscribers, first, filters, transport, stopped, file = sys.argv[1:]
+    options: dict[str, Any] = {"host": host, "port": int(port), "transport": transport, "filters": int(filters)}
+    options |= {"subscribers": int(subscribers), "first": int(first), "stopped": int(stopped)}
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     load = Load(options)
@@ -200,7 +203,7 @@ def main() -> None:
         if commands.poll(0):
             words = sys.stdin.readline().split()
             if words[:1] == ["count"]:
-                load.counting = True
+                load.counting, load.cpu_before = True, time.process_time()
             elif words[:1] == ["end"]:
                 last = int(words[1])
                 break
@@ -208,6 +211,7 @@ def main() -> None:
     reading = list(load.subscribers.values())[options["stopped"] :]
     while time.monotonic() < deadline and any(s.seen < last for s in reading):
         load.turn(0.05)
+    Path(file).write_bytes(load.delays.tobytes())
     sys.stdout.write(json.dumps(load.result(last)) + "\n")
 
 

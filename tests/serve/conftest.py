@@ -69,7 +69,7 @@ class Spawned:
             env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
         )
         assert self.process.stdout is not None
-        readable, _, _ = select.select([self.process.stdout], [], [], 20)
+        readable, _, _ = select.select([self.process.stdout], [], [], 60)
         assert readable, "the server did not start"
         self.url = self.process.stdout.readline().strip()
         assert self.url.startswith("http://")
@@ -104,12 +104,12 @@ def address(url: str, table: str, position: str | None = None) -> str:
 
 def subscribed(url: str, table: str, position: str | None = None, **options: Any) -> connect:
     """A raw subscriber."""
-    return connect(address(url, table, position), compression=None, **options)
+    return connect(address(url, table, position), compression=None, open_timeout=60, **options)
 
 
 async def receive(connection: ClientConnection, kind: str | None = None) -> dict[str, Any]:
     """The next message; of a kind if one is named (heartbeats are passed over in any case)."""
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while True:
         async with asyncio.timeout(max(0.01, until - time.monotonic())):
             message: dict[str, Any] = json.loads(await connection.recv())
@@ -118,7 +118,7 @@ async def receive(connection: ClientConnection, kind: str | None = None) -> dict
         assert message["type"] == "heartbeat", f"{message['type']} came instead of {kind}"
 
 
-async def wait_until(condition: Any, seconds: float = 10.0) -> None:
+async def wait_until(condition: Any, seconds: float = 60.0) -> None:
     """Wait for something to become true."""
     until = time.monotonic() + seconds
     while not condition():

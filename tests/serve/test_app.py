@@ -24,7 +24,7 @@ from .lakes import TOPICS, Product, top_topics, topics, window
 async def get(url: str) -> tuple[int, dict[str, str], bytes]:
     def fetch() -> tuple[int, dict[str, str], bytes]:
         try:
-            with urllib.request.urlopen(url, timeout=10) as response:
+            with urllib.request.urlopen(url, timeout=60) as response:
                 return response.status, {k.lower(): v for k, v in response.headers.items()}, response.read()
         except urllib.error.HTTPError as error:
             with error:
@@ -82,7 +82,7 @@ async def test_health_and_metrics(root: Path) -> None:
     top_topics(root)
     async with serving(root) as url:
         assert (await get(f"{url}/healthz"))[0] == 200
-        for _ in range(500):
+        for _ in range(3_000):
             if (await get(f"{url}/readyz"))[0] == 200:
                 break
             await asyncio.sleep(0.02)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
 import pyarrow as pa
@@ -15,6 +16,7 @@ from serve.hub import Hub
 from serve.messages import Message, change_messages
 from serve.model import Change, CommitFacts, TableInfo
 from serve.outgoing import SLICE_BYTES
+from serve.pace import SLICE
 from serve.position import WHOLE, Position, Seal
 from serve.state import TableState
 from serve.subscriber import Subscriber, SubscribeRequest
@@ -103,7 +105,7 @@ class World:
         self.now += ms
         self.carry_out(self.hub.tick(self.now, int(self.now)))
 
-    def carry_out(self, deliveries: list[Delivery]) -> None:
+    def carry_out(self, deliveries: Iterable[Delivery]) -> None:
         for delivery in deliveries:
             for subscriber in delivery.to:
                 subscriber.link.write(delivery.data)
@@ -301,6 +303,29 @@ def test_slow_is_told_anew_after_it_had_caught_up() -> None:
         world.pump(slow)
         world.hub.heard_from(slow, world.now)
         assert socket.kinds() == ["change"]
+
+
+def test_heartbeats_of_many_are_spread_and_each_has_one_a_round() -> None:
+    world = World(ServeSettings(heartbeat_ms=1_000, cut_after_ms=10**9, slow_after_ms=10**9))
+    joined = [world.join(where="v > 1" if number % 2 else "") for number in range(6 * SLICE)]
+    sockets = [socket for _, socket, _ in joined]
+    for socket in sockets:
+        socket.messages()
+    world.tick(1)
+    some = sum(bool(socket.data) for socket in sockets)
+    assert 0 < some <= SLICE < len(sockets)
+    assert world.hub.beating
+    left, gone, _ = next(each for each in joined if not each[1].data)
+    world.hub.unsubscribed(left)
+    beats = 0
+    while world.hub.beating:
+        beats += 1
+        world.now += 100
+        world.carry_out(world.hub.beat(world.now, int(world.now)))
+        world.commit()
+    assert beats <= 6, "within a half of the pause between heartbeats"
+    got = [[message["type"] for message in socket.messages()].count("heartbeat") for socket in sockets]
+    assert got == [0 if socket is gone else 1 for socket in sockets]
 
 
 def test_heartbeats_say_how_far_one_is_behind_that_acknowledges() -> None:

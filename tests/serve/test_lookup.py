@@ -31,7 +31,7 @@ def visits(root: Path) -> Product:
 async def test_a_whole_session_by_visitor(root: Path) -> None:
     product = visits(root)
     product.append([visit("ann", 1, 3), visit("ann", 2, 4), visit("bob,/ß", 1, 9), visit("", 5, 1)])
-    async with serving(root) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serving(root) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
 
         async def views(key: str, **query: str) -> list[int]:
             answer = await client.get(f"/v1/tables/visits/{key}", params=query or None)
@@ -65,7 +65,7 @@ async def test_a_whole_session_by_visitor(root: Path) -> None:
 
 async def test_keys_of_other_kinds(root: Path) -> None:
     top_topics(root).append(topics(0, [5, 4]) + topics(1, [9]))
-    async with serving(root) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serving(root) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         start = window(0).isoformat().replace("+00:00", "Z")
         both = (await client.get(f"/v1/tables/top_topics/{start}")).json()
         assert [row["count"] for row in both["rows"]] == [5, 4]
@@ -79,7 +79,7 @@ async def test_a_row_filter_holds_for_look_ups(root: Path) -> None:
     key = KeyFile(Lake(root).state / "readers.toml", ReaderKey).new(ReaderKey("0" * 64, rows={"*": "city = 'Bonn'"}))
     start = window(0).isoformat().replace("+00:00", "Z")
     shown = {"Authorization": f"Bearer {key}"}
-    async with serving(root) as url, httpx.AsyncClient(base_url=url, headers=shown) as client:
+    async with serving(root) as url, httpx.AsyncClient(base_url=url, headers=shown, timeout=60) as client:
         found = (await client.get(f"/v1/tables/rsvps_by_city/{start}")).json()
         assert [row["city"] for row in found["rows"]] == ["Bonn"]
         assert (await client.get(f"/v1/tables/rsvps_by_city/{start},Berlin,de")).status_code == 404
@@ -102,5 +102,5 @@ async def test_what_is_not_in_memory_is_read_through(root: Path) -> None:
 @pytest.mark.parametrize("path", ["/v1/tables/visits/", "/v1/tables/visits/%00"])
 async def test_odd_keys_are_only_not_found(root: Path, path: str) -> None:
     visits(root).append([visit("ann", 1, 3)])
-    async with serving(root) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serving(root) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         assert (await client.get(path)).status_code == 404

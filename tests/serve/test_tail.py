@@ -26,7 +26,7 @@ from serve.messages import change_messages
 from serve.model import Change, Key, Row, TableInfo
 from serve.position import WHOLE, Position, Seal
 from serve.replay import Replay
-from serve.tail import Opened, Tail
+from serve.tail import Opened, Tail, to_next_beat
 
 from .lakes import TOPICS, Product, city, rsvps_by_city, top_topics, topics, window
 
@@ -44,7 +44,7 @@ async def following(folder: Path, *, warm: int = 0) -> AsyncIterator[AsyncIterat
 
 
 async def after(events: AsyncIterator[Opened | Change]) -> Any:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         return await anext(events)
 
 
@@ -391,3 +391,10 @@ async def test_a_warm_start_has_the_last_changes(root: Path) -> None:
         opened = await after(events)
         assert opened.state.version == 3
         assert [(await after(events)).version for _ in range(3)] == [4, 5, 6]
+
+
+@given(st.floats(0, 1e9), st.sampled_from([0.001, 0.005, 0.015, 1.0]))
+def test_all_tails_look_at_the_same_moments(now: float, pause: float) -> None:
+    left = to_next_beat(now, pause)
+    assert 0.2 * pause < left <= 1.2 * pause + 1e-6
+    assert abs((now + left) / pause - round((now + left) / pause)) * pause < 1e-6

@@ -1,17 +1,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from websockets.asyncio.client import connect
 from websockets.asyncio.server import ServerConnection, serve
 
+from jobs.up import free_port
 from serve.client import Change, ClientError, FileStore, MemoryStore, Message, Refused, Snapshot, TableView, subscribe
 
 from ..conftest import Spawned, serving, wait_until
@@ -75,8 +76,8 @@ async def test_what_failed_to_be_processed_comes_again(root: Path) -> None:
 
 async def test_the_server_is_killed_and_every_change_is_applied_once(root: Path, spawned: list[Spawned]) -> None:
     product = top_topics(root)
-    spawned.append(Spawned(root, poll_ms=5))
-    port = spawned[0].url.rsplit(":", 1)[1]
+    port = free_port()
+    spawned.append(Spawned(root, poll_ms=5, port=port))
     async with subscribe(spawned[0].url, "top_topics", jitter=lambda: 0.0) as subscription:
         reader = aiter(subscription)
         assert isinstance(await anext(reader), Snapshot)
@@ -86,17 +87,17 @@ async def test_the_server_is_killed_and_every_change_is_applied_once(root: Path,
             if count % 10 == 5:
                 spawned[-1].kill()
             elif count % 10 == 9:
-                spawned.append(await asyncio.to_thread(Spawned, root, poll_ms=5, port=int(port)))
-                async with asyncio.timeout(20):  # else the next kill may come before the client has found it
+                spawned.append(await asyncio.to_thread(Spawned, root, poll_ms=5, port=port))
+                async with asyncio.timeout(60):  # else the next kill may come before the client has found it
                     while subscription.connects < len(spawned):  # noqa: ASYNC110 - it has no event to wait for
                         await asyncio.sleep(0.02)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while len(seen) < 30:
                 message = await anext(reader)
                 assert isinstance(message, Change)
                 seen.extend(counts(message))
         assert seen == list(range(1, 31))
-        assert subscription.connects == len(spawned)
+        assert subscription.connects >= len(spawned)
 
 
 READER = """
@@ -118,12 +119,14 @@ async def test_a_killed_reader_misses_nothing_and_repeats_one_message_at_most(ro
     product = top_topics(root)
     runs: list[list[int]] = []
     async with serving(root) as url:
-        writing = asyncio.create_task(write(product, 60))
+        read = asyncio.Event()
+        writing = asyncio.create_task(write_until(product, read))
         for _ in range(4):
             lines = await asyncio.to_thread(read_and_kill, url, tmp_path / "position", 10)
             runs.append(lines)
+        read.set()
         await writing
-    for before, after in pairwise(runs):
+    for before, after in itertools.pairwise(runs):
         assert after[0] in (before[-1], before[-1] + 1)
         assert after == list(range(after[0], after[0] + len(after)))
 
@@ -141,8 +144,11 @@ def read_and_kill(url: str, path: Path, lines: int) -> list[int]:
         return read + [int(line) for line in process.stdout]
 
 
-async def write(product: Product, changes: int) -> None:
-    for count in range(1, changes + 1):
+async def write_until(product: Product, read: asyncio.Event) -> None:
+    """A change every 50 ms or so for as long as somebody reads: however slowly readers start, each finds some."""
+    for count in itertools.count(1):
+        if read.is_set():
+            return
         await asyncio.to_thread(product.overwrite, topics(0, [count]), [window(0)])
         await asyncio.sleep(0.05)
 
@@ -193,7 +199,7 @@ async def test_a_table_that_is_not_there_yet(root: Path) -> None:
             first = asyncio.ensure_future(anext(aiter(subscription)))
             await wait_until(lambda: subscription.connects >= 2)
             top_topics(root)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 assert isinstance(await first, Snapshot)
 
 

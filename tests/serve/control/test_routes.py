@@ -18,7 +18,7 @@ COUNTS = {"name": "answers", "sql": "SELECT response, count(*) AS n FROM rsvps G
 
 async def test_a_query_is_added_listed_and_removed(root: Path) -> None:
     declared = Declared(Lake(root), QuerySpec)
-    async with serving(root) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serving(root) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         made = await client.post("/v1/queries", json={**COUNTS, "from": "start"})
         assert (made.status_code, made.headers["location"]) == (201, "/v1/queries/answers")
         assert made.json() | {"created": ""} == {
@@ -66,7 +66,7 @@ async def test_a_query_is_added_listed_and_removed(root: Path) -> None:
     ],
 )
 async def test_what_is_refused_says_why(root: Path, body: Any, status: int, code: str | None) -> None:
-    async with serving(root) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serving(root) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         answer = await client.post("/v1/queries", json=body)
     assert (answer.status_code, answer.json().get("code")) == (status, code)
     assert answer.headers["content-type"] == "application/problem+json"
@@ -74,7 +74,7 @@ async def test_what_is_refused_says_why(root: Path, body: Any, status: int, code
 
 
 async def test_only_callers_on_this_machine_change_anything(root: Path) -> None:
-    async with serving(root) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serving(root) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         form = {"content-type": "text/plain"}
         assert (await client.post("/v1/queries", content=b"{}", headers=form)).status_code == 415
         foreign = {"origin": "https://elsewhere.example"}
@@ -90,7 +90,7 @@ async def test_only_callers_on_this_machine_change_anything(root: Path) -> None:
 async def test_on_an_address_that_others_reach_it_answers_403(root: Path) -> None:
     async with serving(root, host="0.0.0.0", allow_anonymous=True) as url:  # type: ignore[arg-type]
         local = url.replace("0.0.0.0", "127.0.0.1")
-        async with httpx.AsyncClient(base_url=local) as client:
+        async with httpx.AsyncClient(base_url=local, timeout=60) as client:
             assert (await client.post("/v1/queries", json=COUNTS)).status_code == 403
             assert (await client.delete("/v1/queries/answers")).status_code == 403
             assert (await client.get("/v1/queries")).json() == {"queries": []}

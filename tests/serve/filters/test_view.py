@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from random import Random
 from typing import Any
 
@@ -12,13 +13,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from serve.errors import FilterError
+from serve.filters.compile import Pin, pin_of
+from serve.filters.parse import parse_condition
 from serve.filters.view import RowsView, View, rows_view, undone
 from serve.model import Change, CommitFacts, Key, Row, TableInfo
 from serve.position import WHOLE
 from serve.state import Step, TableState
 
-from .test_compile import SCHEMA, TABLE, VALUES, Writer
+from .test_compile import COLUMNS, NOON, SCHEMA, TABLE, TEXTS, VALUES, Writer
 
+INTS, FLOATS, DECIMALS = range(-3, 4), [-1.5, 0.25, 2.5], [Decimal("0.25"), Decimal("2.00")]
+TIMES = [NOON, NOON.replace(hour=0)]
 DATABASE = duckdb.connect(config={"threads": "1"})
 STEPS = st.lists(
     st.dictionaries(
@@ -56,6 +61,11 @@ def by_sql(rows: dict[Key, Row], columns: tuple[str, ...], condition: str) -> se
     return {repr(tuple(row[i] for i in at)) for (k,), row in rows.items() if k in keys}
 
 
+@pytest.fixture(autouse=True)
+def any_change_is_worth_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve.filters.view.FEW_ROWS", 0)
+
+
 @settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(STEPS, st.integers(0, 2**32), st.sampled_from([(), ("i",), ("s", "t")]))
 def test_a_filtered_stream_is_the_filtered_table(
@@ -81,6 +91,41 @@ def test_a_filtered_stream_is_the_filtered_table(
     changes = [change for change, _ in history]
     for number, (_, rows) in enumerate(history, 1):
         assert undone(history[-1][1], changes[number:]) == rows
+
+
+PINNED = [
+    ("s = 'a'", "s", {"a"}),
+    ("i > 0 AND ('ab' = S AND i IN (1, 2, 3))", "s", {"ab"}),
+    ("(i IN (1, 2.0, NULL))", "i", {1, 2}),
+    ("f = 0.25", "f", {0.25}),
+    ("d = 0.25 AND b", "d", {Decimal("0.25")}),
+    ("t = '2026-01-01 12:00:00'", "t", {NOON.replace(tzinfo=None)}),
+    ("i = NULL", "i", set()),
+    *((text, "", set()) for text in ("s <> 'a'", "s = 'a' OR i = 1", "d = 2.5e-1", "s = upper('a')", "i = k", "b")),
+]
+
+
+@pytest.mark.parametrize(("where", "column", "values"), PINNED)
+def test_what_a_condition_pins_is_found_by_its_value(
+    where: str, column: str, values: set[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = parse_condition(where, COLUMNS)
+    assert tree is not None
+    pin = pin_of(tree, COLUMNS)
+    assert pin == (Pin(SCHEMA.names.index(column), frozenset(values)) if column else None)
+    chance = Random(where)
+
+    def some() -> dict[str, Any]:
+        drawn = [chance.choice([None, *each]) for each in (INTS, FLOATS, DECIMALS, TEXTS, [True, False], TIMES, [None])]
+        return dict(zip(SCHEMA.names[1:], drawn, strict=True))
+
+    steps = [{k: chance.choice([some(), some(), None]) for k in chance.sample(range(60), 40)} for _ in range(8)]
+    view = rows_view(TABLE, where, [], "")
+    one, other = RowsView(view, TABLE), RowsView(view, TABLE)
+    seen = [one.advance(change) for change, _ in played(steps)]
+    monkeypatch.setattr("serve.filters.view.FEW_ROWS", 10**9)
+    assert seen == [other.advance(change) for change, _ in played(steps)]
+    assert any(change.upserts for change in seen) == any(change.left for change in seen) == (where != "i = NULL")
 
 
 def test_views_that_ask_the_same_are_one() -> None:

@@ -126,10 +126,15 @@ class WebSocketClient(Client):
             subprotocols=self.subprotocols or None,
             max_size=None,
             max_queue=2,
+            open_timeout=PATIENCE_S,
         )
 
     async def shut(self) -> None:
-        await self.connection.close()
+        closing = asyncio.ensure_future(self.connection.close())
+        with contextlib.suppress(ConnectionClosed):
+            while True:  # two unread messages stop the reading, and with it the answer to the close: 20 s of waiting
+                await self.connection.recv()
+        await closing
 
     async def fetch(self) -> None:
         try:
@@ -275,7 +280,7 @@ class PollClient(Client):
         await self._http.aclose()
 
     async def fetch(self) -> None:
-        query = {"wait": "2"} | self.query | {"codec": self.codec}
+        query = {"wait": "1"} | self.query | {"codec": self.codec}
         try:
             response = await self._http.get(f"{self.url}/v1/poll", params=query)
         except httpx.HTTPError as error:

@@ -18,7 +18,7 @@ from .clients import WebSocketClient
 async def test_only_if_newer(root: Path) -> None:
     product = top_topics(root)
     product.overwrite(topics(0, [5, 1]), [window(0)])
-    async with serving(root) as url, httpx.AsyncClient(base_url=url) as http:
+    async with serving(root) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
         query = {"where": "count > 1", "columns": "count"}
         first = await http.get("/v1/tables/top_topics", params=query)
         assert [row["count"] for row in first.json()["rows"]] == [5]
@@ -41,7 +41,7 @@ async def test_only_if_newer(root: Path) -> None:
 
 async def test_an_aggregate_and_what_is_refused(root: Path) -> None:
     rsvps_by_city(root)
-    async with serving(root) as url, httpx.AsyncClient(base_url=url) as http:
+    async with serving(root) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
         asked = {"select": "SELECT count(*) AS n, sum(yes) AS yes"}
         assert (await http.get("/v1/tables/rsvps_by_city", params=asked)).json()["rows"] == [{"n": 0, "yes": None}]
         for wrong in ({"where": "x"}, {"window": "1"}, {"conflate": "1"}, {"limit": "0"}, {"wait": "1"}):

@@ -22,7 +22,7 @@ async def ask(http: httpx.AsyncClient, **query: Any) -> dict[str, Any]:
 
 async def test_a_poll_waits_and_nothing_is_lost_between_two(root: Path) -> None:
     product = top_topics(root)
-    async with serving(root) as url, httpx.AsyncClient(base_url=url) as http:
+    async with serving(root) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
         first = await ask(http)
         waiting = asyncio.ensure_future(ask(http, **{"from": first["position"]}, wait=60))
         product.overwrite(topics(0, [1]), [window(0)])
@@ -45,7 +45,7 @@ async def test_an_answer_is_bounded_and_says_how_much_is_left(root: Path, monkey
     monkeypatch.setattr("serve.push.longpoll.MAX_BYTES", 1_000)
     monkeypatch.setattr("serve.outgoing.SLICE_BYTES", 1_000)
     product = top_topics(root)
-    async with serving(root, slow_after_ms=1) as url, httpx.AsyncClient(base_url=url) as http:
+    async with serving(root, slow_after_ms=1) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
         position = (await ask(http))["position"]
         for count in range(12):
             product.overwrite(topics(0, [count]), [window(0)])
@@ -62,7 +62,7 @@ async def test_an_answer_is_bounded_and_says_how_much_is_left(root: Path, monkey
 
 async def test_one_that_goes_away_leaves_nothing_behind(root: Path) -> None:
     top_topics(root)
-    async with serving(root) as url, httpx.AsyncClient(base_url=url) as http:
+    async with serving(root) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
         position = (await ask(http))["position"]
         leaving = asyncio.ensure_future(ask(http, **{"from": position}, wait=60))
         await table_has(http, "subscribers", 1)
@@ -81,7 +81,7 @@ async def table_has(http: httpx.AsyncClient, name: str, number: int) -> None:
 @pytest.mark.parametrize("query", ["wait=61", "wait=x", "codec=arrow", "window=1", "from="])
 async def test_what_is_refused(root: Path, query: str) -> None:
     top_topics(root)
-    async with serving(root) as url, httpx.AsyncClient(base_url=url) as http:
+    async with serving(root) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
         answer = await http.get(f"/v1/poll?table=top_topics&{query}")
         assert (answer.status_code, answer.headers["content-type"]) == (400, "application/problem+json")
         assert answer.json()["code"] in ("bad_request", "bad_position")

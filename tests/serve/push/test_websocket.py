@@ -9,9 +9,10 @@ import time
 import urllib.request
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
-from websockets.asyncio.client import ClientConnection
+from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from ..conftest import Spawned, address, receive, serving, subscribed
@@ -27,7 +28,7 @@ async def closed(connection: ClientConnection) -> tuple[int, str]:
     """Reads to the end; close code and reason."""
     with pytest.raises(ConnectionClosed) as end:
         while True:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 await connection.recv()
     assert end.value.rcvd is not None
     return end.value.rcvd.code, end.value.rcvd.reason
@@ -62,13 +63,14 @@ async def test_the_server_stops_with_1001(root: Path) -> None:
         ('{"type":"ack","position":"?"}', 4400),
         ('{"type":"x","position":"a"}', 4400),
         ("x" * 17_000, 1009),
+        (b'{"type":"\xff"}', 1007),
     ],
 )
-async def test_what_a_client_may_not_send(root: Path, text: str, close: int) -> None:
+async def test_what_a_client_may_not_send(root: Path, text: str | bytes, close: int) -> None:
     top_topics(root)
     async with serving(root) as url, subscribed(url, "top_topics") as connection:
         await receive(connection, "snapshot")
-        await connection.send(text)
+        await connection.send(text, text=True)
         assert (await closed(connection))[0] == close
 
 
@@ -81,9 +83,65 @@ async def test_acknowledgements_make_behind_exact(root: Path) -> None:
         changes = [await receive(connection, "change") for _ in range(3)]
         for position, behind in ((snapshot["position"], 3), (changes[1]["position"], 1), (changes[2]["position"], 0)):
             await connection.send(json.dumps({"type": "ack", "position": position}))
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(60):
                 while (await receive(connection, "heartbeat"))["behind"] != behind:
                     pass
+
+
+async def test_pongs_come_as_they_like(root: Path) -> None:
+    """Whole, in pieces, and together with what needs a parser: the connection goes on, and they count as a sign."""
+    product = top_topics(root)
+    pong = b"\x8a\x84" + bytes(4) + b"mill"
+    async with serving(root, heartbeat_ms=50, slow_after_ms=10_000) as url:
+        place = urlsplit(url)
+        reader, writer = await asyncio.open_connection(place.hostname, place.port)
+        writer.write(
+            f"GET /v1/subscribe?table=top_topics HTTP/1.1\r\nHost: {place.netloc}\r\nUpgrade: websocket\r\n"
+            "Connection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+            "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n".encode()
+        )
+
+        async def message(kind: str) -> dict[str, Any]:
+            while True:
+                async with asyncio.timeout(60):
+                    first, size = await reader.readexactly(2)
+                    if size == 126:
+                        size = int.from_bytes(await reader.readexactly(2), "big")
+                    body = await reader.readexactly(size)
+                if first == 0x81 and (found := json.loads(body))["type"] == kind:
+                    return dict(found)
+                assert first in (0x81, 0x89), "neither text nor a ping"
+
+        await reader.readuntil(b"\r\n\r\n")
+        snapshot = await message("snapshot")
+        for pieces in ([pong], [pong], [pong[:3], pong[3:]], [pong, pong + pong]):
+            for piece in pieces:
+                writer.write(piece)
+                await message("heartbeat")
+        ack = json.dumps({"type": "ack", "position": snapshot["position"], "pad": "x" * 200}).encode()
+        product.overwrite(topics(0, [1]), [window(0)])
+        await message("change")
+        assert (await message("heartbeat"))["behind"] == 0
+        frame = b"\x81\xfe" + len(ack).to_bytes(2, "big") + bytes(4) + ack
+        writer.write(pong + frame[:20])
+        await message("heartbeat")
+        writer.write(frame[20:] + pong)
+        while (await message("heartbeat"))["behind"] != 1:
+            pass
+        writer.close()
+
+
+async def test_a_listener_that_compresses_may_still_speak(root: Path) -> None:
+    product = top_topics(root)
+    async with serving(root, heartbeat_ms=50) as url, connect(address(url, "top_topics"), compression="deflate") as one:
+        snapshot = json.loads(await one.recv())
+        await receive(one, "heartbeat")
+        product.overwrite(topics(0, [1]), [window(0)])
+        await receive(one, "change")
+        for _ in range(2):
+            await one.send(json.dumps({"type": "ack", "position": snapshot["position"], "pad": "x" * 500}))
+        while (await receive(one, "heartbeat"))["behind"] != 1:
+            pass
 
 
 async def test_another_sites_page_may_not_subscribe(root: Path) -> None:
@@ -97,7 +155,7 @@ async def test_another_sites_page_may_not_subscribe(root: Path) -> None:
 
 async def test_a_stopped_reader_costs_others_nothing_and_is_cut_with_notice(root: Path, spawned: list[Spawned]) -> None:
     product = top_topics(root)
-    server = Spawned(root, poll_ms=5, heartbeat_ms=100, slow_after_ms=400, cut_after_ms=1_500)
+    server = Spawned(root, poll_ms=5, heartbeat_ms=100, slow_after_ms=500, cut_after_ms=2_500)
     spawned.append(server)
     loop = asyncio.get_running_loop()
     host, port = server.url.removeprefix("http://").split(":")
@@ -114,19 +172,19 @@ async def test_a_stopped_reader_costs_others_nothing_and_is_cut_with_notice(root
     assert b" 101 " in head
     async with subscribed(server.url, "top_topics") as good:
         await receive(good, "snapshot")
-        began, slowest, number = time.monotonic(), 0.0, 0
+        began, number, while_slow = time.monotonic(), 0, 0
         while (await metric(server.url, "millrace_serve_cut_total")) == 0:
             number += 1
             rows = [row | {"item": f"{number} " + "x" * 2_000} for row in topics(0, [number] * 100)]  # 200 KB a change
-            before = time.monotonic()
+            slow = await metric(server.url, "millrace_serve_slow_total")
             await asyncio.to_thread(product.overwrite, rows, [window(0)])
             assert counts(await receive(good, "change"))[0] == number
-            slowest = max(slowest, time.monotonic() - before)
-            assert time.monotonic() - began < 10, "it was never cut"
+            while_slow += slow == 1 and await metric(server.url, "millrace_serve_cut_total") == 0
+            assert time.monotonic() - began < 60, "it was never cut"
+        assert while_slow, "the other got its changes while this one stood still"
         assert await metric(server.url, "millrace_serve_slow_total") == 1
         assert await metric(server.url, "millrace_serve_expired_total") == 0
-        assert time.monotonic() - began >= 1.4
-        assert slowest < 1.0
+        assert time.monotonic() - began >= 2.4
         await wait_until_metric(server.url, "millrace_serve_subscribers", 1)
     stopped.close()
 
@@ -135,7 +193,7 @@ async def test_a_reader_that_stops_for_a_while_hears_slow_first_and_then_everyth
     root: Path, spawned: list[Spawned]
 ) -> None:
     product = top_topics(root)
-    server = Spawned(root, poll_ms=5, heartbeat_ms=100, slow_after_ms=300, cut_after_ms=20_000)
+    server = Spawned(root, poll_ms=5, heartbeat_ms=100, slow_after_ms=300, cut_after_ms=600_000)
     spawned.append(server)
     async with subscribed(server.url, "top_topics", max_queue=1, max_size=None) as connection:
         await receive(connection, "snapshot")
@@ -167,14 +225,14 @@ async def metric(url: str, name: str) -> float:
 
 
 async def wait_until_metric(url: str, name: str, value: float) -> None:
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while (now := await metric(url, name)) != value:
         assert time.monotonic() < until, f"{name} is {now}"
         await asyncio.sleep(0.05)
 
 
 def fetch(url: str) -> str:
-    with urllib.request.urlopen(url, timeout=10) as response:
+    with urllib.request.urlopen(url, timeout=60) as response:
         return str(response.read().decode())
 
 

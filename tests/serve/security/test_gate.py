@@ -70,7 +70,7 @@ async def test_nothing_comes_before_authentication_on_any_route(root: Path) -> N
     lake(root)
     keys(root).new(ReaderKey(ZERO, "somebody"))
     assert len(routes()) > 15
-    async with serving(root) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serving(root) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         for method, path in routes():
             for headers in ({}, bearer("mr_x_y"), {"Authorization": "Basic eDp5"}):
                 answer = await client.request(method, path, headers=headers)
@@ -118,7 +118,7 @@ async def ticket(client: httpx.AsyncClient, key: str) -> str:
 async def test_a_ticket_opens_one_stream(root: Path, kind: Callable[[str, dict[str, str]], Client]) -> None:
     lake(root)
     key = keys(root).new(ReaderKey(ZERO, "somebody"))
-    async with serving(root) as url, httpx.AsyncClient(base_url=url) as http:
+    async with serving(root) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
         shown = {"table": "top_topics", "ticket": await ticket(http, key)}
         async with kind(url, dict(shown)) as client:
             assert len((await client.receive("snapshot"))["rows"]) == 3
@@ -132,7 +132,7 @@ async def test_a_ticket_opens_one_stream(root: Path, kind: Callable[[str, dict[s
 async def test_a_key_sees_its_tables_and_rows_only(root: Path) -> None:
     lake(root)
     key = keys(root).new(ReaderKey(ZERO, "b", tables=("rsvps_by_city",), rows={"*": "city = 'Bonn'"}))
-    async with serving(root) as url, httpx.AsyncClient(base_url=url, headers=bearer(key)) as client:
+    async with serving(root) as url, httpx.AsyncClient(base_url=url, headers=bearer(key), timeout=60) as client:
         [listed] = (await client.get("/v1/tables")).json()["tables"]
         assert listed["table"] == "rsvps_by_city" and "rows" not in listed
         rows = (await client.get("/v1/tables/rsvps_by_city")).json()["rows"]
@@ -167,7 +167,7 @@ async def test_a_revoked_key_ends_what_it_holds_open(root: Path) -> None:
             assert closed.value.rcvd is not None and closed.value.rcvd.code == 4401
             await (await stays.ping())
         file.revoke(other.split("_")[1])
-        async with asyncio.timeout(60), httpx.AsyncClient(base_url=url) as client:
+        async with asyncio.timeout(60), httpx.AsyncClient(base_url=url, timeout=60) as client:
             await answers(client, "/v1/tables", other, 401)
             assert (await client.get("/v1/tables")).status_code == 401, "the last key revoked opens nothing"
 
@@ -176,7 +176,7 @@ async def test_a_keys_connections_and_rate_are_bounded(root: Path) -> None:
     lake(root)
     few = keys(root).new(ReaderKey(ZERO, "few", connections=1))
     slow = keys(root).new(ReaderKey(ZERO, "slow", rate=2))
-    async with serving(root) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serving(root) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         address = f"{url.replace('http', 'ws')}/v1/subscribe?table=top_topics"
         async with connect(address, additional_headers=bearer(few)) as first:
             assert json.loads(await first.recv())["type"] == "snapshot"
@@ -195,7 +195,10 @@ async def test_a_keys_connections_and_rate_are_bounded(root: Path) -> None:
 async def test_pages_of_other_sites_and_foreign_names(root: Path) -> None:
     lake(root)
     mine = {"Origin": "https://shop.example"}
-    async with serving(root, origins="https://shop.example") as url, httpx.AsyncClient(base_url=url) as client:  # type: ignore[arg-type]
+    async with (
+        serving(root, origins="https://shop.example") as url,  # type: ignore[arg-type]
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
         assert (await client.get("/v1/tables", headers={"Origin": "https://elsewhere.example"})).status_code == 403
         assert (await client.get("/v1/tables", headers={"Origin": "null"})).status_code == 403
         assert (await client.get("/v1/tables", headers={"Host": "rebound.example"})).status_code == 403
@@ -247,7 +250,7 @@ async def test_tls(root: Path, tmp_path: Path) -> None:
     context = ssl.create_default_context(cafile=str(cert))
     async with serving(root, tls_cert=str(cert), tls_key=str(key)) as url:  # type: ignore[arg-type]
         assert url.startswith("https://")
-        async with httpx.AsyncClient(base_url=url, verify=context) as client:
+        async with httpx.AsyncClient(base_url=url, verify=context, timeout=60) as client:
             assert len((await client.get("/v1/tables/top_topics")).json()["rows"]) == 3
             async with client.stream("GET", "/v1/sse?table=top_topics") as events:
                 async for line in events.aiter_lines():

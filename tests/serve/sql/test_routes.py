@@ -28,7 +28,7 @@ async def post(client: httpx.AsyncClient, sql: str, **more: Any) -> httpx.Respon
 
 async def test_a_statement_over_http(root: Path) -> None:
     top_topics(root).overwrite(topics(0, [5, 4, 3]), [window(0)])
-    async with serving(root, sql_rows=10) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serving(root, sql_rows=10) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         answer = (await post(client, "SELECT rank, count FROM top_topics ORDER BY rank LIMIT 1", id="mine")).json()
         assert answer == {
             "id": "mine",
@@ -61,10 +61,16 @@ async def test_a_statement_over_http(root: Path) -> None:
 async def test_a_statement_is_ended(root: Path) -> None:
     """By its time, by DELETE, by hanging up; the worker's process goes, and the next statement has another."""
     top_topics(root)
-    async with serving(root, max_sql=1, sql_timeout_s=2.0) as url, httpx.AsyncClient(base_url=url) as client:  # type: ignore[arg-type]
+    async with (
+        serving(root, max_sql=1, sql_timeout_s=2.0) as url,  # type: ignore[arg-type]
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
         slow = await post(client, ENDLESS)
         assert (slow.status_code, slow.json()["code"]) == (408, "timeout")
-    async with serving(root, max_sql=1, sql_timeout_s=600.0) as url, httpx.AsyncClient(base_url=url) as client:  # type: ignore[arg-type]
+    async with (
+        serving(root, max_sql=1, sql_timeout_s=600.0) as url,  # type: ignore[arg-type]
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
+    ):
         running = asyncio.create_task(post(client, ENDLESS, id="long"))
         async with asyncio.timeout(60):
             while (await client.delete("/v1/sql/long")).status_code != 202:  # noqa: ASYNC110 - it says nothing itself
@@ -79,7 +85,7 @@ async def test_a_statement_is_ended(root: Path) -> None:
 
 async def test_a_statement_that_takes_the_workers_memory_ends_alone(root: Path) -> None:
     top_topics(root)
-    async with serving(root, sql_memory_mb=64) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serving(root, sql_memory_mb=64) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         huge = await post(client, "SELECT length(repeat('x', 4000000000)) AS n")
         assert (huge.status_code, huge.json()["code"]) == (400, "bad_sql"), huge.text
         assert (await post(client, "SELECT 1 AS one")).json()["rows"] == [{"one": 1}]
@@ -92,7 +98,7 @@ async def test_a_key_sees_its_rows_in_sql_and_in_history(root: Path) -> None:
     file = KeyFile(Lake(root).state / "readers.toml", ReaderKey)
     key = file.new(ReaderKey("0" * 64, "bonn", tables=("rsvps_by_city",), rows={"*": "city = 'Bonn'"}))
     shown = {"Authorization": f"Bearer {key}"}
-    async with serving(root) as url, httpx.AsyncClient(base_url=url, headers=shown) as client:
+    async with serving(root) as url, httpx.AsyncClient(base_url=url, headers=shown, timeout=60) as client:
         assert (await post(client, "SELECT city, yes FROM rsvps_by_city")).json()["rows"] == [
             {"city": "Bonn", "yes": 4}
         ]
@@ -104,7 +110,7 @@ async def test_a_table_as_it_was_and_what_followed(root: Path) -> None:
     product = top_topics(root)
     for counts in ([5, 4, 3], [50, 40], [500]):
         product.overwrite(topics(0, counts), [window(0)])
-    async with serving(root) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serving(root) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         address = "/v1/tables/top_topics"
         was = (await client.get(f"{address}?as_of=1&where=count > 3&limit=2")).json()
         assert (was["version"], [row["count"] for row in was["rows"]]) == (1, [5, 4])
@@ -127,5 +133,5 @@ async def test_a_table_as_it_was_and_what_followed(root: Path) -> None:
 @pytest.mark.parametrize("ident", ["", "a b", "x" * 65, 5])
 async def test_a_statements_name_is_a_name(root: Path, ident: Any) -> None:
     top_topics(root)
-    async with serving(root) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serving(root) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         assert (await post(client, "SELECT 1", id=ident)).status_code == 400

@@ -26,7 +26,7 @@ FAST: dict[str, Any] = {"webhook_private": True, "webhook_backoff_ms": 10, "hear
 @contextlib.asynccontextmanager
 async def hooked(root: Path, **changed: Any) -> AsyncIterator[tuple[httpx.AsyncClient, Receiver]]:
     async with receiving() as receiver, serving(root, **FAST | changed) as url, contextlib.AsyncExitStack() as stack:
-        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=30))
+        client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=60))
         yield client, receiver
 
 
@@ -128,7 +128,7 @@ async def test_it_goes_on_where_it_was_after_kill_9_and_only_one_process_calls(
     changed: dict[str, Any] = {"webhook_private": "true", "webhook_backoff_ms": 10, "poll_ms": 5}
     async with receiving() as receiver:
         spawned.append(Spawned(root, **changed))
-        async with httpx.AsyncClient(base_url=spawned[0].url, timeout=30) as client:
+        async with httpx.AsyncClient(base_url=spawned[0].url, timeout=60) as client:
             await added(client, receiver)
             await receiver.wait(1)
         spawned.append(Spawned(root, **changed))  # it waits for the lock
@@ -166,9 +166,9 @@ async def test_it_goes_on_where_it_was_after_kill_9_and_only_one_process_calls(
 )
 async def test_what_is_refused(root: Path, body: dict[str, Any], code: str) -> None:
     top_topics(root)
-    async with serving(root) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serving(root) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         sent = {"table": "top_topics", "url": "http://127.0.0.1:1/"} | body
-        answer = await client.post("/v1/webhooks", json=sent, timeout=30)
+        answer = await client.post("/v1/webhooks", json=sent, timeout=60)
         assert answer.json()["code"] == code, answer.text
 
 
