@@ -172,6 +172,8 @@ async def run_server(
     finally:
         stopper.cancel()
         listener.close()
+        if alone:
+            gc.unfreeze()  # else DuckDB finds its own types leaked when the interpreter ends, and says so at length
 
 
 class _Server(uvicorn.Server):

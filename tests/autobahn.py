@@ -1,7 +1,7 @@
 """The Autobahn Testsuite's fuzzing client against a WebSocket endpoint that echoes.
 
 It needs Python 2.7, so it is not among our packages: ``pip install autobahntestsuite==25.10.1`` into an environment of
-Python 2.7, and name its ``wstest`` in MILLRACE_WSTEST or put it on PATH. Without it the tests that use it are skipped.
+Python 2.7, and name its ``wstest`` in WSTEST or put it on PATH. Without it the tests that use it are skipped.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ async def fuzzed(url: str, folder: Path, cases: tuple[str, ...], exclude: tuple[
 
     The cases themselves, with what went over the wire, stand in ``folder`` as HTML.
     """
-    wstest = os.environ.get("MILLRACE_WSTEST") or shutil.which("wstest")
+    wstest = os.environ.get("WSTEST") or shutil.which("wstest")
     if wstest is None:
         pytest.skip("the Autobahn Testsuite is not here; tests/autobahn.py says how to get it")
     spec = folder / "spec.json"

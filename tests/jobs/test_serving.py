@@ -19,8 +19,9 @@ PATIENCE_S = 60
 LONG = {"MILLRACE_SERVE_SQL_TIMEOUT_S": "300"}
 
 
-def started(root: Path, **environ: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "jobs.cli", "serve", "--lake", str(root), "--port", "0", "--processes", "2"]
+def started(root: Path, processes: int = 2, **environ: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "jobs.cli", "serve", "--lake", str(root), "--port", "0"]
+    command += ["--processes", str(processes)]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environ})
 
 
@@ -54,6 +55,16 @@ def test_two_processes_share_a_port(tmp_path: Path) -> None:
         server.wait()
         assert server.stderr is not None
         server.stderr.close()
+
+
+def test_one_process_ends_without_a_complaint(tmp_path: Path) -> None:
+    server = started(tmp_path / "lake", 1)
+    assert server.stderr is not None
+    assert any("serving at" in line for line in iter(server.stderr.readline, ""))
+    server.send_signal(signal.SIGINT)
+    _, rest = server.communicate(timeout=PATIENCE_S)
+    assert server.returncode == 0
+    assert [line for line in rest.splitlines() if " INFO " not in line] == []
 
 
 async def test_any_process_ends_a_statement_and_tells_the_metrics_of_all(tmp_path: Path) -> None:
