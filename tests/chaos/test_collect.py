@@ -2,7 +2,7 @@
 
 Two kills of the collector and a full disk run with the other tests, and look into Kafka; ``make chaos`` runs twenty of
 each and looks into bronze and a product (:mod:`tests.chaos.bronze` says what is asserted there). A failure is repeated
-with MILLRACE_CHAOS_SEED=N, which a test prints with what it found.
+with CHAOS_SEED=N, which a test prints with what it found.
 """
 
 from __future__ import annotations
@@ -163,8 +163,8 @@ def check(bootstrap: str, topic: str, acknowledged: list[int]) -> None:
 
 
 def dice(name: str) -> random.Random:
-    seed = int(os.environ.get("MILLRACE_CHAOS_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 31)
-    print(json.dumps({"test": name, "MILLRACE_CHAOS_SEED": seed}))
+    seed = int(os.environ.get("CHAOS_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 31)
+    print(json.dumps({"test": name, "CHAOS_SEED": seed}))
     return random.Random(seed)
 
 

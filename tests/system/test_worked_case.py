@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from ingest.simulate.generator import generate
+from tests.recordings import RECORDINGS
 from tests.system.worked_case import MILLRACE, Demo, Expected, check_tables, processes_of, wait_for
 
 pytestmark = [pytest.mark.spark, pytest.mark.broker]
@@ -78,8 +79,7 @@ def made_up(seed: int, count: int) -> list[bytes]:
 
 def recorded() -> list[bytes]:
     """Real RSVPs where this machine has them, else made-up ones."""
-    shared = Path(os.environ.get("MILLRACE_SHARED_DATA", Path(__file__).parents[3] / "shared" / "data"))
-    recording = shared / "meetup" / "rsvps_2017-03-19.jsonl"
+    recording = RECORDINGS / "meetup" / "rsvps_2017-03-19.jsonl"
     if recording.is_file():
         return [line for line in recording.read_bytes().split(b"\n") if line]
     return made_up(3, 1_500)

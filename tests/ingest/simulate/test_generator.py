@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
 from ingest.simulate.generator import BLOCK, RsvpGenerator, generate
+from tests.recordings import RECORDINGS
 
 START_MS = 1_700_000_000_000
 RECORDING = "meetup/rsvps_2017-03-19.jsonl"
@@ -87,10 +86,9 @@ def shape_of(lines: list[bytes]) -> Shape:
 
 @pytest.fixture(scope="module")
 def recording() -> list[bytes]:
-    folder = Path(os.environ.get("MILLRACE_SHARED_DATA") or Path(__file__).parents[4] / "shared" / "data")
-    if not (folder / RECORDING).is_file():
-        pytest.skip(f"no recording {RECORDING} in {folder} (set MILLRACE_SHARED_DATA)")
-    return [line for line in (folder / RECORDING).read_bytes().split(b"\n") if line]
+    if not (RECORDINGS / RECORDING).is_file():
+        pytest.skip(f"no recording {RECORDING} in {RECORDINGS} (set MILLRACE_SHARED_DATA)")
+    return [line for line in (RECORDINGS / RECORDING).read_bytes().split(b"\n") if line]
 
 
 def test_has_the_shape_of_the_recording(recording: list[bytes]) -> None:

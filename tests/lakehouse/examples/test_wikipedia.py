@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import gzip
 import json
-import os
 import threading
 import uuid
 from collections import Counter, defaultdict
@@ -34,9 +33,10 @@ from lakehouse.stream import Stages, run
 from tests.ingest.conftest import running_node
 from tests.ingest.streams import Link, playing
 from tests.lakehouse.lakes import eventually
+from tests.recordings import RECORDINGS
 
 pytestmark = [pytest.mark.spark, pytest.mark.broker]
-DATA = Path(os.environ.get("MILLRACE_SHARED_DATA", "../shared/data")) / "events/wikiticker-2015-09-12-sampled.json.gz"
+DATA = RECORDINGS / "events/wikiticker-2015-09-12-sampled.json.gz"
 EVENTS = 3_000
 CUTS = 6  # of the connection; not without end, so that the slowest machine comes to the end of the stream
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 import pickle
 import random
 import tempfile
@@ -24,6 +23,7 @@ from lakehouse.contract.pipeline import Product
 from lakehouse.gold.stateful import StateStore, store_of
 from lakehouse.gold.store import BatchMark
 from lakehouse.operators.base import TIMESTAMP
+from tests.recordings import RECORDINGS
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 PARTIAL = pa.schema(
@@ -150,7 +150,7 @@ def test_a_detector_with_randomness_goes_on_where_it_was(tmp_path: Path) -> None
 
 
 def recording() -> Path:
-    found = Path(os.environ.get("MILLRACE_SHARED_DATA", "/work/shared/data")) / "events"
+    found = RECORDINGS / "events"
     files = sorted(found.rglob("*machine_temperature*.csv")) if found.is_dir() else []
     if not files:
         pytest.skip("the recording of a machine's temperature is not here (MILLRACE_SHARED_DATA)")
