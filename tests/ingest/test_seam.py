@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+from collections.abc import Sequence
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.publish.seam import Headers
+from ingest.publish.seam import Headers, Outcome, Outcomes
 from lakehouse.contract.envelope import Envelope
 
 ENVELOPES = st.builds(
@@ -28,3 +32,22 @@ def test_headers_of_one_after_the_other_are_those_of_each(envelopes: list[Envelo
     headers = Headers()
     for envelope in envelopes:
         assert headers.of(envelope) == envelope.to_headers()
+
+
+async def test_the_event_loop_is_woken_by_the_batch() -> None:
+    batches: list[Sequence[Outcome]] = []
+    outcomes = Outcomes(asyncio.get_running_loop(), batches.append)
+    came = [Outcome(None, 0, n) for n in range(500)]  # type: ignore[arg-type]
+
+    def put_all() -> None:
+        for outcome in came:
+            outcomes.put(outcome)
+
+    client = threading.Thread(target=put_all)
+    client.start()
+    client.join()  # the loop is busy meanwhile
+    await asyncio.sleep(0)
+    assert [list(batch) for batch in batches] == [came]
+    put_all()
+    await asyncio.sleep(0)
+    assert [len(batch) for batch in batches] == [500, 500]
