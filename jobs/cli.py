@@ -138,17 +138,16 @@ def run(
     ] = False,
 ) -> None:
     """Run the pipeline's Spark queries in one driver: Kafka to bronze to products."""
+    from jobs.status import DRIVER, write_note
     from jobs.streams import run_stages
     from lakehouse.stream import Stages
 
     settings = load_settings(lake=lake, pipeline=pipeline, kafka__bootstrap=kafka)
-    marker = Lake(settings.lake).state / "run" / "lakehouse.json"
+    note = Lake(settings.lake).state / "run" / DRIVER
 
     def started(metrics: str) -> None:
-        marker.parent.mkdir(parents=True, exist_ok=True)
-        marker.write_text(
-            json.dumps({"started": time.time(), "pid": os.getpid(), "metrics": metrics}), encoding="utf-8"
-        )
+        note.parent.mkdir(parents=True, exist_ok=True)
+        write_note(note, {"started": time.time(), "pid": os.getpid(), "metrics": metrics})
         err.print(f"the pipeline runs; metrics at {metrics}")
 
     log_to_stderr()

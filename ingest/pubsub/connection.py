@@ -17,6 +17,8 @@ from websockets.http11 import Request
 from websockets.protocol import State
 from websockets.server import ServerProtocol
 
+from lakehouse.contract.text import is_utf8
+
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 2.0
@@ -155,7 +157,7 @@ class Connection(asyncio.Protocol):
         if not frame.fin:
             return
         message, self._parts = b"".join(self._parts), []
-        if self._opcode is Opcode.TEXT and not _is_utf8(message):
+        if self._opcode is Opcode.TEXT and not is_utf8(message):
             self._open = False
             self._wire.fail(CloseCode.INVALID_DATA, "text that is not UTF-8")
         elif self._open:  # what follows a close is not looked at
@@ -168,11 +170,3 @@ class Connection(asyncio.Protocol):
                 self._transport.write(data)
             else:
                 self._transport.close()
-
-
-def _is_utf8(text: bytes) -> bool:
-    try:
-        text.decode()
-    except UnicodeDecodeError:
-        return False
-    return True

@@ -33,6 +33,7 @@ from websockets.protocol import State
 from websockets.server import ServerProtocol
 
 from ingest.simulate.player import Player
+from lakehouse.contract.text import is_utf8
 
 _TICK_S = 0.005
 _BATCH = 256  # events a write, at most
@@ -200,7 +201,7 @@ class _Client:
 
     def _frames(self, index: int, events: list[bytes]) -> bytes:
         for event in events:
-            if event.isascii() or _is_utf8(event):
+            if event.isascii() or is_utf8(event):
                 self._protocol.send_text(event)
             else:
                 self._protocol.send_binary(event)
@@ -271,14 +272,6 @@ def _whole_number(name: str, text: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise BadRequest(f"{name}={text!r} is not a whole number from 0 on")
     return int(text)
-
-
-def _is_utf8(event: bytes) -> bool:
-    try:
-        event.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _sse(index: int, events: list[bytes]) -> bytes:

@@ -25,6 +25,7 @@ from websockets.protocol import Protocol, Side, State
 from websockets.server import ServerProtocol
 from websockets.typing import Subprotocol
 
+from lakehouse.contract.text import is_utf8
 from serve import messages
 from serve.errors import RequestError
 from serve.push import request as asked
@@ -52,15 +53,6 @@ _PONG_START = b"\x8a" + bytes((0x80 | PING[1],))
 # Each message is compressed for itself (RFC 7692, section 7.1.1), so that all who negotiated it get the same bytes; the
 # client, too: else its window would be 32 KiB of memory a connection.
 _DEFLATE = ServerPerMessageDeflateFactory(server_no_context_takeover=True, client_no_context_takeover=True)
-
-
-def is_utf8(text: bytes) -> bool:
-    """Whether a text message is what RFC 6455, section 8.1, wants it to be."""
-    try:
-        text.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _subprotocol(_: ServerProtocol, offered: Any) -> Subprotocol | None:

@@ -42,6 +42,7 @@ from rich.console import Console
 
 from ingest.broker import EmbeddedBroker
 from ingest.publish import ensure_topics
+from jobs.status import DRIVER
 from lakehouse.contract import lake as names
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, load_pipeline
@@ -293,7 +294,7 @@ class Driver:
     def __enter__(self) -> Driver:
         command = [sys.executable, "-m", "jobs.cli", "run", "--lake", str(self._site.lake.root)]
         command += ["--pipeline", str(self._site.pipeline.path.parent), "--kafka", self._site.bootstrap]
-        marker = self._site.lake.state / "run" / "lakehouse.json"
+        marker = self._site.lake.state / "run" / DRIVER
         marker.unlink(missing_ok=True)
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         _until(marker.exists)
