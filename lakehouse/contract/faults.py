@@ -25,6 +25,9 @@ JOIN_CRASH_POINTS = ("join.after_judge", "join.after_index", "join.before_commit
 
 REFINE_CRASH_POINTS = ("refine.before_commit",)
 
+SEEN_CRASH_POINTS = ("seen.after_run", "seen.after_note")
+"""Points of the index of seen events, passed each time its journal becomes a run."""
+
 REBUILD_CRASH_POINTS = ("rebuild.after_forget", "rebuild.after_first_replace", "rebuild.before_note")
 """Points of building products from bronze: passed where products are new, lost or declared otherwise."""
 

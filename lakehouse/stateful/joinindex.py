@@ -1,6 +1,6 @@
 """What a join remembers: every event of both sides by join key and time, on disk.
 
-LMDB as in :mod:`lakehouse.bronze.seen`, and for the same reasons. Each event carries the number of the batch that
+LMDB: entries change and go, and are read in order. Each event carries the number of the batch that
 entered it, so that entering a batch again tells the same changes: what the join was before this batch, what it is now.
 """
 

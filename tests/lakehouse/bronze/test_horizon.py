@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lakehouse.bronze.horizon import HorizonIndex, seen_index
-from lakehouse.bronze.seen import SeenIndex
+from lakehouse.bronze.seen import RunIndex
 from lakehouse.contract.source import Source
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -76,7 +76,7 @@ def test_a_source_asks_for_its_index(tmp_path: Path) -> None:
         seen_index(tmp_path / "a", source),
         seen_index(tmp_path / "b", Source("t", "id BIGINT", "now()", dedupe_horizon="1 day")),
     )
-    assert type(plain) is SeenIndex
+    assert type(plain) is RunIndex
     assert isinstance(bounded, HorizonIndex)
     plain.close()
     bounded.close()

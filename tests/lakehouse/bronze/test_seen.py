@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import json
+import os
 import signal
 import subprocess
 import sys
@@ -12,10 +15,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lakehouse.bronze.seen import SeenIndex
+from lakehouse.bronze.seen import RunIndex
+from lakehouse.contract.faults import SEEN_CRASH_POINTS
 
 ROOT = Path(__file__).parents[3]
 SCHEMA = pa.schema(
@@ -73,15 +78,16 @@ def test_the_first_copy_in_bronze_counts_however_often_and_late_it_is_asked(
 ) -> None:
     batches = bronze(found)
     wanted = expected(batches)
+    spill = data.draw(st.sampled_from([1, 4, 1_000]))
     with tempfile.TemporaryDirectory() as folder:
-        index = SeenIndex(Path(folder) / "seen")
+        index = RunIndex(Path(folder) / "seen", spill)
         for number, batch in enumerate(batches):
             # Rows of a batch come in any order; a batch is judged once or repeatedly, before or after a restart.
             order = data.draw(st.permutations(range(len(batch))))
             for _ in range(data.draw(st.integers(1, 3))):
                 if data.draw(st.booleans()):
                     index.close()
-                    index = SeenIndex(Path(folder) / "seen")
+                    index = RunIndex(Path(folder) / "seen", spill)
                 verdict = index.judge(table([batch[i] for i in order]), str(number))
                 assert verdict.first.tolist() == [wanted[number][i] for i in order]
                 assert verdict.duplicates == len(batch) - sum(wanted[number])
@@ -89,16 +95,17 @@ def test_the_first_copy_in_bronze_counts_however_often_and_late_it_is_asked(
             assert len(index) == len({row[0] for b in batches[: number + 1] for row in b})
         for number, batch in enumerate(batches):  # all over again
             assert index.judge(table(batch), str(number)).first.tolist() == wanted[number]
+            assert index.counted(table(batch)).tolist() == wanted[number]
         index.close()
         # Lost and filled again in one go.
-        rebuilt = SeenIndex(Path(folder) / "again")
+        rebuilt = RunIndex(Path(folder) / "again")
         verdict = rebuilt.judge(table([row for batch in batches for row in batch]), "all")
         assert verdict.first.tolist() == [first for batch in wanted for first in batch]
         rebuilt.close()
 
 
 def test_a_new_index(tmp_path: Path) -> None:
-    index = SeenIndex(tmp_path / "a" / "b")
+    index = RunIndex(tmp_path / "a" / "b")
     assert (index.position(), len(index)) == ("", 0)
     assert index.judge(SCHEMA.empty_table(), "p").duplicates == 0
     assert (index.position(), len(index)) == ("p", 0)
@@ -106,12 +113,148 @@ def test_a_new_index(tmp_path: Path) -> None:
 
 
 def test_the_same_offset_of_another_topic_is_another_row(tmp_path: Path) -> None:
-    index = SeenIndex(tmp_path)
+    index = RunIndex(tmp_path)
     rows = table([(1, 0, 0, 5)])
     other = rows.set_column(1, "topic", pa.array(["u"]))
     verdict = index.judge(pa.concat_tables([rows, other]), "p")
     assert verdict.duplicates == 1
     assert index.judge(rows, "p").first.tolist() + index.judge(other, "p").first.tolist() == verdict.first.tolist()
+    index.close()
+
+
+def some(numbers: range) -> pa.Table:
+    return table([(n, 0, n, 1_000 + n) for n in numbers])
+
+
+def settled(index: RunIndex) -> None:
+    if index._merger is not None:
+        index._merger.join()
+
+
+def test_runs_of_one_size_become_one_and_nothing_is_left_over(tmp_path: Path) -> None:
+    index = RunIndex(tmp_path, 10)
+    for n in range(64):
+        assert index.judge(some(range(10 * n, 10 * n + 10)), str(n)).duplicates == 0
+        settled(index)
+    assert [len(run) for run in index._runs] == [640]
+    assert sorted(p.name.split("-")[0] for p in tmp_path.iterdir()) == ["index.json", "journal", "run"]
+    assert index.judge(some(range(640)), "again").duplicates == 0
+    assert index.judge(table([(n, 1, n, 9_999) for n in range(640)]), "copies").duplicates == 640
+    index.close()
+    again = RunIndex(tmp_path, 10)
+    assert (len(again), again.position()) == (640, "copies")
+    again.close()
+
+
+def test_keys_that_are_alike_in_their_first_half_are_told_apart(tmp_path: Path) -> None:
+    def alike(numbers: range, partition: int) -> pa.Table:
+        keys = pa.array([b"12345678" + n.to_bytes(8, "big") for n in numbers], pa.binary())
+        rows = table([(n, partition, n, 1_000 + partition) for n in numbers])
+        return rows.set_column(0, "dedupe_key", keys)
+
+    index = RunIndex(tmp_path, 50)
+    assert index.judge(alike(range(0, 100, 2), 0), "a").duplicates == 0
+    assert index.judge(alike(range(100), 1), "b").first.tolist() == [False, True] * 50
+    assert len(index) == 100
+    index.close()
+
+
+def test_a_torn_end_of_the_journal_is_cut_off(tmp_path: Path) -> None:
+    index = RunIndex(tmp_path)
+    for n in range(3):
+        index.judge(some(range(10 * n, 10 * n + 10)), str(n))
+    index.close()
+    [journal] = tmp_path.glob("journal-*")
+    whole = journal.read_bytes()
+    for data in (whole[:-1], whole[:-300], whole[:-400] + bytes(400)):
+        journal.write_bytes(data)
+        index = RunIndex(tmp_path)
+        assert (index.position(), len(index)) == ("1", 20)
+        assert index.judge(some(range(20, 30)), "2").duplicates == 0
+        index.close()
+        index = RunIndex(tmp_path)
+        assert (index.position(), len(index)) == ("2", 30)
+        index.close()
+
+
+def test_a_damaged_index_says_that_it_is_empty(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def made(folder: Path) -> Path:
+        index = RunIndex(folder, 10)
+        for n in range(3):
+            index.judge(some(range(10 * n, 10 * n + 10)), str(n))
+        settled(index)
+        index.close()
+        return folder
+
+    for number, hurt in enumerate(("run", "gone", "index")):
+        folder = made(tmp_path / hurt)
+        [first, *_] = sorted(folder.glob("run-*"))
+        if hurt == "run":
+            first.write_bytes(first.read_bytes()[:-8])
+        elif hurt == "gone":
+            first.unlink()
+        else:
+            (folder / "index.json").write_text("{", encoding="utf-8")
+        index = RunIndex(folder)
+        assert (index.position(), len(index)) == ("", 0)
+        assert caplog.text.count("made anew from bronze") == number + 1
+        assert index.judge(some(range(30)), "all").duplicates == 0
+        index.close()
+
+
+def test_the_index_as_it_was_before_is_filled_in_anew(tmp_path: Path) -> None:
+    for name in ("data.mdb", "lock.mdb", "declaration"):
+        (tmp_path / name).write_bytes(b"x")
+    index = RunIndex(tmp_path)
+    assert index.position() == ""
+    index.close()
+    assert sorted(p.name.split("-")[0] for p in tmp_path.iterdir()) == ["declaration", "index.json", "journal"]
+
+
+def test_a_full_disk_leaves_the_index_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index = RunIndex(tmp_path, 25)
+    index.judge(some(range(10)), "a")
+    whole = os.pwrite
+
+    def half(handle: int, data: memoryview, at: int) -> int:
+        if at > 700:
+            raise OSError(errno.ENOSPC, "no space left")
+        return whole(handle, data[:100], at)
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "pwrite", half)
+        with pytest.raises(OSError, match="no space"):
+            index.judge(some(range(10, 20)), "b")
+    assert (index.position(), len(index)) == ("a", 10)
+    assert index.judge(some(range(10, 20)), "b").duplicates == 0
+
+    def no_run(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    with monkeypatch.context() as full:
+        full.setattr(os, "fsync", no_run)
+        with pytest.raises(OSError, match="no space"):
+            index.judge(some(range(20, 30)), "c")
+    assert index.judge(some(range(20, 30)), "c").duplicates == 0, "it was entered; now it is a run"
+    assert [len(run) for run in index._runs] == [30]
+    index.close()
+    again = RunIndex(tmp_path)
+    assert (again.position(), len(again)) == ("c", 30)
+    again.close()
+
+
+def test_a_copy_is_an_index_of_its_own(tmp_path: Path) -> None:
+    index = RunIndex(tmp_path / "index", 10)
+    for n in range(5):
+        index.judge(some(range(7 * n, 7 * n + 7)), str(n))
+    assert index.copy(tmp_path / "copy") == "4"
+    index.judge(some(range(35, 80)), "5")
+    copy = RunIndex(tmp_path / "copy", 10)
+    assert (copy.position(), len(copy)) == ("4", 35)
+    copy.judge(some(range(35, 50)), "other")
+    settled(copy)
+    assert index.judge(some(range(80)), "6").duplicates == 0
+    copy.close()
     index.close()
 
 
@@ -125,9 +268,9 @@ def crash_batches() -> list[list[Row]]:
 SCRIPT = """
 import sys
 from pathlib import Path
-from lakehouse.bronze.seen import SeenIndex
+from lakehouse.bronze.seen import RunIndex
 from tests.lakehouse.bronze.test_seen import crash_batches, table
-index = SeenIndex(Path(sys.argv[1]))
+index = RunIndex(Path(sys.argv[1]), 200)
 for number, batch in enumerate(crash_batches()):
     rows = table(batch)
     print(number, flush=True)
@@ -138,7 +281,7 @@ sys.stdin.read()
 
 def test_killed_at_any_moment_it_judges_the_same(tmp_path: Path) -> None:
     batches = crash_batches()
-    whole = SeenIndex(tmp_path / "whole")
+    whole = RunIndex(tmp_path / "whole")
     wanted: list[npt.NDArray[np.bool_]] = [whole.judge(table(b), str(n)).first for n, b in enumerate(batches)]
     whole.close()
     folder = tmp_path / "killed"
@@ -154,7 +297,7 @@ def test_killed_at_any_moment_it_judges_the_same(tmp_path: Path) -> None:
         process.stdout.close()
         process.stdin.close()
         assert process.wait() == -signal.SIGKILL
-        index = SeenIndex(folder)
+        index = RunIndex(folder, 200)
         position = int(index.position())
         assert begun[-1] - 1 <= position <= begun[-1]
         assert len(index) == len({row[0] for b in batches[: max(position, _furthest(index, batches)) + 1] for row in b})
@@ -163,7 +306,30 @@ def test_killed_at_any_moment_it_judges_the_same(tmp_path: Path) -> None:
         index.close()
 
 
-def _furthest(index: SeenIndex, batches: list[list[Row]]) -> int:
+@pytest.mark.parametrize("point", SEEN_CRASH_POINTS)
+def test_killed_between_two_steps_of_a_run_it_judges_the_same(point: str, tmp_path: Path) -> None:
+    batches = crash_batches()
+    whole = RunIndex(tmp_path / "whole")
+    wanted = [whole.judge(table(b), str(n)).first for n, b in enumerate(batches)]
+    whole.close()
+    folder = tmp_path / "killed"
+    command = [sys.executable, "-c", SCRIPT, str(folder)]
+    environment = {**os.environ, "MILLRACE_CRASH_AT": f"{point}:3"}
+    process = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, env=environment)
+    assert process.returncode == -signal.SIGKILL
+    begun = int(process.stdout.split()[-1])
+    index = RunIndex(folder, 200)
+    assert int(index.position()) == begun, "it was durable before it became a run"
+    assert len(index) == len({row[0] for b in batches[: begun + 1] for row in b})
+    named = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+    there = {path.name for path in folder.iterdir()}
+    assert there == {"index.json", named["journal"], *named["runs"]}, "nothing is left over"
+    for number in range(len(batches)):
+        assert (index.judge(table(batches[number]), str(number)).first == wanted[number]).all()
+    index.close()
+
+
+def _furthest(index: RunIndex, batches: list[list[Row]]) -> int:
     """The last batch that the index ever got: an earlier run may have come further than this one."""
     total, seen = len(index), set[int]()
     for number, batch in enumerate(batches):

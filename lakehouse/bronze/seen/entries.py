@@ -1,0 +1,128 @@
+"""Dedupe keys and the coordinates of the rows that carry them, as columns: everything is done to many at once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+Column = npt.NDArray[Any]
+Indices = npt.NDArray[np.intp]
+TYPES = ("<u8", "<u8", "<i8", "<i8", "<i8", "<u4")
+ENTRY_BYTES = sum(np.dtype(kind).itemsize for kind in TYPES)
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """Columns of one length.
+
+    Attributes:
+        high, low: the key's first and last eight bytes. Keys are digests: any bit of them is as good as a random one.
+        at: ``bronze_at`` in microseconds.
+        place: the topic's or file's name (:func:`place_of`).
+        offset, partition: of the row.
+    """
+
+    high: Column
+    low: Column
+    at: Column
+    place: Column
+    offset: Column
+    partition: Column
+
+    @classmethod
+    def of(cls, rows: pa.Table) -> Entries:
+        """Entries of rows with the columns of :data:`~lakehouse.bronze.seen.base.JUDGED`."""
+        keys = pc.cast(rows["dedupe_key"], pa.binary(16)).combine_chunks()
+        chunks = keys.chunks if isinstance(keys, pa.ChunkedArray) else [keys]
+        raw = b"".join(bytes(c.buffers()[1])[c.offset * 16 : (c.offset + len(c)) * 16] for c in chunks if len(c))
+        halves = np.frombuffer(raw, dtype=">u8").reshape(-1, 2)
+        topics = pc.dictionary_encode(rows["topic"].cast(pa.string())).combine_chunks()
+        if isinstance(topics, pa.ChunkedArray):
+            topics = topics.chunk(0) if topics.num_chunks else pa.array([], pa.string()).dictionary_encode()
+        places = np.array([place_of(name) for name in topics.dictionary.to_pylist()], dtype="<i8")
+        columns = (
+            halves[:, 0],
+            halves[:, 1],
+            pc.cast(rows["bronze_at"], pa.int64()).to_numpy(),
+            places[topics.indices.to_numpy(zero_copy_only=False)] if len(places) else places,
+            rows["offset"].to_numpy(),
+            rows["partition"].to_numpy(),
+        )
+        return cls(*(np.ascontiguousarray(c, dtype=kind) for c, kind in zip(columns, TYPES, strict=True)))
+
+    @classmethod
+    def from_bytes(cls, data: memoryview | bytes) -> Entries:
+        """What :meth:`to_bytes` gave."""
+        count, at = len(data) // ENTRY_BYTES, 0
+        columns = []
+        for kind in TYPES:
+            columns.append(np.frombuffer(data, dtype=kind, count=count, offset=at))
+            at += columns[-1].nbytes
+        return cls(*columns)
+
+    def to_bytes(self) -> bytes:
+        """One column after the other."""
+        return b"".join(column.tobytes() for column in self.columns)
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """All of them, in order."""
+        return tuple(getattr(self, field.name) for field in fields(self))
+
+    def __len__(self) -> int:
+        return len(self.high)
+
+    def take(self, which: npt.NDArray[Any]) -> Entries:
+        """Those at these places, or where this is true."""
+        return Entries(*(column[which] for column in self.columns))
+
+    def order(self) -> Indices:
+        """Their places by key, and those of one key as they stand in bronze."""
+        return np.lexsort((self.offset, self.partition, self.place, self.at, self.low, self.high))
+
+    def same_rows(self, others: Entries) -> npt.NDArray[np.bool_]:
+        """Where both name the same row."""
+        same = (self.at == others.at) & (self.offset == others.offset)
+        return np.asarray(same & (self.partition == others.partition) & (self.place == others.place))
+
+    def find(self, high: Column, low: Column) -> Indices:
+        """Where the keys stand in these entries, which are sorted by ``high``; -1: they do not."""
+        at = np.searchsorted(self.high, high)
+        found = np.full(len(high), -1, dtype=np.intp)
+        left = np.flatnonzero(at < len(self))
+        while len(left):
+            left = left[self.high[at[left]] == high[left]]
+            hit = self.low[at[left]] == low[left]
+            found[left[hit]] = at[left[hit]]
+            left = left[~hit]  # of two keys with one first half, the other
+            at[left] += 1
+            left = left[at[left] < len(self)]
+        return found
+
+
+def merged(parts: Sequence[Entries]) -> Entries:
+    """Entries of parts that are sorted by ``high`` as one such part."""
+    order = order_of(parts)
+    return Entries(*(merged_column(parts, number, order) for number in range(len(TYPES))))
+
+
+def order_of(parts: Sequence[Entries]) -> Indices:
+    """How the entries of sorted parts, one part behind the other, come to be sorted by ``high``."""
+    return np.argsort(np.concatenate([part.high for part in parts]), kind="stable")  # quick: it sees what is in order
+
+
+def merged_column(parts: Sequence[Entries], number: int, order: Indices) -> Column:
+    """One column of the parts in this order."""
+    return np.concatenate([part.columns[number] for part in parts])[order]
+
+
+def place_of(name: str) -> int:
+    """A topic or file name as 63 bits that are the same in every process."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1

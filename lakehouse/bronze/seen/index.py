@@ -1,0 +1,247 @@
+"""The index without a horizon: sorted runs, a journal, and the journal's entries in memory.
+
+A log-structured merge tree (O'Neil et al., 1996): each batch is appended, and nothing is written in place, however
+large the index is.
+
+``index.json`` names the runs and the journal that belong to the index. Files that it does not name are what a crash
+left of a change that was under way, and are removed. Runs of about one size are merged by a thread beside.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from lakehouse.bronze.seen.base import SeenIndex, Verdict
+from lakehouse.bronze.seen.entries import Entries, merged
+from lakehouse.bronze.seen.journal import Journal
+from lakehouse.bronze.seen.run import Damaged, Run
+from lakehouse.contract.faults import crash_point
+
+log = logging.getLogger(__name__)
+
+SPILL = 131_072  # entries in memory (6 MB) that become a run
+LARGEST = 8 << 20  # entries of a run that is merged no further: 0.4 GB, a second or two of work
+_TIER = 4  # runs of one size that are merged
+_MANIFEST = "index.json"
+_FORMER = ("data.mdb", "lock.mdb")  # of the index as it was until 2026-11; it is filled in from bronze
+
+
+class RunIndex(SeenIndex):
+    """First occurrences of one source's events, for ever.
+
+    Args:
+        folder: where its files lie; created where absent.
+        spill: entries in memory that become a run.
+    """
+
+    def __init__(self, folder: Path, spill: int = SPILL) -> None:
+        super().__init__(folder)
+        self._spill_at = spill
+        self._lock = threading.RLock()  # of what the manifest says
+        self._closing = False
+        self._merger: threading.Thread | None = None
+        self._position = ""
+        self._recent: list[Entries] = []  # of the journal; each at least twice as large as the next
+        self._runs: list[Run] = []  # oldest, and mostly largest, first
+        self._number = 0  # of the newest file
+        self._journal = self._open()
+        self._tidy(self._journal.path.name)
+
+    def position(self) -> str:
+        """See :class:`SeenIndex`."""
+        return self._position
+
+    def __len__(self) -> int:
+        return sum(map(len, self._runs)) + sum(map(len, self._recent))
+
+    def judge(self, rows: pa.Table, position: str) -> Verdict:
+        """See :class:`SeenIndex`."""
+        entries = Entries.of(rows)
+        order = entries.order()
+        entries = entries.take(order)
+        head = np.ones(len(entries), dtype=bool)  # of each key the first in bronze
+        head[1:] = (entries.high[1:] != entries.high[:-1]) | (entries.low[1:] != entries.low[:-1])
+        heads = entries.take(head)
+        counted, known = self._look_up(heads)
+        first = np.empty(len(entries), dtype=bool)
+        first[order] = entries.same_rows(counted.take(np.cumsum(head) - 1))
+        self._enter(position, heads.take(~known))
+        return Verdict(first, len(first) - int(first.sum()))
+
+    def counted(self, rows: pa.Table) -> npt.NDArray[np.bool_]:
+        """See :class:`SeenIndex`."""
+        entries = Entries.of(rows)
+        counted, known = self._look_up(entries)
+        return entries.same_rows(counted) & known
+
+    def copy(self, folder: Path) -> str:
+        """See :class:`SeenIndex`. Runs are never changed, so the copy shares their files where the disk can."""
+        folder.mkdir(parents=True)
+        with self._lock:
+            for run in self._runs:
+                try:
+                    os.link(run.path, folder / run.path.name)
+                except OSError:
+                    shutil.copyfile(run.path, folder / run.path.name)
+            (folder / self._journal.path.name).write_bytes(self._journal.bytes())
+            shutil.copyfile(self.folder / _MANIFEST, folder / _MANIFEST)
+            return self._position
+
+    def close(self) -> None:
+        """Close the files; a merge under way is left, and begun again another time."""
+        self._closing = True
+        if self._merger is not None:
+            self._merger.join()
+        self._journal.close()
+
+    # --- looking
+
+    def _look_up(self, wanted: Entries) -> tuple[Entries, npt.NDArray[np.bool_]]:
+        """For each key the row that the index holds, and whether it holds one; else the row that was given."""
+        found = Entries(*(column.copy() for column in wanted.columns))
+        left = np.arange(len(wanted))
+        with self._lock:
+            parts: Sequence[Entries | Run] = (*self._recent, *self._runs)
+        for part in parts:
+            at = part.find(wanted.high[left], wanted.low[left])
+            hit = at >= 0
+            if hit.any():
+                held = (part.entries if isinstance(part, Run) else part).take(at[hit])
+                for column, value in zip(found.columns, held.columns, strict=True):
+                    column[left[hit]] = value
+                left = left[~hit]
+        known = np.ones(len(wanted), dtype=bool)
+        known[left] = False
+        return found, known
+
+    # --- entering
+
+    def _enter(self, position: str, new: Entries) -> None:
+        """Entries, sorted, of keys that the index does not hold."""
+        self._journal.append(position, new)
+        with self._lock:
+            self._position = position
+            self._remember(new)
+        if sum(map(len, self._recent)) >= self._spill_at:
+            self._spill()
+
+    def _remember(self, new: Entries) -> None:
+        if len(new):
+            self._recent.append(new)
+        while len(self._recent) > 1 and len(self._recent[-2]) < 2 * len(self._recent[-1]):
+            self._recent[-2:] = [merged(self._recent[-2:])]
+
+    def _spill(self) -> None:
+        """The journal's entries become a run, and a new journal begins."""
+        run = Run.write(self._name("run"), self._recent)
+        assert run is not None
+        crash_point("seen.after_run")
+        with self._lock:
+            journal = Journal(self._name("journal"))
+            self._note([*self._runs, run], journal)
+            former, self._journal = self._journal, journal
+            self._runs.append(run)
+            self._recent.clear()
+        crash_point("seen.after_note")
+        former.close()
+        former.path.unlink()
+        if self._merger is None or not self._merger.is_alive():
+            self._merger = threading.Thread(target=self._merge, name="seen events", daemon=True)
+            self._merger.start()
+
+    def _merge(self) -> None:
+        """Merge runs of one size while there are enough of them."""
+        try:
+            while (group := self._mergeable()) and not self._closing:
+                run = Run.write(self._name("run"), [r.entries for r in group], lambda: self._closing)
+                if run is None:
+                    return
+                with self._lock:
+                    at = self._runs.index(group[0])
+                    runs = [*self._runs[:at], run, *self._runs[at + len(group) :]]
+                    self._note(runs, self._journal)
+                    self._runs = runs
+                for old in group:
+                    old.path.unlink()
+        except OSError:
+            log.exception("%s: runs could not be merged; it is tried again with the next", self.folder)
+
+    def _mergeable(self) -> list[Run]:
+        """The first few runs in a row that are of about one size."""
+        with self._lock:
+            for at in range(len(self._runs) - _TIER + 1):
+                group = self._runs[at : at + _TIER]
+                sizes = [len(run) for run in group]
+                if max(sizes) < _TIER * min(sizes) and sum(sizes) <= LARGEST:
+                    return group
+        return []
+
+    # --- files
+
+    def _open(self) -> Journal:
+        """Read what is there; an index that is damaged begins anew, and is filled in from bronze."""
+        try:
+            noted = json.loads((self.folder / _MANIFEST).read_bytes())
+            self._runs = [Run(self.folder / name) for name in noted["runs"]]
+            journal = Journal(self.folder / noted["journal"])
+            self._number, self._position = int(noted["number"]), str(noted["position"])
+        except FileNotFoundError as error:
+            if Path(str(error.filename)).name != _MANIFEST:
+                log.warning("%s: %s; the index is made anew from bronze", self.folder, error)
+            return self._begin()
+        except (Damaged, OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("%s: %s; the index is made anew from bronze", self.folder, error)
+            return self._begin()
+        for position, entries in journal.read():
+            self._position = position
+            self._remember(entries)
+        return journal
+
+    def _begin(self) -> Journal:
+        self._runs, self._number, self._position = [], 0, ""
+        (self.folder / _MANIFEST).unlink(missing_ok=True)
+        self._tidy("")
+        journal = Journal(self._name("journal"))
+        self._note([], journal)
+        return journal
+
+    def _name(self, kind: str) -> Path:
+        with self._lock:
+            self._number += 1
+            return self.folder / f"{kind}-{self._number:08}"
+
+    def _note(self, runs: Sequence[Run], journal: Journal) -> None:
+        """What belongs to the index from now on, durably and at once."""
+        named = {"runs": [run.path.name for run in runs], "journal": journal.path.name}
+        noted = {**named, "number": self._number, "position": self._position}
+        part = self.folder / f"{_MANIFEST}.part"
+        with part.open("w", encoding="utf-8") as file:
+            json.dump(noted, file)
+            file.flush()
+            os.fsync(file.fileno())
+        part.rename(self.folder / _MANIFEST)
+        handle = os.open(self.folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        except OSError:
+            log.exception("%s: the folder could not be made durable", self.folder)  # at worst the index is made anew
+        finally:
+            os.close(handle)
+
+    def _tidy(self, journal: str) -> None:
+        """Remove what is not, or no longer, of the index."""
+        named = {journal, *(run.path.name for run in self._runs)}
+        for kind in ("run-*", "journal-*", *_FORMER):
+            for path in self.folder.glob(kind):
+                if path.name not in named:
+                    path.unlink(missing_ok=True)
