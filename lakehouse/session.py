@@ -22,6 +22,7 @@ _JVM_OPTIONS = "-XX:ReservedCodeCacheSize=256m -XX:+UseSerialGC -Xss2m"
 _UNOPTIMISED = "-XX:TieredStopAtLevel=1"
 
 _NEEDED = ("io.delta.sql.DeltaSparkSessionExtension", "org.apache.spark.sql.kafka010.KafkaSourceProvider")
+_UNLIKE = ("payload", "fingerprint", "event_id", "key", "offset", "received_at")
 
 _TUNED = {
     "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
@@ -51,7 +52,9 @@ _TUNED = {
     # Bronze is partitioned by day: a batch of one day needs no sort before it is written.
     "spark.sql.maxConcurrentOutputFileWriters": "4",
     # Bronze: hardly two values of these are alike. Smaller row groups (compressed bytes) take less memory to write.
-    **{f"spark.hadoop.parquet.enable.dictionary#{name}": "false" for name in ("payload", "fingerprint", "event_id")},
+    **{f"spark.hadoop.parquet.enable.dictionary#{name}": "false" for name in _UNLIKE},
+    "spark.hadoop.parquet.size.statistics.enabled": "false",
+    "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",  # 8 bytes, as everybody but Spark writes them
     "spark.hadoop.parquet.block.size": str(32 << 20),
     "spark.cleaner.periodicGC.interval": "5min",
     # Delta: a short commit. Checkpoints of tables are written by maintenance, outside the batch.

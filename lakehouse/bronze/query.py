@@ -16,8 +16,9 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import reduce
-from operator import add
+from operator import add, and_
 from pathlib import Path
 
 from pyspark.sql import Column, DataFrame, SparkSession
@@ -25,14 +26,16 @@ from pyspark.sql import functions as F
 from pyspark.sql.streaming.query import StreamingQuery
 
 from lakehouse.bronze.clock import BronzeClock
-from lakehouse.bronze.offsets import starting_offsets, topic_ends
+from lakehouse.bronze.offsets import check_topic, planned_topics, starting_offsets, topic_now
 from lakehouse.bronze.table import Progress, create, progress
+from lakehouse.checkpoint import forget, offset_of
 from lakehouse.contract import envelope as names
 from lakehouse.contract.faults import crash_point
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Source
 from lakehouse.contract.settings import Settings
 from lakehouse.counts import count_batch
+from lakehouse.errors import TopicReplaced
 from lakehouse.pace import Pace
 
 _LAST_MICROS = 253_370_764_800_000_000  # the year 9999; anybody may send a header
@@ -55,6 +58,9 @@ def start_bronze(
         bootstrap: ``host:port`` of the broker.
         accept_loss: go on where Kafka no longer holds what bronze has not taken.
         waiting: events that the topic has ready, as :func:`~lakehouse.bronze.offsets.events_waiting` counts them.
+
+    Raises:
+        TopicReplaced: the topic began anew, so that its offsets no longer say what bronze has.
     """
     lake = Lake(settings.lake)
     table = lake.bronze(source.name)
@@ -62,11 +68,15 @@ def start_bronze(
     done = progress(table)
     checkpoint = lake.checkpoint(f"bronze-{source.name}")
     options = {"bootstrap.servers": bootstrap, **settings.kafka.security.for_java()}
-    partitions = len(topic_ends(spark, source.topic, options)) if done.offsets else 0
+    topic = topic_now(spark, source.topic, options)
+    check_topic(source, topic, done)
+    done = replace(done, topics={**done.topics, topic.name: topic.id})
+    if planned_topics(checkpoint) - {source.topic}:
+        forget(checkpoint)  # the source had another topic; bronze itself says how far it is
     reader = (
         spark.readStream.format("kafka")
         .option("subscribe", source.topic)
-        .option("startingOffsets", starting_offsets(source.topic, partitions, done.offsets))
+        .option("startingOffsets", starting_offsets(source.topic, len(topic.ends), done.offsets))
         .option("includeHeaders", "true")
         .option("failOnDataLoss", str(not accept_loss).lower())
         .option("maxOffsetsPerTrigger", settings.spark.max_offsets_per_trigger)
@@ -113,9 +123,15 @@ class BronzeWriter:
         self._done = done
         self._now = now
         self._may_overlap = True
+        self._before: Mapping[str, int] = {}
 
     def __call__(self, events: DataFrame, batch_id: int) -> None:
         ends = self._end_offsets(batch_id)
+        for place, end in ends.items():
+            if end < self._before.get(place, 0):
+                detail = f"{place} ended at offset {self._before[place]}, and now at {end}"
+                raise TopicReplaced(self._table.name, place.rpartition("/")[0], detail)
+        self._before = ends
         done = self._done.offsets
         count = sum(max(0, end - done.get(place, 0)) for place, end in ends.items())
         if count <= 0:
@@ -143,7 +159,8 @@ class BronzeWriter:
             self._may_overlap = any(end < done.get(place, 0) for place, end in ends.items())
         if count < SMALL_BATCH:
             rows = rows.coalesce(1)
-        reached = Progress({**done, **{p: max(end, done.get(p, 0)) for p, end in ends.items()}}, bronze_at)
+        offsets = {**done, **{place: max(end, done.get(place, 0)) for place, end in ends.items()}}
+        reached = replace(self._done, offsets=offsets, bronze_at=bronze_at)
         crash_point("bronze.before_append")
         rows.write.format("delta").mode("append").option("userMetadata", reached.to_metadata()).save(
             str(self._table.path)
@@ -153,8 +170,7 @@ class BronzeWriter:
 
     def _end_offsets(self, batch_id: int) -> dict[str, int]:
         """``TOPIC/PARTITION`` to the offset behind the batch's last one, from the query's own write-ahead log."""
-        lines = (self._checkpoint / "offsets" / str(batch_id)).read_text(encoding="utf-8").splitlines()
-        topics = json.loads(lines[-1])
+        topics = json.loads(offset_of(self._checkpoint, batch_id))
         return {f"{topic}/{number}": end for topic, ends in topics.items() for number, end in ends.items()}
 
 
@@ -186,7 +202,7 @@ def to_bronze(records: DataFrame, *, source: str, tenant: str) -> DataFrame:
         records: ``key, value, headers, topic, partition, offset, timestamp`` as Spark's Kafka source gives them.
         source, tenant: for records that do not say them.
     """
-    envelope = {name: F.col("h")[name].cast("string") for name in names.HEADER_NAMES}
+    envelope = {name: _header(name) for name in names.HEADER_NAMES}
     known = reduce(add, (F.when(F.col("h")[name].isNull(), 0).otherwise(1) for name in names.HEADER_NAMES))
     others = F.when(F.size("h") > known, F.map_filter("h", lambda name, _: ~name.isin(*names.HEADER_NAMES)))
     others = F.coalesce(others, F.create_map())
@@ -194,7 +210,8 @@ def to_bronze(records: DataFrame, *, source: str, tenant: str) -> DataFrame:
     micros = envelope[names.RECEIVED_AT].cast("bigint")
     weight = envelope[names.WEIGHT].cast("double")  # anybody may send a header
     received_at = F.when(micros.between(0, _LAST_MICROS), F.timestamp_micros(micros))
-    return records.withColumn("h", F.coalesce(F.map_from_entries("headers"), F.create_map())).select(
+    marked = records.withColumn("plain", _is_plain())
+    return marked.withColumn("h", F.when(~F.col("plain"), F.map_from_entries("headers"))).select(
         F.coalesce(envelope[names.EVENT_ID], coordinates).alias("event_id"),
         F.coalesce(envelope[names.SOURCE], F.lit(source)).alias("source"),
         F.coalesce(envelope[names.TENANT], F.lit(tenant)).alias("tenant"),
@@ -213,3 +230,22 @@ def to_bronze(records: DataFrame, *, source: str, tenant: str) -> DataFrame:
         F.lit("stream").alias("origin"),
         F.coalesce(F.when(weight.between(1, _MOST_WEIGHT), weight), F.lit(1.0)).alias("weight"),
     )
+
+
+def _is_plain() -> Column:
+    """Whether a record has an ordinary event's headers and no more, each in its place.
+
+    Most have. The map ``h`` of all others' headers costs more than the rest of a row.
+    """
+    headers = F.col("headers")
+    in_place = [F.get(headers, F.lit(n))["key"] == name for n, name in enumerate(names.ALWAYS)]
+    return F.coalesce(reduce(and_, in_place, F.size(headers) == len(names.ALWAYS)), F.lit(False))
+
+
+def _header(name: str) -> Column:
+    """Value of a header as text; null where the record has none of this name."""
+    found = F.col("h")[name]
+    if name in names.ALWAYS:
+        in_place = F.get("headers", F.lit(names.ALWAYS.index(name)))["value"]
+        found = F.when(F.col("plain"), in_place).otherwise(found)
+    return found.cast("string")

@@ -22,17 +22,9 @@ REJECT = "reject"
 WEIGHT = "weight"  # an extra header: how many events it stands for, where others were shed beside it
 UPSTREAM_ID = "upstream_id"  # an extra header: the upstream's own name of the event's place (Last-Event-ID)
 
-HEADER_NAMES: tuple[str, ...] = (
-    EVENT_ID,
-    SOURCE,
-    TENANT,
-    RECEIVED_AT,
-    COLLECTOR,
-    FINGERPRINT,
-    SUSPECT,
-    REJECT,
-    WEIGHT,
-)
+# What every envelope has, in the order in which it is sent.
+ALWAYS: tuple[str, ...] = (EVENT_ID, SOURCE, TENANT, RECEIVED_AT, COLLECTOR, FINGERPRINT)
+HEADER_NAMES: tuple[str, ...] = (*ALWAYS, SUSPECT, REJECT, WEIGHT)
 
 DEFAULT_TENANT = "default"
 _BLANK = hashlib.blake2b(digest_size=16)
@@ -70,7 +62,7 @@ class Envelope:
     extra: tuple[tuple[str, str], ...] = ()
 
     def to_headers(self) -> list[tuple[str, bytes]]:
-        """Kafka headers, values in UTF-8; ``suspect`` and ``reject`` only where they say something."""
+        """Kafka headers, values in UTF-8: those of :data:`ALWAYS`, then what else there is to say."""
         headers = [
             (EVENT_ID, self.event_id.encode()),
             (SOURCE, self.source.encode()),

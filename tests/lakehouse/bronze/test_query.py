@@ -13,11 +13,13 @@ import pytest
 from deltalake import DeltaTable
 from pyspark.sql import Row, SparkSession
 
-from lakehouse.bronze.offsets import events_waiting, starting_offsets
+from lakehouse.bronze.offsets import Topic, check_topic, events_waiting, starting_offsets
 from lakehouse.bronze.query import BronzeWriter, to_bronze, without_known
 from lakehouse.bronze.table import COLUMNS, Progress, create, progress
 from lakehouse.contract.envelope import Envelope, fingerprint
 from lakehouse.contract.lake import Lake
+from lakehouse.contract.pipeline import Source
+from lakehouse.errors import TopicReplaced
 from tests.lakehouse.lakes import Site, eventually, mixture
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678000, tzinfo=UTC)
@@ -42,6 +44,27 @@ FULL = Envelope("e1", "clicks", "acme", 1_700_000_000_123_456, "n1", fingerprint
 def test_starting_offsets(offsets: Mapping[str, int], expected: str | dict[str, int]) -> None:
     found = starting_offsets("t", 2, offsets)
     assert found == expected if isinstance(expected, str) else json.loads(found) == {"t": expected}
+
+
+@pytest.mark.parametrize(
+    ("topic", "done", "detail"),
+    [
+        (Topic("t", "A", {"t/0": 5}), Progress(), ""),
+        (Topic("t", "A", {"t/0": 5}), Progress({"t/0": 5}), ""),  # a table from before ids were noted
+        (Topic("t", "A", {"t/0": 9, "t/1": 1}), Progress({"t/0": 5}, topics={"t": "A"}), ""),
+        (Topic("u", "B", {"u/0": 0}), Progress({"t/0": 5}, topics={"t": "A"}), ""),
+        (Topic("t", "B", {"t/0": 9}), Progress({"t/0": 5}, topics={"t": "A"}), "its id was A and is B"),
+        (Topic("t", "A", {"t/0": 4}), Progress({"t/0": 5}, topics={"t": "A"}), "t/0 ends at offset 4"),
+        (Topic("t", "A", {"t/0": 5}), Progress({"t/0": 5, "t/1": 1}), "t/1 ends at offset 0"),
+    ],
+)
+def test_offsets_of_another_topic_of_the_name(topic: Topic, done: Progress, detail: str) -> None:
+    source = Source(topic=topic.name, schema="id BIGINT", event_time="received_at", name="clicks")
+    if not detail:
+        check_topic(source, topic, done)
+        return
+    with pytest.raises(TopicReplaced, match=detail):
+        check_topic(source, topic, done)
 
 
 def rows(spark: SparkSession, *headers: list[tuple[str, bytes]] | None, value: bytes | None = b"x") -> list[Row]:
@@ -84,6 +107,21 @@ def test_headers_that_are_sent_twice_or_are_odd(spark: SparkSession) -> None:
     assert bytes(found[0].headers["trace"]) == b"2"
     assert [row.received_at.timestamp() for row in found[1:3]] == [NOW.timestamp()] * 2
     assert found[3].event_id == "@t/1/3"
+
+
+@pytest.mark.spark
+def test_headers_in_their_usual_order_mean_what_they_mean_in_any_other(spark: SparkSession) -> None:
+    plain = Envelope("e1", "views", "acme", 1_700_000_000_123_456, "n1", fingerprint(b"x")).to_headers()
+    nameless = [(name, None if name == "id" else value) for name, value in plain]
+    for headers in (plain, nameless, [*plain[:5], ("fingerprin", b"f")], [*plain[:5], ("id", b"e2")], plain[:5]):
+        found = rows(spark, headers, headers[::-1] if headers[-1] != ("id", b"e2") else None)  # type: ignore[arg-type]
+        usual, turned = (row.asDict() | {"offset": 0} for row in found)
+        if turned["collector"] == "n1":
+            assert usual["event_id"] == ("@t/1/0" if headers is nameless else "e1")
+            assert turned | {"event_id": usual["event_id"]} == usual
+            assert turned["event_id"] in (usual["event_id"], "@t/1/1")
+        else:
+            assert usual["event_id"] == "e2", "the later of two"
 
 
 @pytest.mark.spark
@@ -164,6 +202,17 @@ def test_batches_that_come_again_are_dropped_in_whole_or_in_part(spark: SparkSes
     batches.run(other, 2, {0: 7, 1: 2}, {0: 8, 1: 4})
     assert batches.held() == [(0, offset) for offset in range(8)] + [(1, offset) for offset in range(4)]
     assert progress(batches.table).offsets == {"t/0": 8, "t/1": 4}
+
+
+@pytest.mark.spark
+def test_offsets_that_go_back_end_the_query(spark: SparkSession, tmp_path: Path) -> None:
+    batches = Batches(spark, tmp_path)
+    writer = batches.writer()
+    batches.run(writer, 0, {}, {0: 3, 1: 2})
+    batches.run(writer, 1, {0: 3, 1: 2}, {0: 3, 1: 4})
+    with pytest.raises(TopicReplaced, match="t/1 ended at offset 4, and now at 1"):
+        batches.run(writer, 2, {0: 3}, {0: 4, 1: 1})
+    assert progress(batches.table).offsets == {"t/0": 3, "t/1": 4}
 
 
 @pytest.mark.spark
