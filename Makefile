@@ -61,13 +61,14 @@ cluster: setup
 
 # kill -9 at every point of the write path, at each of the first three times.
 crashes: setup
-	@$(PY) -m pytest -m soak tests/lakehouse/test_crashes.py tests/lakehouse/test_stream.py $(ARGS)
+	@$(PY) -m pytest -m soak tests/lakehouse/test_crashes.py tests/lakehouse/test_stream.py \
+	  tests/lakehouse/stateful/test_joinquery.py $(ARGS)
 
 chaos: setup
 	@$(PY) -m pytest -m chaos $(ARGS)
 
 setup: java $(READY)
-	@$(PY) -m lakehouse.contract.jars
+	@$(VENV)/bin/millrace prepare
 
 java:
 	@java=$${JAVA_HOME:+$$JAVA_HOME/bin/}java; \
