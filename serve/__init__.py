@@ -9,5 +9,6 @@
     filters, live, shown      views of a subscriber's own         position          signed places in a table's log
     security, principal       who may see what                    lookup, history   rows by key, rows of then
     webhooks                  pushes to a URL                     control           queries by REST
-    app, routes, openapi      composition                         client            the Python client library
+    app, routes               composition                         client            the Python client library
+    schemas                   the messages' fields                openapi, asyncapi the documents of it all
 """

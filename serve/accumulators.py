@@ -40,7 +40,7 @@ class Count(Accumulator):
 
 
 class Total(Accumulator):
-    """The exact sum, rounded once; None of nothing.
+    """The exact sum, rounded once; None of nothing, and where it is beyond what a float holds.
 
     Floats: J. R. Shewchuk, Adaptive Precision Floating-Point Arithmetic, 1997: partials that do not overlap.
     """
@@ -63,8 +63,7 @@ class Total(Accumulator):
             return None
         if not self._partials:
             return self._whole
-        total = math.fsum([*self._partials, self._whole])
-        return total if math.isfinite(total) else None
+        return _finite(lambda: math.fsum([*self._partials, self._whole]))
 
     def _put(self, value: Any) -> None:
         if not isinstance(value, float):
@@ -81,11 +80,19 @@ class Total(Accumulator):
 
 
 class Mean(Total):
-    """The exact sum by the number."""
+    """The exact sum by the number; None as a sum is."""
 
     def result(self) -> float | None:
         total = super().result()
-        return None if total is None else float(total) / self.count
+        return None if total is None else _finite(lambda: float(total) / self.count)
+
+
+def _finite(result: Callable[[], float]) -> float | None:
+    try:
+        value = result()
+    except (OverflowError, ValueError):  # the latter: of infinities of both signs
+        return None
+    return value if math.isfinite(value) else None
 
 
 class Extreme(Accumulator):

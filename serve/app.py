@@ -8,7 +8,8 @@ import gc
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -26,6 +27,7 @@ from serve.access_metrics import AccessCollector
 from serve.delivery import deliver
 from serve.history import History
 from serve.hub import Hub
+from serve.limits import allow_files
 from serve.lookup import Lookups
 from serve.metrics import HubCollector
 from serve.peers import Peers
@@ -51,6 +53,7 @@ log = logging.getLogger(__name__)
 _BACKLOG = 4_096
 _STOP_S = 3
 _BEAT_S = 0.02
+_AGAIN_S = 0.1  # after something failed that should not
 
 
 def make_app(settings: Settings, access: Access | None = None, *, name: str = "") -> Starlette:
@@ -76,7 +79,8 @@ def make_app(settings: Settings, access: Access | None = None, *, name: str = ""
         work = asyncio.Event()
         hub = Hub(settings.serve, [WEBSOCKET], seal, work.set, specs)
         tables = Tables(lake, hub, settings.serve, deliver)
-        runs = (tables.run(), _run_clock(hub, settings.serve), _run_work(hub, work), _run_gate(gate))
+        kept = (partial(_run_clock, hub, settings.serve), partial(_run_work, hub, work), partial(_run_gate, gate))
+        runs = (tables.run(), *map(_kept_running, kept))
         history, workers = History(settings.serve.max_sql), Workers(settings)
         lookups = Lookups(hub, tables, workers)
         fleet = Fleet(lake.state / "webhooks", hub, tables, shown, settings.serve)
@@ -132,13 +136,16 @@ async def run_server(
         stop: ends the server; None: only cancelling does.
         access: see :func:`make_app`.
         shared: other processes have the same port, and the kernel shares connections out.
-        alone: the process is this server and nothing else, so that its garbage collector may be set up for it.
+        alone: the process is this server and nothing else, so that its garbage collector and its limit of open files
+            may be set up for it.
         name: of one of several processes on the port; they end each other's statements and tell each other's metrics.
 
     Raises:
         EnvironmentProblem: the address cannot be bound.
         ConfigError: keys, origins or certificate cannot be used, or everybody could read everything.
     """
+    if alone:
+        allow_files(settings.serve.max_subscribers)
     tls = uses_tls(settings.serve)
     sealer_of(settings.serve.webhook_key)
     app = make_app(settings, access, name=name)
@@ -248,6 +255,16 @@ def _registry(*own: Collector) -> CollectorRegistry:
     return registry
 
 
+async def _kept_running(run: partial[Coroutine[Any, Any, None]]) -> None:
+    """What nobody thought of ends no task that all depend on."""
+    while True:
+        try:
+            await run()
+        except Exception:
+            log.exception("%s failed, and goes on", run.func.__name__)
+            await asyncio.sleep(_AGAIN_S)
+
+
 async def _run_gate(gate: Gate) -> None:
     """A key that is revoked ends what it holds open."""
     while True:
@@ -258,11 +275,11 @@ async def _run_gate(gate: Gate) -> None:
 async def _run_work(hub: Hub, some: asyncio.Event) -> None:
     """What takes long, a few milliseconds at a time, so that a large snapshot delays nobody's changes by more."""
     while True:
-        await some.wait()
-        some.clear()
-        while hub.working:
-            deliver(hub.work(clock_ms()))
-            await asyncio.sleep(0)
+        if not hub.working:
+            some.clear()
+            await some.wait()
+        deliver(hub.work(clock_ms()))
+        await asyncio.sleep(0)
 
 
 async def _run_clock(hub: Hub, settings: ServeSettings) -> None:
@@ -278,7 +295,7 @@ async def _run_clock(hub: Hub, settings: ServeSettings) -> None:
         now = clock_ms()
         sizes = {subscriber: subscriber.link.buffered() for subscriber in hub.waiting()}
         for subscriber, size in sizes.items():
-            if size < buffered.get(subscriber.link, 0):
-                hub.heard_from(subscriber, now)
+            if size < buffered.get(subscriber.link, 0) and hub.heard_from(subscriber, now):
+                subscriber.link.pump()
         buffered = {subscriber.link: size for subscriber, size in sizes.items()}
         deliver(hub.tick(now, int(time.time() * 1000)))

@@ -9,7 +9,8 @@ from itertools import islice
 
 from lakehouse.contract.channel import EVERYTHING, ChannelSpec
 from lakehouse.contract.settings import ServeSettings
-from serve.filters.view import LiveView, RowsView, View, undone
+from serve.errors import RequestError
+from serve.filters.view import LiveView, RowsView, View, faults_of, undone
 from serve.lane import Lane, Snapshot
 from serve.live import AggregateView
 from serve.messages import Message, change_messages, snapshot_messages
@@ -49,6 +50,7 @@ class Feed:
         self.work: Iterator[None] | None = None  # what is to be done in slices before they can have one
         self.total = 0  # bytes of messages made, ever
         self.empty_since: float | None = None
+        self.ended: RequestError | None = None  # why nothing more comes of it
         self._start_over()
 
     @property
@@ -72,12 +74,26 @@ class Feed:
         """Put a change into the rings; its bytes by name of the lane.
 
         Raises:
-            FilterError: the view does not fit the table any more.
+            FilterError: the view does not fit the table any more, or fails on what the change holds.
         """
-        messages = change_messages(self.live.advance(change), self.channel.seal, self.view.id)
-        self.version = change.version
-        self.total += sum([len(message.body) for message in messages])
-        return {name: lane.append(messages, now) for name, lane in self.lanes.items()}
+        with faults_of(self.view):
+            messages = change_messages(self.live.advance(change), self.channel.seal, self.view.id)
+            self.version = change.version
+            self.total += sum([len(message.body) for message in messages])
+            return {name: lane.append(messages, now) for name, lane in self.lanes.items()}
+
+    def worked(self) -> bool:
+        """A slice of :attr:`work`; whether that was the last one.
+
+        Raises:
+            FilterError: the view fails on what the table holds.
+        """
+        work, self.work = self.work, None  # nothing is left of work that fails
+        with faults_of(self.view):
+            if work is None or next(work, True) is True:
+                return True
+        self.work = work
+        return False
 
     def restarted(self) -> None:
         """The table is another one now: the rings are empty, what subscribers had is void.
@@ -85,7 +101,8 @@ class Feed:
         Raises:
             FilterError: the view does not fit it.
         """
-        self._start_over()
+        with faults_of(self.view):
+            self._start_over()
         for lane in self.lanes.values():
             lane.ring = self._new_ring()
 

@@ -1,11 +1,15 @@
-"""What the hub wants done, and what it has counted. Data only."""
+"""What the hub wants done, what it has counted, and how the former is carried out."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from serve.errors import RequestError
 from serve.subscriber import Subscriber
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,16 @@ def deliver(deliveries: Iterable[Delivery]) -> None:
                 subscriber.link.write(delivery.data)
         if delivery.wake:
             for subscriber in delivery.to:
-                subscriber.link.pump()
+                _woken(subscriber)
         if delivery.close:
             for subscriber in delivery.to:
                 subscriber.link.close(delivery.close, delivery.reason)
+
+
+def _woken(subscriber: Subscriber) -> None:
+    """What fails for one of them is nothing to the others."""
+    try:
+        subscriber.link.pump()
+    except Exception:
+        log.exception("%s: the subscription failed", subscriber.label)
+        subscriber.link.close(RequestError.FAILED, "the server failed; its log says how")

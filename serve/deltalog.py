@@ -70,6 +70,16 @@ def commit_path(folder: Path, version: int) -> Path:
     return folder / "_delta_log" / f"{version:020d}.json"
 
 
+def commit_stamp(folder: Path, version: int) -> tuple[int, int] | None:
+    """What tells a commit from one of the same version of a table that was there before: its file's inode and time of
+    change, ns. None: the log does not have it any more."""
+    try:
+        found = commit_path(folder, version).stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
 def versions(folder: Path) -> list[int]:
     """Versions whose log file exists, ascending; empty if there is no log."""
     try:

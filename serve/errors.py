@@ -139,6 +139,7 @@ class RequestError(ServeError):
     NOT_FOUND = 4404
     TOO_FAST = 4429
     FULL = 1013
+    FAILED = 1011
     _STATUS: ClassVar[Mapping[int, int]] = {1013: 503, 1009: 413, 1011: 500, 4408: 408}
 
     def __init__(self, close: int, code: str, detail: str) -> None:

@@ -45,20 +45,31 @@ class Feeds:
         self.now = 0.0  # of the event that is being handled
         self._codecs = tuple(codecs)
         self._busy: deque[Feed] = deque()
+        self._owed: list[Delivery] = []  # by what could not hand them out itself
         self._working = working
 
     @property
     def busy(self) -> bool:
         """Whether there is something for :meth:`work`."""
-        return bool(self._busy)
+        return bool(self._busy or self._owed)
 
     def open(self, state: TableState) -> None:
         """A table that was not there before."""
         spec = self.specs.get(state.table.name, EVERYTHING)
         self.channels[state.table.name] = Channel(state, self._codecs, self.settings, self.seal, spec)
 
+    def close(self, table: str, problem: str) -> list[Delivery]:
+        """A table cannot be served any more: its subscribers are told and closed."""
+        channel = self.channels.pop(table, None)
+        why = RequestError(RequestError.BAD_REQUEST, "not_served", problem)
+        feeds = [] if channel is None else list(channel.feeds.values())
+        return [delivery for feed in feeds for delivery in self._ended(feed, why)]
+
     def work(self) -> list[Delivery]:
-        """A slice of what takes long."""
+        """What is still to be handed out, or else a slice of what takes long."""
+        if self._owed:
+            owed, self._owed = self._owed, []
+            return owed
         if not self._busy:
             return []
         feed = self._busy.popleft()
@@ -106,28 +117,30 @@ class Feeds:
 
     def drop(self, feed: Feed, error: FilterError) -> list[Delivery]:
         """The view makes no sense any more."""
-        log.warning("%s: a filter is dropped: %s", feed.channel.name, error)
+        log.warning("%s: a filter is dropped: %s", feed.channel.name, error, exc_info=error.__cause__)
+        feed.channel.feeds.pop(feed.view.id, None)
+        return self._ended(feed, RequestError(RequestError.BAD_REQUEST, "bad_filter", str(error)))
+
+    def _ended(self, feed: Feed, why: RequestError) -> list[Delivery]:
+        """Nothing more comes of a feed: its subscribers are told and closed."""
+        feed.work, feed.ended = None, why
         deliveries = []
         for lane in feed.lanes.values():
             if members := lane.members():
-                told = lane.codec.frame(messages.error("bad_filter", str(error)))
-                deliveries.append(Delivery(members, told, close=RequestError.BAD_REQUEST, reason=str(error)))
-        feed.work = None
-        feed.channel.feeds.pop(feed.view.id, None)
+                told = lane.codec.frame(messages.error(why.code, why.detail))
+                deliveries.append(Delivery(members, told, close=why.close, reason=why.detail))
         return deliveries
 
     def catch_up(self, feed: Feed) -> list[Delivery]:
         """Everything that the feed has not taken yet; ordinarily one commit."""
-        channel = feed.channel
-        missed = channel.since(feed.version)
-        if missed is None:  # more has happened while it was made than is kept: it begins anew
-            feed.restarted()
-            for subscriber in feed.members():
-                self.start_over(subscriber, "lagged", "the table changed faster than the view of it was made")
-            return []
+        missed = feed.channel.since(feed.version)
         deliveries: list[Delivery] = []
         try:
-            for change in missed:
+            if missed is None:  # more has happened while it was made than is kept: it begins anew
+                feed.restarted()
+                for subscriber in feed.members():
+                    self.start_over(subscriber, "lagged", "the table changed faster than the view of it was made")
+            for change in missed or ():
                 for name, data in feed.taken(change, self.now).items():
                     lane = feed.lanes[name]
                     if lane.live and data:
@@ -142,11 +155,20 @@ class Feeds:
 
     def begin(self, feed: Feed) -> None:
         """Have a snapshot made: at once where the table is small."""
-        feed.begin(self.now)
+        if feed.ended is not None:
+            return
+        deliveries: list[Delivery] = []
+        try:
+            feed.begin(self.now)
+        except FilterError as error:
+            deliveries = self.drop(feed, error)
         if len(feed.channel.state.rows) <= INLINE_ROWS and len(feed.waiting) <= 1:
             while feed.work is not None:
-                self._step(feed)
-        elif feed not in self._busy:
+                deliveries = self._step(feed)
+        if feed.ended is not None:
+            self._owed += deliveries
+            self._working()
+        elif feed.work is not None and feed not in self._busy:
             self._busy.append(feed)
             self._working()
 
@@ -154,12 +176,11 @@ class Feeds:
         if feed.work is None:
             return []
         try:
-            next(feed.work)
-        except StopIteration:
-            feed.work = None
-            return self._snapshot_made(feed)
+            done = feed.worked()
         except FilterError as error:
             return self.drop(feed, error)
+        if done:
+            return self._snapshot_made(feed)
         return self.catch_up(feed) if feed.opened else []
 
     def _snapshot_made(self, feed: Feed) -> list[Delivery]:

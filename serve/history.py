@@ -18,8 +18,9 @@ from starlette.responses import Response
 
 from lakehouse.contract.channel import EVERYTHING, ChannelSpec
 from serve.channel import live_view
+from serve.deltalog import commit_stamp
 from serve.errors import FilterError, PositionExpired, QueryError, RequestError, TableGone, TableUnreadable
-from serve.filters.view import View
+from serve.filters.view import View, faults_of
 from serve.hub import Hub
 from serve.live import AggregateView
 from serve.model import in_order
@@ -51,7 +52,7 @@ class History:
         self._busy = 0
         self._slots = asyncio.Semaphore(at_once)
         self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="history")
-        self._states: OrderedDict[tuple[Path, int], TableState] = OrderedDict()
+        self._states: OrderedDict[tuple[Path, int, tuple[int, int]], TableState] = OrderedDict()
 
     def close(self) -> None:
         """Nobody asks any more."""
@@ -80,14 +81,20 @@ class History:
             self._busy -= 1
 
     def _made(self, folder: Path, moment: Moment, wanted: Wanted) -> bytes:
-        version = version_at(folder, moment)
-        state = self._states.get((folder, version))
+        state = self._state(folder, version_at(folder, moment))
+        with faults_of(wanted.view(state)):
+            return wanted.body(state)
+
+    def _state(self, folder: Path, version: int) -> TableState:
+        stamp = commit_stamp(folder, version)
+        state = None if stamp is None else self._states.get((folder, version, stamp))
         if state is None:
             state = TableReader(folder).load(version)
-            self._states[folder, version] = state
+            if stamp is not None:
+                self._states[folder, version, stamp] = state
             while len(self._states) > _KEPT:
                 self._states.popitem(last=False)
-        return wanted.body(state)
+        return state
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +121,7 @@ class Wanted:
         Raises:
             FilterError: the filter does not fit the table as it was.
         """
-        view = self._view(state)
+        view = self.view(state)
         live = live_view(view, state)
         if isinstance(live, AggregateView):
             for _ in live.opening(state.rows.values()):
@@ -136,7 +143,12 @@ class Wanted:
         }
         return to_json(content)
 
-    def _view(self, state: TableState) -> View:
+    def view(self, state: TableState) -> View:
+        """What is seen of it.
+
+        Raises:
+            FilterError: the filter does not fit the table as it was.
+        """
         return view_of(state.table, self.request, self.guard, self.spec)
 
 

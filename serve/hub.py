@@ -85,6 +85,10 @@ class Hub:
                 deliveries.append(Delivery(tuple(members), wake=True))
         return deliveries
 
+    def table_closed(self, name: str, problem: str) -> list[Delivery]:
+        """A table cannot be served any more; where it was, its subscribers hear ``not_served`` and are closed."""
+        return self.feeds.close(name, problem)
+
     def change_received(self, change: Change, now: float) -> Iterator[Delivery]:
         """A commit: its bytes go to whoever is live. Deliveries are made one view at a time as they are asked for, all
         of them before anything else is told to the hub: so the first view does not wait for a thousand others."""
@@ -179,20 +183,24 @@ class Hub:
         if subscriber.waiting_since is None:
             subscriber.waiting_since = now
         if subscriber.live:
-            subscriber.cursor = subscriber.lane.ring.next
-            subscriber.at = subscriber.lane.ring.head
-            subscriber.lane.trails(subscriber)
+            subscriber.lane.falls_behind(subscriber)
 
     def drained(self, subscriber: Subscriber, now: float) -> None:
         """Its socket takes more: ask :meth:`data_to_send`."""
         subscriber.paused = False
         self.heard_from(subscriber, now)
 
-    def heard_from(self, subscriber: Subscriber, now: float) -> None:
-        """A sign that it reads: a pong, or its buffer has shrunk."""
+    def heard_from(self, subscriber: Subscriber, now: float) -> bool:
+        """A sign that it reads: a pong, or its buffer has shrunk.
+
+        Returns:
+            Whether it was silent, and so has missed something maybe: ask :meth:`data_to_send`.
+        """
+        was_silent, subscriber.silent = subscriber.silent, False
         subscriber.waiting_since = now if subscriber.paused else None
         if (subscriber.live or subscriber.idle) and subscriber.acked is None:
             subscriber.told_slow = False
+        return was_silent
 
     def acknowledged(self, subscriber: Subscriber, position: Position) -> bool:
         """It says it has processed everything up to ``position``; one that the ring does not hold is passed over.
@@ -225,9 +233,9 @@ class Hub:
         return max(0, subscriber.lane.ring.next - subscriber.cursor)
 
     def data_to_send(self, subscriber: Subscriber) -> bytes:
-        """The next bytes for a subscriber whose socket takes some; empty: it has everything, its window is full, or
-        what comes next is being made (then it will be woken)."""
-        while (lane := subscriber.lane) is not None and not subscriber.live:
+        """The next bytes for a subscriber whose socket takes some; empty: it has everything, its window is full, it is
+        silent, or what comes next is being made (then it will be woken)."""
+        while (lane := subscriber.lane) is not None and not (subscriber.live or subscriber.silent):
             if subscriber.backlog:
                 data = outgoing.from_backlog(subscriber, self.counters)
             elif subscriber.snapshot is not None:

@@ -145,6 +145,12 @@ class Lane:
             self.live.add(subscriber)
             self._listed = None
 
+    def falls_behind(self, subscriber: Subscriber) -> None:
+        """It was live and has had everything until now; what comes next it reads from the ring, when it can."""
+        subscriber.cursor = self.ring.next
+        subscriber.at = self.ring.head
+        self.trails(subscriber)
+
     def trails(self, subscriber: Subscriber) -> None:
         """It reads from the ring, from its cursor on."""
         subscriber.live = subscriber.idle = False

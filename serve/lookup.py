@@ -11,6 +11,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
@@ -25,6 +26,7 @@ from serve.errors import FilterError, RequestError
 from serve.filters.kinds import BOOL, DATE, DECIMAL, FLOAT, INT, TEXT, TIMESTAMP, as_date, as_timestamp, kind_of
 from serve.filters.view import RowsView, View
 from serve.hub import Hub
+from serve.kept import Kept
 from serve.model import Key, Row, TableInfo, in_order
 from serve.position import Position
 from serve.principal import Principal
@@ -35,10 +37,12 @@ from serve.tables import Tables
 
 MAX_ROWS = 1_000
 EVENT_ID = "event_id"
+_READ_THROUGH_BYTES = 8_388_608
+_LONGEST_ID = 256  # of those that are kept
 _STEP = 5_000  # keys that an index takes in before others have their turn: 2 ms
 _VIEWS = 1_024
-_READ_THROUGH = 1_024
 _EXTRA = frozenset({"limit"})
+_NO_ROWS = b"[]"
 
 
 class Lookups:
@@ -61,7 +65,7 @@ class Lookups:
         self._workers = workers
         self._indexes: dict[tuple[str, int], Index] = {}
         self._views: OrderedDict[tuple[str, bytes], tuple[TableInfo, RowsView]] = OrderedDict()
-        self._read: OrderedDict[tuple[str, str, str, int], tuple[int, bytes]] = OrderedDict()
+        self._read: Kept[tuple[str, str, str, int, tuple[int, int] | None]] = Kept(_READ_THROUGH_BYTES)
 
     async def rows(self, channel: Channel, prefix: Key, view: View) -> list[tuple[Key, Row]]:
         """The rows whose key begins so, as the view shows them, in the order of their keys."""
@@ -71,7 +75,7 @@ class Lookups:
             pairs = [] if row is None else [(prefix, row)]
         else:
             index = self._indexes.get((table.name, len(prefix)))
-            if index is None or index.table_id != table.table_id:
+            if index is None or not index.of(channel):
                 index = self._indexes[table.name, len(prefix)] = Index(channel, len(prefix))
             await index.caught_up()
             pairs = [(key, channel.state.rows[key]) for key in index.keys(prefix) if key in channel.state.rows]
@@ -90,26 +94,25 @@ class Lookups:
         """The columns that a view has."""
         return self._live(channel, view).table
 
-    async def read_through(self, name: str, event_id: str, principal: Principal, limit: int) -> tuple[int, bytes]:
-        """Number of rows and their JSON, of an event in a table that is not in memory.
+    async def read_through(self, name: str, event_id: str, principal: Principal) -> bytes:
+        """The rows as JSON, at most :data:`MAX_ROWS`, of an event in a table that is not in memory.
 
         Raises:
             RequestError: the table has no event ids, or the workers are busy.
         """
         folder = (await asyncio.to_thread(self._tables.lake.find, name)).path
-        version = max(await asyncio.to_thread(deltalog.versions, folder), default=-1)
-        key = name, event_id, principal.key, version
+        version, stamp = await asyncio.to_thread(_newest, folder)
+        key = name, event_id, principal.condition(name), version, stamp
         if (known := self._read.get(key)) is not None:
             self.hits += 1
             return known
         self.misses += 1
         wanted = exp.EQ(this=exp.column(EVENT_ID, quoted=True), expression=exp.Literal.string(event_id))
         statement = exp.select("*").from_(exp.to_identifier(name, quoted=True)).where(wanted)
-        found = await self._workers.run(statement.sql("duckdb"), principal, rows=limit)
-        while len(self._read) >= _READ_THROUGH:
-            self._read.popitem(last=False)
-        self._read[key] = int(found.head["rows"]), found.body
-        return self._read[key]
+        found = await self._workers.run(statement.sql("duckdb"), principal, rows=MAX_ROWS)
+        if len(event_id) <= _LONGEST_ID:
+            self._read.put(key, found.body)
+        return found.body
 
 
 class Index:
@@ -121,12 +124,16 @@ class Index:
     """
 
     def __init__(self, channel: Channel, width: int) -> None:
-        self.table_id = channel.state.table.table_id
+        self._table_id = channel.state.table.table_id
         self._channel = channel
         self._width = width
         self._version = -1
         self._keys: dict[Key, set[Key]] = {}
         self._turn = asyncio.Lock()
+
+    def of(self, channel: Channel) -> bool:
+        """Whether it is of this table as it is now, and not of one that was there before."""
+        return self._channel is channel and self._table_id == channel.state.table.table_id
 
     def keys(self, prefix: Key) -> set[Key]:
         """Those that begin so."""
@@ -150,8 +157,9 @@ class Index:
                     self._version = change.version
 
     async def _build(self) -> None:
+        self._version = -1  # whoever asks meanwhile waits
         self._keys.clear()
-        self._version = version = self._channel.state.version
+        version = self._channel.state.version
         for count, key in enumerate(list(self._channel.state.rows), 1):
             self._keys.setdefault(key[: self._width], set()).add(key)
             if count % _STEP == 0:
@@ -184,7 +192,7 @@ async def row(request: Request) -> Response:
     await tables.wait_for(name)
     channel = hub.channels.get(name)
     if channel is None:
-        return await _read_through(lookups, tables, name, parts, principal, limit, plain=not query)
+        return await _read_through(lookups, tables, name, parts, principal, plain=not query)
     view = hub.view_of(name, principal, wanted)
     found = (await lookups.rows(channel, _key(channel.state.table, parts), view))[:limit]
     if not found:
@@ -202,19 +210,24 @@ async def row(request: Request) -> Response:
 
 
 async def _read_through(
-    lookups: Lookups, tables: Tables, name: str, parts: list[str], principal: Principal, limit: int, *, plain: bool
+    lookups: Lookups, tables: Tables, name: str, parts: list[str], principal: Principal, *, plain: bool
 ) -> Response:
     table = await asyncio.to_thread(tables.lake.find, name)
     if table.layer != "bronze":
         raise RequestError(4409, "not_served", tables.problems.get(name, f"{name} is not kept in memory"))
     if len(parts) != 1 or not plain:
         raise asked.bad("bad_request", f"of {name}, which is not in memory, events are found by their {EVENT_ID} only")
-    count, body = await lookups.read_through(name, parts[0], principal, limit)
-    if not count:
+    body = await lookups.read_through(name, parts[0], principal)
+    if body == _NO_ROWS:
         raise RequestError(RequestError.NOT_FOUND, "no_such_row", "there is no row of this key")
     content = {"table": name, "key": [EVENT_ID], "rows": orjson.Fragment(body)}
     headers = {"Cache-Control": "private, no-cache", "Vary": "Authorization"}
     return Response(to_json(content), headers=headers, media_type="application/json")
+
+
+def _newest(folder: Path) -> tuple[int, tuple[int, int] | None]:
+    version = max(deltalog.versions(folder), default=-1)
+    return version, deltalog.commit_stamp(folder, version)
 
 
 def _parts(request: Request) -> list[str]:

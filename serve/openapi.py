@@ -1,18 +1,21 @@
-"""OpenAPI 3.1 and AsyncAPI 3.0 documents of the server: ``/v1/openapi.json`` and ``/v1/asyncapi.json``.
+"""The OpenAPI 3.1 document, and the routes of both: ``/v1/openapi.json`` and ``/v1/asyncapi.json``.
 
-Written down by hand where words are wanted, checked against routes and messages by a test.
+Written down by hand where words are wanted, checked against routes and answers by a test.
 """
 
 from __future__ import annotations
 
 import re
+from http import HTTPStatus
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from serve.asyncapi import asyncapi
 from serve.rows import to_json
+from serve.schemas import NUMBER, TEXT, TRUTH, answer_schemas, message_schemas
 
 VERSION = "1"
 _SUBSCRIPTION = ("where", "columns", "select")
@@ -52,7 +55,7 @@ OPERATIONS: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ),
     ("GET", "/v1/sse"): ("Server-sent events", ("table", "from", *_SUBSCRIPTION, "conflate")),
     ("POST", "/v1/sql"): ("Run one reading statement", ()),
-    ("DELETE", "/v1/sql/{ident}"): ("End a statement that runs in this process", ()),
+    ("DELETE", "/v1/sql/{ident}"): ("End a statement, whichever process of the port runs it", ()),
     ("GET", "/v1/webhooks"): ("Your webhooks", ()),
     ("POST", "/v1/webhooks"): ("Add a webhook; its secret is shown once", ()),
     ("GET", "/v1/webhooks/{ident}"): ("A webhook, and how it fares", ()),
@@ -70,56 +73,62 @@ OPERATIONS: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("GET", "/v1/asyncapi.json"): ("The streams, in the same manner", ()),
     ("GET", "/healthz"): ("The process answers", ()),
     ("GET", "/readyz"): ("Every table found is in memory", ()),
-    ("GET", "/metrics"): ("Prometheus text of the process that answers", ()),
+    ("GET", "/metrics"): ("Prometheus text of all processes of the port", ()),
 }
-_TEXT, _NUMBER, _TRUTH = {"type": "string"}, {"type": "integer"}, {"type": "boolean"}
 BODIES: dict[tuple[str, str], tuple[dict[str, Any], tuple[str, ...]]] = {
     ("POST", "/v1/sql"): (
         {
-            "sql": _TEXT,
+            "sql": TEXT,
             "as_of": {"type": ["string", "integer"]},
-            "limit": _NUMBER,
+            "limit": NUMBER,
             "format": {"enum": ["json", "arrow"]},
-            "id": _TEXT,
+            "id": TEXT,
         },
         ("sql",),
     ),
     ("POST", "/v1/webhooks"): (
         {
-            "table": _TEXT,
-            "url": _TEXT,
-            "where": _TEXT,
-            "columns": {"type": "array", "items": _TEXT},
-            "conflate": _TRUTH,
-            "secret": _TEXT,
-            "from": _TEXT,
+            "table": TEXT,
+            "url": TEXT,
+            "where": TEXT,
+            "columns": {"type": "array", "items": TEXT},
+            "select": TEXT,
+            "conflate": TRUTH,
+            "secret": TEXT,
+            "from": TEXT,
         },
         ("table", "url"),
     ),
     ("POST", "/v1/queries"): (
         {
-            "name": _TEXT,
-            "sql": _TEXT,
-            "key": {"type": "array", "items": _TEXT},
-            "from": _TEXT,
-            "source": _TEXT,
+            "name": TEXT,
+            "sql": TEXT,
+            "key": {"type": "array", "items": TEXT},
+            "from": TEXT,
+            "source": TEXT,
             "options": {"type": "object"},
         },
         ("name", "sql"),
     ),
 }
-MESSAGES = {
-    "snapshot": "the rows at a position; what came before is void when first is true",
-    "change": "what one commit changed: upserts, deletes, leaves; after is the position before it",
-    "resumed": "the position is served; the changes after it follow",
-    "heartbeat": "alive, and how far behind",
-    "slow": "the subscriber lags, and when it will be cut",
-    "expired": "what the subscriber had is void; a snapshot follows",
-    "error": "the request is wrong; the connection is closed",
-    "close": "the end, where the transport has no close codes",
-    "ping": "a webhook's test",
+_JSON = "application/json"
+_DONE: dict[str, tuple[str, ...]] = {"200": (_JSON,)}
+ANSWERS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
+    ("GET", "/v1/tables/{name}"): {"200": (_JSON,), "304": ()},
+    ("GET", "/v1/poll"): {"200": (_JSON, "application/vnd.msgpack")},
+    ("GET", "/v1/subscribe"): {"101": (), "200": ("text/event-stream",)},
+    ("GET", "/v1/sse"): {"200": ("text/event-stream",)},
+    ("POST", "/v1/sql"): {"200": (_JSON, "application/vnd.apache.arrow.stream")},
+    ("DELETE", "/v1/sql/{ident}"): {"202": (_JSON,)},
+    ("POST", "/v1/webhooks"): {"201": (_JSON,)},
+    ("DELETE", "/v1/webhooks/{ident}"): {"204": ()},
+    ("POST", "/v1/tickets"): {"201": (_JSON,)},
+    ("POST", "/v1/queries"): {"201": (_JSON,)},
+    ("DELETE", "/v1/queries/{name}"): {"202": (_JSON,)},
+    ("GET", "/metrics"): {"200": ("text/plain",)},
 }
-SENT = {"ack": "everything up to a position has been processed", "filter": "other rows or columns from now on"}
+"""Status and media types of what is no refusal, where it is not 200 and JSON."""
+_SHAPES = {"/v1/poll": "Poll", "/v1/tables/{name}": "State"}
 _PUBLIC = ("/healthz", "/readyz", "/v1/openapi.json", "/v1/asyncapi.json")
 
 
@@ -128,10 +137,14 @@ def openapi() -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = {}
     for (method, path), (summary, query) in OPERATIONS.items():
         inside = [
-            {"name": name, "in": "path", "required": True, "schema": _TEXT} for name in re.findall(r"\{(\w+)\}", path)
+            {"name": name, "in": "path", "required": True, "schema": TEXT} for name in re.findall(r"\{(\w+)\}", path)
         ]
-        asked = [{"name": name, "in": "query", "description": PARAMETERS[name], "schema": _TEXT} for name in query]
-        operation: dict[str, Any] = {"summary": summary, "parameters": inside + asked, "responses": _responses(path)}
+        asked = [{"name": name, "in": "query", "description": PARAMETERS[name], "schema": TEXT} for name in query]
+        operation: dict[str, Any] = {
+            "summary": summary,
+            "parameters": inside + asked,
+            "responses": _responses(method, path),
+        }
         if (body := BODIES.get((method, path))) is not None:
             schema = {"type": "object", "properties": body[0], "required": body[1], "additionalProperties": False}
             operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
@@ -148,28 +161,7 @@ def openapi() -> dict[str, Any]:
                 "key": {"type": "http", "scheme": "bearer"},
                 "ticket": {"type": "apiKey", "in": "query", "name": "ticket"},
             },
-            "schemas": {"Problem": _problem()},
-        },
-    }
-
-
-def asyncapi() -> dict[str, Any]:
-    """The AsyncAPI document."""
-    both = MESSAGES | SENT
-    refs = {name: {"$ref": f"#/components/messages/{name}"} for name in both}
-    return {
-        "asyncapi": "3.0.0",
-        "info": {"title": "Millrace", "version": VERSION},
-        "channels": {"table": {"address": "/v1/subscribe", "description": PARAMETERS["table"], "messages": refs}},
-        "operations": {
-            "push": _operation("send", MESSAGES),
-            "answer": _operation("receive", SENT),
-        },
-        "components": {
-            "messages": {
-                name: {"summary": text, "payload": {"type": "object", "properties": {"type": {"const": name}}}}
-                for name, text in both.items()
-            }
+            "schemas": {"Problem": _problem()} | answer_schemas() | message_schemas(),
         },
     }
 
@@ -181,7 +173,7 @@ async def show_openapi(_: Request) -> Response:
 
 async def show_asyncapi(_: Request) -> Response:
     """The AsyncAPI document."""
-    return Response(to_json(asyncapi()), media_type="application/json")
+    return Response(to_json(asyncapi(VERSION)), media_type="application/json")
 
 
 ROUTES: list[BaseRoute] = [
@@ -190,17 +182,24 @@ ROUTES: list[BaseRoute] = [
 ]
 
 
-def _operation(action: str, messages: dict[str, str]) -> dict[str, Any]:
-    refs = [{"$ref": f"#/channels/table/messages/{name}"} for name in messages]
-    return {"action": action, "channel": {"$ref": "#/channels/table"}, "messages": refs}
-
-
-def _responses(path: str) -> dict[str, Any]:
+def _responses(method: str, path: str) -> dict[str, Any]:
     problem = {"application/problem+json": {"schema": {"$ref": "#/components/schemas/Problem"}}}
-    found: dict[str, Any] = {"2XX": {"description": "done"}, "4XX": {"description": "refused", "content": problem}}
+    found: dict[str, Any] = {}
+    for status, kinds in ANSWERS.get((method, path), _DONE).items():
+        found[status] = {"description": HTTPStatus(int(status)).phrase}
+        if kinds:
+            found[status]["content"] = {kind: _content(path, kind) for kind in kinds}
+    found["4XX"] = {"description": "refused", "content": problem}
     return found if path == "/healthz" else found | {"503": {"description": "not now", "content": problem}}
 
 
+def _content(path: str, kind: str) -> dict[str, Any]:
+    if kind != _JSON:
+        return {}
+    name = _SHAPES.get(path)
+    return {"schema": {"$ref": f"#/components/schemas/{name}"} if name else {"type": "object"}}
+
+
 def _problem() -> dict[str, Any]:
-    texts = dict.fromkeys(("type", "title", "detail", "code"), _TEXT)
-    return {"type": "object", "properties": texts | {"status": _NUMBER}, "required": ["title", "status"]}
+    texts = dict.fromkeys(("type", "title", "detail", "code"), TEXT)
+    return {"type": "object", "properties": texts | {"status": NUMBER}, "required": ["title", "status"]}

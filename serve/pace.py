@@ -22,6 +22,9 @@ log = logging.getLogger(__name__)
 TOO_SLOW = 4408
 LINGER_MS = 30_000  # a view that nobody looks through any more is kept up to date for a while: they may come back
 SNAPSHOT_MS = 30_000  # a snapshot of a filter, for others who ask the same
+# As long as a ping may be on its way and back. Then nothing more is written to who has not answered: what a stopped
+# reader's socket still takes would cost the others the time to write it.
+SILENT_MS = 1_000
 SLICE = 100  # heartbeats at a time, about 1 ms, and as much again for the pongs
 SPREAD = 2  # all have theirs within this part of the pause between heartbeats: a half
 
@@ -58,7 +61,7 @@ def heartbeats(some: Slice, now: float, at: int) -> Iterator[Delivery]:
     groups: dict[int, list[Subscriber]] = {}
     for subscriber in some.members:
         has_everything = subscriber.live or subscriber.idle
-        held = subscriber.room == 0 and not subscriber.paused  # by its own window
+        held = (subscriber.room == 0 or subscriber.silent) and not subscriber.paused  # by its window, or by us
         if subscriber.lane is not lane or not (has_everything or held):
             continue
         if subscriber.waiting_since is None and lane.codec.answers:
@@ -83,6 +86,9 @@ def checked(hub: Hub, subscriber: Subscriber, lane: Lane, now: float) -> Iterato
         log.warning("%s: cut, it has read nothing for %.0f ms", subscriber.label, waited)
         yield Delivery((subscriber,), close=TOO_SLOW, reason=f"nothing read for {waited:.0f} ms")
         return
+    if subscriber.live and waited >= SILENT_MS:
+        lane.falls_behind(subscriber)
+        subscriber.silent = True
     behind, behind_ms = _behind(subscriber, lane, now, waited)
     if behind_ms >= hub.settings.slow_after_ms and not subscriber.told_slow:
         subscriber.told_slow = True
@@ -115,7 +121,7 @@ def _behind(subscriber: Subscriber, lane: Lane, now: float, waited: float) -> tu
     has_everything = subscriber.live or subscriber.idle
     if subscriber.acked is not None:
         cursor = subscriber.acked
-    elif has_everything:
+    elif has_everything or subscriber.silent:
         return max(0, ring.next - subscriber.asked_at), waited
     else:
         cursor = subscriber.cursor

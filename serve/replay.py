@@ -14,7 +14,7 @@ from pathlib import Path
 from serve import deltalog
 from serve.channel import live_view
 from serve.errors import FilterError, PositionExpired, TableGone, TableUnreadable
-from serve.filters.view import LiveView, View
+from serve.filters.view import LiveView, View, faults_of
 from serve.live import AggregateView
 from serve.messages import Message, change_messages
 from serve.position import Position, Seal
@@ -70,7 +70,9 @@ class Replay:
             state, live = self._opened()
             while state.version < until and size < CHUNK_BYTES:
                 change = self._reader.advance(state, deltalog.read_commit(self.folder, state.version + 1))
-                for message in change_messages(live.advance(change), self._seal, self._view.id):
+                with faults_of(self._view):
+                    made = change_messages(live.advance(change), self._seal, self._view.id)
+                for message in made:
                     assert message.position is not None
                     if message.position > start:
                         messages.append(message)
@@ -87,8 +89,9 @@ class Replay:
             self._state = self._load()
             self._live = live_view(self._view, self._state)
             if isinstance(self._live, AggregateView):
-                for _ in self._live.opening(self._state.rows.values()):
-                    pass
+                with faults_of(self._view):
+                    for _ in self._live.opening(self._state.rows.values()):
+                        pass
         return self._state, self._live
 
     def _load(self) -> TableState:

@@ -55,7 +55,7 @@ async def http_error(_: Request, error: Exception) -> Response:
 
 async def unknown_table(_: Request, error: Exception) -> Response:
     """A table that the lake does not have."""
-    return problem(404, str(error))
+    return problem(404, str(error), "no_such_table")
 
 
 async def refused_request(_: Request, error: Exception) -> Response:

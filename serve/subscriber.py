@@ -44,7 +44,8 @@ class Subscriber:
 
     It is *live* when everything has been written to it: then a new frame goes straight to its socket. Otherwise it
     *trails*: first its backlog is sent, then the ring from its cursor on, as its socket drains. One with a window is
-    never live: when it has everything it is *idle*, and woken.
+    never live: when it has everything it is *idle*, and woken. One that leaves a ping unanswered is *silent*: it trails
+    and is handed nothing.
 
     Args:
         link: its transport; the hub only hands it back.
@@ -71,6 +72,7 @@ class Subscriber:
         "paused",
         "principal",
         "replaying",
+        "silent",
         "snapshot",
         "told_slow",
         "unacked",
@@ -93,6 +95,7 @@ class Subscriber:
         self.live = False
         self.idle = False  # has everything, and a window
         self.paused = False
+        self.silent = False  # a ping of it is unanswered: it is handed nothing until it gives a sign
         self.replaying = False
         self.told_slow = False
         self.conflate = False
@@ -121,4 +124,4 @@ class Subscriber:
         self.snapshot = None
         self.parts = 0
         self.acked = None
-        self.replaying = self.live = self.idle = False
+        self.replaying = self.live = self.idle = self.silent = False

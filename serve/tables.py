@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from lakehouse.contract.channel import EVERYTHING
@@ -19,6 +19,7 @@ from lakehouse.contract.settings import ServeSettings
 from serve.delivery import Delivery
 from serve.errors import PositionExpired, RequestError, TableUnreadable
 from serve.hub import Hub
+from serve.model import TableInfo
 from serve.position import Position
 from serve.replay import Replay
 from serve.shown import NOT_SERVED, misfit
@@ -34,7 +35,9 @@ _FAILED_RETRY_S = 1.0
 _FIRST_LOOK_S = 5.0
 _AHEAD_MS = 5_000
 _WINDOW_LOOK_S = 0.01
+_LONGEST_LOOK_S = 0.25
 _REPLAYS = 4  # at a time; the others wait their turn
+_AT_ONCE_S = 1.0  # for as long one may take what was rebuilt for it and keep its turn
 
 
 def clock_ms() -> float:
@@ -45,6 +48,13 @@ def clock_ms() -> float:
 def now_ms() -> int:
     """Milliseconds since the epoch."""
     return int(time.time() * 1000)
+
+
+def _pauses(first: float) -> Iterator[float]:
+    """Between looks for something that most often happens soon, s: there may be thousands who look."""
+    while True:
+        yield first
+        first = min(2 * first, _LONGEST_LOOK_S)
 
 
 class Tables:
@@ -77,7 +87,10 @@ class Tables:
         """Follow every table beside bronze, those too that come later. Runs until it is cancelled."""
         try:
             while True:
-                await self._scan()
+                try:
+                    await self._scan()
+                except Exception:
+                    log.exception("the lake's tables cannot be listed; those that are followed are")
                 await asyncio.sleep(_SCAN_S)
         finally:
             for task in self._tails.values():
@@ -92,10 +105,18 @@ class Tables:
         return self.scanned.is_set() and self._tails.keys() <= self._hub.channels.keys() | self.problems.keys()
 
     async def wait_for(self, name: str) -> None:
-        """Wait a little for a table that exists and is not in memory yet."""
+        """Wait a little for a table that exists and is not in memory yet.
+
+        Raises:
+            RequestError: the lake cannot be looked at now.
+        """
         if name in self._hub.channels or not NAME_PATTERN.fullmatch(name):
             return
-        await self._scan()
+        try:
+            await self._scan()
+        except OSError as error:
+            log.warning("the lake's tables cannot be listed: %s", error)
+            raise RequestError(RequestError.FULL, "busy", "the lake cannot be read at the moment; ask again") from None
         if name not in self._tails:
             return
         try:
@@ -128,45 +149,59 @@ class Tables:
             await self.replay(subscriber, replay_from)
 
     async def replay(self, subscriber: Subscriber, position: Position) -> None:
-        """Bring a subscriber from a position that is older than the ring to the ring, at its own pace."""
-        async with self._slots:
-            feed = subscriber.feed
-            if feed is None or not await self._reached(subscriber, position):
-                return
-            channel = feed.channel
-            replay = Replay(self.lake.find(channel.name).path, position, feed.view, self._hub.seal)
-            loop = asyncio.get_running_loop()
+        """Bring a subscriber from a position that is older than the ring to the ring, at its own pace: one that takes
+        its time, or does not acknowledge, keeps nobody else's turn, nor a table in memory."""
+        if await self._reached(subscriber, position):
             while subscriber.replaying:
-                try:
-                    until = channel.state.version
-                    chunk = await loop.run_in_executor(self._replays, replay.next_chunk, until)
-                except PositionExpired as expired:
-                    if subscriber.replaying:
-                        self._hub.replay_failed(subscriber, expired.detail)
-                    break
-                if subscriber.replaying:
-                    self._hub.replay_received(subscriber, chunk.start, chunk.messages, clock_ms())
-                    await self._taken(subscriber)
+                async with self._slots:
+                    position = await self._rebuilt(subscriber, position)
+                await self._taken(subscriber)
         subscriber.link.pump()
+
+    async def _rebuilt(self, subscriber: Subscriber, position: Position) -> Position:
+        """Hands it what follows a position, as long as it takes it at once; how far that is."""
+        feed = subscriber.feed
+        if feed is None or not subscriber.replaying:
+            return position
+        loop = asyncio.get_running_loop()
+        replay = Replay(self.lake.find(feed.channel.name).path, position, feed.view, self._hub.seal)
+        while subscriber.replaying:
+            try:
+                until = feed.channel.state.version
+                chunk = await loop.run_in_executor(self._replays, replay.next_chunk, until)
+            except PositionExpired as expired:
+                if subscriber.replaying:
+                    self._hub.replay_failed(subscriber, expired.detail)
+                break
+            if subscriber.replaying:
+                self._hub.replay_received(subscriber, chunk.start, chunk.messages, clock_ms())
+                try:
+                    async with asyncio.timeout(_AT_ONCE_S):
+                        await self._taken(subscriber)
+                except TimeoutError:
+                    break
+        return replay.position
 
     async def _taken(self, subscriber: Subscriber) -> None:
         """Returns when its socket has taken what was rebuilt, as far as its window lets it."""
+        pauses = _pauses(_WINDOW_LOOK_S)
         subscriber.link.pump()
         while subscriber.replaying and subscriber.backlog:
             await subscriber.link.drained()
-            await asyncio.sleep(_WINDOW_LOOK_S)
+            await asyncio.sleep(next(pauses))
             subscriber.link.pump()
 
     async def _reached(self, subscriber: Subscriber, position: Position) -> bool:
         """Waits for this process to be as far as the position; another one may have been ahead."""
         give_up = clock_ms() + _AHEAD_MS
+        pauses = _pauses(self._settings.poll_ms / 1000)
         while subscriber.replaying and subscriber.feed is not None:
             if position.version <= subscriber.feed.channel.state.version:
                 return True
             if clock_ms() > give_up:
                 self._hub.replay_failed(subscriber, "the position is ahead of the table")
                 break
-            await asyncio.sleep(self._settings.poll_ms / 1000)
+            await asyncio.sleep(next(pauses))
         subscriber.link.pump()
         return False
 
@@ -187,21 +222,27 @@ class Tables:
             try:
                 async for event in tail.follow():
                     if isinstance(event, Opened):
-                        if why := misfit(event.state.table, self._specs):
-                            raise TableUnreadable(table.name, f"products.{table.name}.channel does not fit it: {why}")
+                        self._check_fits(event.state.table)
                         self._deliver(self._hub.table_opened(event.state, event.detail))
                         await self._tell_opened(table.name, None)
                     else:
+                        if event.was is not None:
+                            self._check_fits(event.table)
                         self._deliver(self._hub.change_received(event, clock_ms()))
             except TableUnreadable as error:
                 if self.problems.get(table.name) != str(error):
                     log.warning("%s", error)
                 await self._tell_opened(table.name, str(error))
+                self._deliver(self._hub.table_closed(table.name, str(error)))
                 pause = _UNREADABLE_RETRY_S
             except Exception:
                 log.exception("tail of %s failed", table.name)
             warm = 0
             await asyncio.sleep(pause)
+
+    def _check_fits(self, table: TableInfo) -> None:
+        if why := misfit(table, self._specs):
+            raise TableUnreadable(table.name, f"products.{table.name}.channel does not fit it: {why}")
 
     async def _tell_opened(self, name: str, problem: str | None) -> None:
         if problem is None:

@@ -22,12 +22,13 @@ from serve.deltalog import Commit
 from serve.errors import TableGone
 from serve.model import Change
 from serve.reader import TableReader
-from serve.state import TableState
+from serve.state import Step, TableState
 
 log = logging.getLogger(__name__)
 
 _GAP_CHECK_S = 2.0  # how often a missing next version is looked at: not yet written, or cleaned up?
 _HALF_WRITTEN_TRIES = 40
+_AGAIN_S = 0.5
 _T = TypeVar("_T")
 
 
@@ -78,9 +79,7 @@ class Tail:
                 yield Opened(state, detail)
                 try:
                     while True:
-                        commit = await self._next_commit(state.version + 1)
-                        step = await self._call(self._reader.prepare, state, commit)
-                        yield state.apply(step)
+                        yield state.apply(await self._next_step(state))
                 except TableGone as gone:
                     detail = str(gone)
                     log.warning("tail starts over: %s", gone)
@@ -114,6 +113,17 @@ class Tail:
                 with contextlib.suppress(TableGone):
                     return self._reader.load(start)
         return self._reader.load()
+
+    async def _next_step(self, state: TableState) -> Step:
+        """Waits for the next commit. What the operating system refuses for a moment, a file descriptor say, is tried
+        again: nothing has been lost by it."""
+        while True:
+            try:
+                commit = await self._next_commit(state.version + 1)
+                return await self._call(self._reader.prepare, state, commit)
+            except OSError as error:
+                log.warning("%s: version %d cannot be read yet: %s", self.folder.name, state.version + 1, error)
+                await asyncio.sleep(_AGAIN_S)
 
     async def _next_commit(self, version: int) -> Commit:
         """Waits for the version's log file.

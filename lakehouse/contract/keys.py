@@ -191,15 +191,19 @@ class KeyRing(Generic[K]):
         if now < self._look_at:
             return
         self._look_at = now + RELOAD_S
-        stamp = _stamp(self._file.path)
-        if stamp == self._stamp:
-            return
-        self._stamp = stamp
         try:
+            stamp = _stamp(self._file.path)
+            if stamp == self._stamp:
+                return
             self._keys = self._file.read()
         except ConfigError as error:
+            self._stamp = stamp  # said once: it is read again when it has changed
             logger.error("the keys stay as they were: %s", error)
             return
+        except OSError as error:
+            logger.error("the keys stay as they were, until the file can be read: %s", error)
+            return
+        self._stamp = stamp
         self._asked = self._asked or bool(self._keys)  # the last key revoked does not open the door to everybody
         logger.info("%s has been read again: %d keys", self._file.path, len(self._keys))
 

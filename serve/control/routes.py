@@ -3,8 +3,9 @@
 A query is only written down here; the driver takes it up. So the server needs no Java, and a query can be added while
 the driver is down.
 
-Changing anything is for local callers until the server has a word on who else may (authentication): on any other
-address these methods answer 403. A JSON body is asked for, which no form on a foreign page can send.
+Changing anything is for keys that may (``millrace keys new --reader --queries``) and that see everything, because a
+query reads whole tables; where no key is asked for, it is for callers of this machine. A JSON body is asked for, which
+no form on a foreign page can send.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ async def show_query(request: Request) -> Response:
 
 async def add_query(request: Request) -> Response:
     """Check a query and write it down: 201, or a problem that says what to write instead."""
-    _local(request)
+    _check_may(request)
     spec = _spec(await _body(request))
     columns = _columns(request.state.hub)
     try:
@@ -65,7 +66,7 @@ async def add_query(request: Request) -> Response:
 
 async def remove_query(request: Request) -> Response:
     """Have a query stopped, with its checkpoint; ``?drop=true``: its table too. 202: the driver does it."""
-    _local(request)
+    _check_may(request)
     drop = request.query_params.get("drop", "false")
     if drop not in ("true", "false"):
         raise HTTPException(400, "drop is true or false")
@@ -169,12 +170,14 @@ async def _body(request: Request) -> Any:
         raise HTTPException(400, f"not JSON: {error}") from None
 
 
-def _local(request: Request) -> None:
-    """Refuse a change by a key that may not, or on an address that others reach, and by a page of another site."""
+def _check_may(request: Request) -> None:
+    """Refuse a change by a key that may not; without keys, on an address that others reach, or by a page of another
+    site."""
     principal = admitted(request)
+    if not (principal.queries and principal.unlimited):
+        remedy = "make one with: millrace keys new NAME --reader --queries"
+        raise HTTPException(403, f"this key may not change queries, or does not see everything; {remedy}")
     if principal.key:
-        if not principal.queries:
-            raise HTTPException(403, "this key may not change queries; make one with: millrace keys new --queries")
         return
     settings: Settings = request.state.settings
     host = settings.serve.host

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
@@ -80,14 +81,17 @@ def number(text: str) -> tuple[str, Any]:
     """Kind and value of a number as SQL writes it: with a point it is a decimal, with an exponent a float.
 
     Raises:
-        FilterError: it is no number.
+        FilterError: it is no number, or beyond what a float holds.
     """
     try:
         if text.isdecimal():
             return INT, int(text)
-        return (FLOAT, float(text)) if "e" in text.lower() else (DECIMAL, Decimal(text))
+        found = (FLOAT, float(text)) if "e" in text.lower() else (DECIMAL, Decimal(text))
     except (ValueError, InvalidOperation):
         raise FilterError(f"{text!r} is no number") from None
+    if not math.isfinite(float(found[1])):
+        raise FilterError(f"{text[:80]!r} is beyond what a number holds")
+    return found
 
 
 def as_timestamp(text: str) -> datetime:
@@ -98,9 +102,9 @@ def as_timestamp(text: str) -> datetime:
     """
     try:
         moment = datetime.fromisoformat(text.strip())
-    except ValueError:
+        return moment.astimezone(UTC).replace(tzinfo=None) if moment.tzinfo is not None else moment
+    except (ValueError, OverflowError):  # the latter: in UTC it is before the year 1, or after 9999
         raise FilterError(f"{text!r} is no time", "Write TIMESTAMP '2026-01-31 12:00:00', in UTC") from None
-    return moment.astimezone(UTC).replace(tzinfo=None) if moment.tzinfo is not None else moment
 
 
 def as_date(text: str) -> date:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -69,6 +70,23 @@ class View:
     def told(self) -> dict[str, Any]:
         """What ``snapshot`` and ``resumed`` say of it; a principal's own condition is not its subscribers' business."""
         return {name: text for name, text in (("where", self.where), ("select", self.select)) if text}
+
+
+@contextmanager
+def faults_of(view: View) -> Iterator[None]:
+    """Whatever a filter raises is a fault of that filter, and no matter of others who look at the table.
+
+    Raises:
+        FilterError: it failed.
+    """
+    try:
+        yield
+    except FilterError:
+        raise
+    except Exception as error:
+        if view.id == WHOLE:
+            raise
+        raise FilterError(f"it fails on a row: {error}") from error
 
 
 def rows_view(table: TableInfo, where: str, columns: Sequence[str], guard: str, seen: TableInfo | None = None) -> View:

@@ -17,7 +17,6 @@ HEAD = b"millrace"
 """Key in an Arrow message's schema metadata: the rest of the message, as JSON."""
 
 CHANGE_COLUMN = "_change"
-_INT64 = range(-(2**63), 2**64)
 
 
 def as_json(message: Message) -> tuple[bytes, bool]:
@@ -39,10 +38,7 @@ def as_msgpack(message: Message) -> tuple[bytes, bool]:
             if message.left:
                 left = [gone for gone in message.deletes if gone in message.left]
                 content["leaves"] = [dict(zip(key, gone, strict=True)) for gone in left]
-    try:
-        return msgpack.packb(content, default=_plain), False
-    except OverflowError:
-        return msgpack.packb(_narrow(content), default=_plain), False
+    return msgpack.packb(content, default=_plain), False
 
 
 def as_arrow(message: Message) -> tuple[bytes, bool]:
@@ -78,7 +74,12 @@ def _array(values: Sequence[Any], kind: pa.DataType | None) -> pa.Array:
     try:
         return pa.array(values, kind)
     except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError):  # a sum beyond 64 bits, say
-        return pa.array([None if value is None else to_json(value).decode().strip('"') for value in values])
+        return pa.array([None if value is None else _as_text(value) for value in values])
+
+
+def _as_text(value: Any) -> str:
+    """As JSON has it, without quotes; integers may have any size."""
+    return str(value) if isinstance(value, int) else to_json(value).decode().strip('"')
 
 
 def _plain(value: Any) -> Any:
@@ -87,13 +88,5 @@ def _plain(value: Any) -> Any:
         return to_json(value)[1:-1].decode()
     if isinstance(value, (set, frozenset)):
         return list(value)
-    text = to_json(value).decode()
-    return None if text == "null" else text.strip('"')
-
-
-def _narrow(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _narrow(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_narrow(each) for each in value]
-    return str(value) if isinstance(value, int) and value not in _INT64 else value
+    text = _as_text(value)
+    return None if text == "null" else text

@@ -7,7 +7,6 @@ left of the usual pause between commits. The position goes on over any other tra
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
 from heapq import merge
 from itertools import islice
 
@@ -18,7 +17,9 @@ from starlette.responses import Response
 from serve.channel import SLICE_ROWS, Channel, live_view
 from serve.errors import FilterError, RequestError
 from serve.filters import View
+from serve.filters.view import faults_of
 from serve.hub import Hub
+from serve.kept import Kept
 from serve.live import AggregateView
 from serve.model import Key, Row, in_order
 from serve.position import Position
@@ -28,34 +29,16 @@ from serve.rows import encode_rows, to_json
 from serve.tables import Tables, now_ms
 
 MAX_LIMIT = 100_000
-_CACHE_BYTES = 33_554_432
 _AT_ONCE = 4  # bodies being made; the others wait their turn
 _EXTRA = frozenset({"limit"})
 
 
-class Bodies:
-    """The last bodies made, by what they are of: many ask for the same between two commits."""
+class Bodies(Kept[tuple[Position, int | None]]):
+    """The last bodies made: many ask for the same between two commits."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.slots = asyncio.Semaphore(_AT_ONCE)
-        self._bodies: OrderedDict[tuple[Position, int | None], bytes] = OrderedDict()
-        self._bytes = 0
-
-    def get(self, key: tuple[Position, int | None]) -> bytes | None:
-        """A body, if it is there."""
-        body = self._bodies.get(key)
-        if body is not None:
-            self._bodies.move_to_end(key)
-        return body
-
-    def put(self, key: tuple[Position, int | None], body: bytes) -> None:
-        """Keep one; the least used go."""
-        if key in self._bodies or len(body) > _CACHE_BYTES // 4:
-            return
-        self._bodies[key] = body
-        self._bytes += len(body)
-        while self._bytes > _CACHE_BYTES:
-            self._bytes -= len(self._bodies.popitem(last=False)[1])
 
 
 async def rows(request: Request) -> Response:
@@ -78,7 +61,7 @@ async def rows(request: Request) -> Response:
         await tables.wait_for(name)
         channel = hub.channels.get(name)
         if channel is None:
-            return problem(409, _why_not(tables, name))
+            return problem(409, _why_not(tables, name), "not_served")
         view = hub.view_of(name, principal, wanted)
         headers = _headers(hub, channel, _position(channel, view))
         if _matches(request.headers.get("if-none-match", ""), headers["ETag"]):
@@ -88,9 +71,12 @@ async def rows(request: Request) -> Response:
             position = _position(channel, view)
             body = bodies.get((position, limit))
             if body is None:
-                body = await _body(hub, channel, view, limit)
+                with faults_of(view):
+                    body = await _body(hub, channel, view, limit)
                 bodies.put((position, limit), body)
         return Response(body, headers=_headers(hub, channel, position), media_type="application/json")
+    except FilterError as error:
+        return refused(asked.bad("bad_filter", str(error)))
     except RequestError as error:
         return refused(error)
 
@@ -142,7 +128,8 @@ async def _body(hub: Hub, channel: Channel, view: View, limit: int | None) -> by
     else:
         live = live_view(view, state)
         if isinstance(live, AggregateView):
-            await _opened(live, list(state.rows.values()))
+            for _ in live.opening(list(state.rows.values())):
+                await asyncio.sleep(0)
     table, source = live.table, live.source(state.rows)
     runs: list[list[tuple[Key, Row]]] = []
     for start in range(0, len(source), SLICE_ROWS):
@@ -167,14 +154,6 @@ async def _body(hub: Hub, channel: Channel, view: View, limit: int | None) -> by
         "committed_at": facts.committed_at,
     }
     return to_json(content)
-
-
-async def _opened(live: AggregateView, rows: list[Row]) -> None:
-    try:
-        for _ in live.opening(rows):
-            await asyncio.sleep(0)
-    except FilterError as error:
-        raise asked.bad("bad_filter", str(error)) from None
 
 
 def _by_key(pair: tuple[Key, Row]) -> tuple[object, ...]:

@@ -105,8 +105,12 @@ class PollLink:
             self.write(data)
 
     def close(self, code: int, reason: str) -> None:
-        """The answer is an error, or what there is."""
+        """The answer is an error, or what there is; of a feed that has ended, why it has."""
+        feed = None if self.subscriber is None else self.subscriber.feed
         self.closed = RequestError(code, "closed", reason)
+        if feed is not None and feed.ended is not None:
+            self.closed = feed.ended
+            self.parts.clear()
         self.some.set()
 
     def buffered(self) -> int:

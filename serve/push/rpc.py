@@ -9,6 +9,8 @@ counter, so that a call's bytes are the same for every subscriber.
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -71,6 +73,21 @@ def _encoder(method: str, reply: bool) -> Any:
     return encode
 
 
+@dataclass(slots=True)
+class _Subscription:
+    """One table of a connection's.
+
+    Attributes:
+        subscriber: of the hub.
+        ident: of the call that asks for it; None: it has been answered, or wants no answer.
+        joining: what brings it to the ring; None: that has not begun.
+    """
+
+    subscriber: Subscriber
+    ident: Any
+    joining: asyncio.Task[None] | None = None
+
+
 class RpcSession:
     """What one connection has asked for.
 
@@ -82,7 +99,7 @@ class RpcSession:
     def __init__(self, wire: SubscriberProtocol, bits: int) -> None:
         self._wire = wire
         self._bits = bits
-        self._by_table: dict[str, Subscriber] = {}
+        self._by_table: dict[str, _Subscription] = {}
         self._methods = {
             "subscribe": self._subscribe,
             "unsubscribe": self._unsubscribe,
@@ -146,36 +163,42 @@ class RpcSession:
             raise asked.bad("bad_request", f"{MAX_SUBSCRIPTIONS} subscriptions a connection are taken")
         subscriber = Subscriber(self._wire, rpc_codec(method, reply, self._bits), self._wire.peer, self._wire.principal)
         subscriber.paused = any(other.paused for other in self._wire.subscribers)
-        self._by_table[request.table] = subscriber
         self._wire.subscribers.append(subscriber)
-        self._wire.run(self._join(subscriber, request, ident))
+        wanted = self._by_table[request.table] = _Subscription(subscriber, ident)
+        wanted.joining = self._wire.run(self._join(wanted, request))
         return None
 
-    async def _join(self, subscriber: Subscriber, request: SubscribeRequest, ident: Any) -> None:
+    async def _join(self, wanted: _Subscription, request: SubscribeRequest) -> None:
         def accepted() -> None:
+            ident, wanted.ident = wanted.ident, None
             if ident is not None:
                 self._say({"id": ident, "result": {"table": request.table}})
 
         try:
-            await self._wire.tables.join(subscriber, request, accepted)
+            await self._wire.tables.join(wanted.subscriber, request, accepted)
         except RequestError as error:
             self._forget(request.table)
-            self._refused(ident, error)
+            self._refused(wanted.ident, error)
 
     def _unsubscribe(self, params: dict[str, str], _: Any) -> dict[str, Any]:
-        subscriber = self._forget(params.get("table", ""))
-        if subscriber is None:
+        """Ends a subscription, also one that is still being made: then its own call is refused."""
+        wanted = self._forget(params.get("table", ""))
+        if wanted is None:
             raise asked.bad("bad_request", "that table is not subscribed to")
+        assert wanted.joining is not None
+        wanted.joining.cancel()
+        if wanted.ident is not None:
+            self._refused(wanted.ident, asked.bad("bad_request", "it was unsubscribed before it was there"))
         return {"table": params["table"]}
 
     def _filter(self, params: dict[str, str], _: Any) -> dict[str, Any]:
-        subscriber = self._by_table.get(params.get("table", ""))
-        if subscriber is None:
+        wanted = self._by_table.get(params.get("table", ""))
+        if wanted is None:
             raise asked.bad("bad_request", "that table is not subscribed to")
         if params.keys() & {"from", "conflate", "window"}:
             raise asked.bad("bad_request", "a filter has where, columns and select")
         hub = self._wire.hub
-        hub.refiltered(subscriber, asked.subscription(params, hub.seal), clock_ms())
+        hub.refiltered(wanted.subscriber, asked.subscription(params, hub.seal), clock_ms())
         self._wire.loop.call_soon(self._wire.pump)  # after the answer
         return {"table": params["table"]}
 
@@ -191,12 +214,12 @@ class RpcSession:
             if feed is not None and feed.head.table_id == position.table_id and hub.acknowledged(subscriber, position):
                 self._wire.pump()
 
-    def _forget(self, table: str) -> Subscriber | None:
-        subscriber = self._by_table.pop(table, None)
-        if subscriber is not None:
-            self._wire.subscribers.remove(subscriber)
-            self._wire.hub.unsubscribed(subscriber)
-        return subscriber
+    def _forget(self, table: str) -> _Subscription | None:
+        wanted = self._by_table.pop(table, None)
+        if wanted is not None:
+            self._wire.subscribers.remove(wanted.subscriber)
+            self._wire.hub.unsubscribed(wanted.subscriber)
+        return wanted
 
     def _refused(self, ident: Any, error: RequestError) -> None:
         self._failed(ident, _REFUSED, error.detail, {"code": error.code})

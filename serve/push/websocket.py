@@ -92,8 +92,7 @@ class SubscriberProtocol(WireProtocol):
     def data_received(self, data: bytes) -> None:
         """Handshake, control frames, what the client says."""
         if self._parser is None and len(data) == _PONG_BYTES and data.startswith(_PONG_START):
-            for subscriber in self.subscribers:
-                self.hub.heard_from(subscriber, clock_ms())
+            self._answered()
             return
         if self.buffered() > _MAX_UNREAD_BYTES:
             self.transport.abort()  # it asks for answers that it does not read
@@ -213,8 +212,7 @@ class SubscriberProtocol(WireProtocol):
 
     def _frame_received(self, frame: Frame) -> None:
         if frame.opcode is Opcode.PONG:
-            for subscriber in self.subscribers:
-                self.hub.heard_from(subscriber, clock_ms())
+            self._answered()
         elif frame.opcode in (Opcode.TEXT, Opcode.BINARY, Opcode.CONT):
             self._parts = self._parts or []
             self._parts.append(bytes(frame.data))
@@ -227,6 +225,13 @@ class SubscriberProtocol(WireProtocol):
                 elif self._wire.state is State.OPEN:  # what follows a close is not looked at
                     self._flush()  # pongs of pings that came before it
                     self._message(message)
+
+    def _answered(self) -> None:
+        """The other side reads: it has come as far as our ping."""
+        now = clock_ms()
+        were_silent = [self.hub.heard_from(subscriber, now) for subscriber in self.subscribers]
+        if any(were_silent):
+            self.pump()
 
     def _message(self, message: bytes) -> None:
         if self._rpc is not None:

@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
+from serve.errors import RequestError
 from serve.hub import Hub
 from serve.principal import OPEN, Access, Credentials, OpenAccess, Principal
 from serve.push.codec import Codec
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-GOING_AWAY, INTERNAL_ERROR = 1001, 1011
+GOING_AWAY = 1001
 UNSENT_BYTES = 131_072  # more than this the kernel does not hold back for a subscriber that does not read
 
 
@@ -149,17 +150,18 @@ class WireProtocol(asyncio.Protocol):
         self._entered = True
         return self.principal
 
-    def run(self, work: Coroutine[Any, Any, None]) -> None:
+    def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Do something that waits; a failure of it closes the connection."""
         task = self.loop.create_task(work)
         self._tasks = (*self._tasks, task)
         task.add_done_callback(self._done)
+        return task
 
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks = tuple(other for other in self._tasks if other is not task)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s: the subscription failed", self.peer, exc_info=error)
-            self.close(INTERNAL_ERROR, "the server failed; its log says how")
+            self.close(RequestError.FAILED, "the server failed; its log says how")
 
     def _left(self) -> None:
         if self._entered:

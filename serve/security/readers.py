@@ -22,7 +22,8 @@ class ReaderKey(Key):
     Attributes:
         tables: names that it may read; empty: all.
         rows: SQL condition by table (``*``: every other one) that its rows must fulfil.
-        queries: may add and remove continuous queries and alerts.
+        queries: may add and remove continuous queries and alerts. A query reads whole tables, and everybody's query is
+            removed alike: so this goes with no limit to tables, rows or a tenant.
     """
 
     tables: tuple[str, ...] = ()
@@ -31,6 +32,12 @@ class ReaderKey(Key):
 
     def __post_init__(self) -> None:
         Key.__post_init__(self)
+        if self.queries and (self.tables or self.rows or self.tenant):
+            raise ConfigError(
+                "a key that is limited to tables, rows or a tenant may not change queries, which read whole tables",
+                key="queries",
+                remedy="Make two keys: one with --queries alone, one with --table, --rows or --tenant",
+            )
         for table, condition in self.rows.items():
             try:
                 check(parsed(condition))

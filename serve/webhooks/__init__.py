@@ -7,7 +7,8 @@
     store     both, in SQLite below the lake's state: every server process sees them
     guard     where a webhook may call
     call      one signed request, and whether it was taken
-    runner    one webhook as a subscriber of the hub: what comes next, retries, dead letters
+    link      what comes next, out of the hub
+    runner    one webhook as a subscriber of the hub: retries, dead letters
     fleet     the webhooks of a lake, each run by one server process
     routes    HTTP
 """

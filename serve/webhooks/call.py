@@ -7,8 +7,10 @@ import base64
 import binascii
 import hmac
 import secrets
+import ssl
 import time
 from dataclasses import dataclass
+from typing import Self
 
 import httpx
 
@@ -16,6 +18,7 @@ from serve.webhooks.guard import Forbidden, target_of
 
 _PREFIX = "whsec_"
 _SECRET_BYTES = 32
+_REST_BYTES, _REST_S = 65_536, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +65,31 @@ def signature(secret: str, ident: str, timestamp: int, body: bytes) -> str:
 
 
 class Caller:
-    """Makes requests.
+    """Makes requests. Leave it as a context manager: its connections are closed then.
 
     Args:
         timeout_s: of one attempt, altogether.
         private: whether any address may be called.
+        trust: whose certificates are good.
+        keeps: whether a connection stays open for the next request. Only for who calls a single URL: connections are
+            kept by address, and one that was made for another name of it has shown another certificate.
     """
 
-    def __init__(self, timeout_s: float, *, private: bool) -> None:
+    def __init__(self, timeout_s: float, *, private: bool, trust: ssl.SSLContext, keeps: bool = False) -> None:
         self._private = private
         self._client = httpx.AsyncClient(
-            timeout=timeout_s, follow_redirects=False, trust_env=False, limits=httpx.Limits(max_connections=100)
+            verify=trust,
+            timeout=timeout_s,
+            follow_redirects=False,
+            trust_env=False,
+            limits=httpx.Limits(max_connections=100, max_keepalive_connections=int(keeps)),
         )
         self._timeout_s = timeout_s
 
-    async def close(self) -> None:
-        """No more."""
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
         await self._client.aclose()
 
     async def post(self, url: str, secret: str, ident: str, kind: str, body: bytes) -> Outcome:
@@ -97,18 +109,35 @@ class Caller:
                     "millrace-event": kind,
                 }
                 extensions = {"sni_hostname": target.name}
-                async with self._client.stream(
+                request = self._client.build_request(
                     "POST", target.url, content=body, headers=headers, extensions=extensions
-                ) as response:
-                    status = response.status_code  # what the answer's body says is of no interest
+                )
+                response = await self._client.send(request, stream=True)
         except Forbidden as error:
             return Outcome(0, str(error), ms=_since(began))
         except TimeoutError:
             return Outcome(0, f"no answer within {self._timeout_s:g} s", ms=_since(began))
-        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
             return Outcome(0, f"{type(error).__name__}: {error}"[:300], ms=_since(began))
+        await _finish(response)
+        status = response.status_code
         taken = 200 <= status < 300
         return Outcome(status, "" if taken else f"it answered {status}", status == 410, _since(began))
+
+
+async def _finish(response: httpx.Response) -> None:
+    """Pass over what else the answer says, so that the connection serves again; where that is long, close it."""
+    left = _REST_BYTES
+    try:
+        async with asyncio.timeout(_REST_S):
+            async for some in response.aiter_raw():
+                left -= len(some)
+                if left < 0:
+                    break
+    except (httpx.HTTPError, TimeoutError):
+        pass  # whether it was taken is known
+    finally:
+        await response.aclose()
 
 
 def _since(began: float) -> int:

@@ -10,6 +10,8 @@ import logging
 import os
 from pathlib import Path
 
+import httpx
+
 from lakehouse.contract.settings import ServeSettings
 from serve.hub import Hub
 from serve.principal import Access
@@ -35,11 +37,11 @@ class Fleet:
 
     Attributes:
         counts: deliveries by outcome.
+        caller: for requests out of turn.
     """
 
     def __init__(self, folder: Path, hub: Hub, tables: Tables, access: Access, settings: ServeSettings) -> None:
         self.counts = dict.fromkeys(("delivered", "failed", "dead"), 0)
-        self.caller = Caller(settings.webhook_timeout_s, private=settings.webhook_private)
         self._folder = folder
         self._made: Store | None = None
         self._hub = hub
@@ -49,6 +51,8 @@ class Fleet:
         self._sealer = sealer_of(settings.webhook_key)
         self._running: dict[str, tuple[asyncio.Task[None], int]] = {}
         self._look = asyncio.Event()
+        self._trust = httpx.create_ssl_context(trust_env=False)
+        self.caller = self._caller(keeps=False)
 
     @property
     def running(self) -> int:
@@ -67,23 +71,26 @@ class Fleet:
 
     async def run(self) -> None:
         """Start and stop runners. Runs until it is cancelled."""
-        try:
-            while True:
-                try:
-                    if self._made is not None or (self._folder / "webhooks.db").exists():
-                        await self._reconcile()
-                except Exception:
-                    log.exception("webhooks could not be looked at")
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_LOOK_S):
-                        await self._look.wait()
-                self._look.clear()
-        finally:
-            for ident in list(self._running):
-                await self._stop(ident)
-            await self.caller.close()
-            if self._made is not None:
-                self._made.close()
+        async with self.caller:
+            try:
+                await self._watch()
+            finally:
+                for ident in list(self._running):
+                    await self._stop(ident)
+                if self._made is not None:
+                    self._made.close()
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                if self._made is not None or (self._folder / "webhooks.db").exists():
+                    await self._reconcile()
+            except Exception:
+                log.exception("webhooks could not be looked at")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):
+                    await self._look.wait()
+            self._look.clear()
 
     async def _reconcile(self) -> None:
         store = await self.store()
@@ -101,10 +108,15 @@ class Fleet:
                 continue
             _, state, _ = await asyncio.to_thread(store.progress, ident)
             if state != "stopped" and (lock := self._locked(ident)) is not None:
-                self._running[ident] = asyncio.create_task(self._runner(hook, store).run()), lock
+                self._running[ident] = asyncio.create_task(self._call(hook, store)), lock
 
-    def _runner(self, hook: Webhook, store: Store) -> Runner:
-        return Runner(hook, self._hub, self._tables, self._access, store, self.caller, self._settings, self.counts)
+    async def _call(self, hook: Webhook, store: Store) -> None:
+        async with self._caller(keeps=True) as caller:
+            await Runner(hook, self._hub, self._tables, self._access, store, caller, self._settings, self.counts).run()
+
+    def _caller(self, *, keeps: bool) -> Caller:
+        settings = self._settings
+        return Caller(settings.webhook_timeout_s, private=settings.webhook_private, trust=self._trust, keeps=keeps)
 
     def _locked(self, ident: str) -> int | None:
         handle = os.open(self._folder / f"{ident}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

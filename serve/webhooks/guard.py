@@ -12,6 +12,8 @@ import socket
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urlsplit
 
+import httpx
+
 from serve.errors import ServeError
 
 _MAX_URL = 2_048
@@ -49,7 +51,7 @@ class Target:
 
 
 def checked_url(text: str) -> SplitResult:
-    """A URL's parts.
+    """A URL's parts; the host as DNS and HTTP have it (IDNA), in small letters.
 
     Raises:
         Forbidden: it is none that webhooks take.
@@ -67,7 +69,12 @@ def checked_url(text: str) -> SplitResult:
         raise Forbidden("the URL has a user or a password in it; requests are signed instead")
     if parts.fragment or port == 0:
         raise Forbidden("the URL has a fragment, or port 0")
-    return parts
+    try:
+        host = httpx.URL(scheme=parts.scheme, host=parts.hostname).raw_host.decode()
+    except httpx.InvalidURL as error:
+        raise Forbidden(str(error)) from None
+    host = f"[{host}]" if ":" in host else host
+    return parts._replace(netloc=host if port is None else f"{host}:{port}")
 
 
 async def target_of(url: str, *, private: bool) -> Target:

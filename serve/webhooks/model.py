@@ -14,7 +14,7 @@ class Webhook:
     Attributes:
         id: public.
         key: id of the key that made it; empty: there were no keys then.
-        table, where, columns, conflate: as in a subscription.
+        table, where, columns, select, conflate: as in a subscription.
         url: that is called.
         secret: of the signature, ``whsec_`` and base64 of 32 bytes; shown once.
         created: ms since the epoch.
@@ -29,6 +29,7 @@ class Webhook:
     columns: tuple[str, ...] = ()
     conflate: bool = False
     created: int = 0
+    select: str = ""
 
     def __repr__(self) -> str:
         return f"Webhook({self.id}, {self.table})"

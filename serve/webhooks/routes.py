@@ -31,11 +31,11 @@ from serve.webhooks.store import Store
 NOW = "now"
 _MAX_BODY = 32_768
 _MAX_LISTED = 1_000
-_NAMES = frozenset({"table", "url", "where", "columns", "conflate", "secret", "from"})
+_NAMES = frozenset({"table", "url", "where", "columns", "select", "conflate", "secret", "from"})
 
 
 async def add(request: Request) -> Response:
-    """``{"table", "url", "where"?, "columns"?, "conflate"?, "secret"?, "from"?: POSITION|"now"}`` → id and secret."""
+    """``{"table", "url", "where"?, "columns"?, "select"?, "conflate"?, "secret"?, "from"?}`` → id and secret."""
     fleet: Fleet = request.state.fleet
     principal = asked.admitted(request)
     body = await json_object(request, _MAX_BODY, _NAMES)
@@ -56,6 +56,7 @@ async def add(request: Request) -> Response:
         wanted.columns,
         wanted.conflate,
         int(time.time() * 1000),
+        wanted.select,
     )
     store = await fleet.store()
     most: int = request.state.settings.serve.max_webhooks
@@ -142,6 +143,8 @@ async def _wanted(request: Request, principal: Principal, body: dict[str, Any]) 
     if not principal.may_read(wanted.table):
         raise RequestError(RequestError.NOT_FOUND, "no_such_table", f"no table {wanted.table!r} is served here")
     await tables.wait_for(wanted.table)
+    if why := tables.problems.get(wanted.table):
+        raise asked.bad("not_served", why)
     view = hub.view_of(wanted.table, principal, wanted)
     if begin == NOW:
         state = hub.channels[wanted.table].state
@@ -213,6 +216,7 @@ def _shown(hook: Webhook) -> dict[str, Any]:
         "url": hook.url,
         "where": hook.where,
         "columns": hook.columns,
+        "select": hook.select,
         "conflate": hook.conflate,
         "created": hook.created,
     }

@@ -3,7 +3,8 @@
 1. Join the table from the stored position, with a window, so that no more than :data:`WINDOW` changes are ever held.
 2. POST a message; when it was taken, store the position with the outcome; then the next one.
 3. When one was not taken, leave the table: what is behind it stays in the table's log. Try again with back-off; after
-the last attempt it is a dead letter. Then go on at 1 from behind it.
+the last attempt it is a dead letter. Then go on at 1 from behind it. What has no position (``expired``, a part of a
+snapshot that is not the last) cannot be gone on behind: the webhook stays, and the next part waits in memory.
 """
 
 from __future__ import annotations
@@ -12,134 +13,33 @@ import asyncio
 import hashlib
 import logging
 import random
-import struct
+import sqlite3
 import time
-from collections import deque
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
-
-import orjson
+from dataclasses import replace
 
 from lakehouse.contract.settings import ServeSettings
-from serve.errors import PositionError, RequestError
+from serve.errors import PositionError, RequestError, ServeError
 from serve.hub import Hub
-from serve.messages import Message
 from serve.position import Position
 from serve.principal import Access, Principal
-from serve.subscriber import Subscriber, SubscribeRequest
+from serve.subscriber import SubscribeRequest
 from serve.tables import Tables
-from serve.webhooks.call import Caller, Outcome
-from serve.webhooks.model import DEAD, DELIVERED, Delivery, Webhook
+from serve.webhooks.call import Caller
+from serve.webhooks.link import HookLink, Record
+from serve.webhooks.model import DEAD, DELIVERED, FAILING, Delivery, Webhook
 from serve.webhooks.store import Store
 
 log = logging.getLogger(__name__)
 
 WINDOW = 16
-_LENGTHS = struct.Struct(">II")
-_SKIPPED = frozenset({"resumed", "slow", "heartbeat"})
 _LONGEST_S = 300.0
 _MOVED_S = 1.0  # how often a position is stored that nothing had to be delivered for
 _PAUSE_S = 5.0  # before a table, a key or a place is asked for again
 
 
-class HookCodec:
-    """Messages with their lengths, so that they can be told apart again. Empty changes are marked."""
-
-    name = "webhook json"
-    answers = False
-
-    def frame(self, message: Message) -> bytes:
-        """Lengths, head and body."""
-        if message.kind in _SKIPPED:
-            return b""
-        position = message.head["position"] if message.position is not None else ""
-        empty = message.kind == "change" and not message.rows and not message.deletes
-        head = orjson.dumps([message.kind, position, message.head.get("after", ""), empty])
-        return _LENGTHS.pack(len(head), len(message.body)) + head + message.body
-
-    def heartbeat(self, message: Message) -> bytes:
-        """None."""
-        return b""
-
-
-CODEC = HookCodec()
-
-
-@dataclass(frozen=True, slots=True)
-class Record:
-    """A message out of the link.
-
-    Attributes:
-        kind, body: of the message.
-        position, after: tokens; empty: it has none.
-        empty: a change without rows.
-    """
-
-    kind: str
-    position: str
-    after: str
-    empty: bool
-    body: bytes
-
-
-class HookLink:
-    """The hub's side of a webhook; see :class:`serve.push.link.Link`. It takes in no more before it is empty.
-
-    Args:
-        hub: where it fetches.
-        principal: whose it is.
-    """
-
-    def __init__(self, hub: Hub, principal: Principal) -> None:
-        self.principal = principal
-        self.subscriber = Subscriber(self, CODEC, "webhook", principal)
-        self.closed: RequestError | None = None
-        self.some = asyncio.Event()
-        self._hub = hub
-        self._records: deque[Record] = deque()
-        self._empty = asyncio.Event()
-
-    def write(self, data: bytes) -> None:
-        """Never of a change: a subscriber with a window fetches."""
-        self._take(data)
-        self.some.set()
-
-    def _take(self, data: bytes) -> None:
-        at = 0
-        while at < len(data):
-            head, body = _LENGTHS.unpack_from(data, at)
-            at += _LENGTHS.size
-            kind, position, after, empty = orjson.loads(data[at : at + head])
-            self._records.append(Record(kind, position, after, empty, data[at + head : at + head + body]))
-            at += head + body
-
-    def pump(self) -> None:
-        """There is something to fetch."""
-        self.some.set()
-
-    def close(self, code: int, reason: str) -> None:
-        """Nothing more comes."""
-        self.closed = RequestError(code, "closed", reason)
-        self.some.set()
-
-    def buffered(self) -> int:
-        """What was fetched and is not delivered is no socket's."""
-        return 0
-
-    async def drained(self) -> None:
-        """Returns when everything fetched has been delivered."""
-        while self._records and self.closed is None:
-            self._empty.clear()
-            await self._empty.wait()
-
-    def next(self) -> Record | None:
-        """The next message; None: wait for :attr:`some`."""
-        if not self._records and self.closed is None:
-            self._take(self._hub.data_to_send(self.subscriber))
-        record = self._records.popleft() if self._records else None
-        if not self._records:
-            self._empty.set()
-        return record
+class Gone(ServeError):
+    """The receiver wants no more."""
 
 
 class Runner:
@@ -174,36 +74,49 @@ class Runner:
         self._settings = settings
         self._counts = counts
         self._told = ""
-        self._last = ""  # the position that the receiver has
+        self._trouble = ""
+        self._sent = ""  # the position of what was delivered last, or is a dead letter: the next ``after``
         self._moved_at = 0.0
 
     async def run(self) -> None:
         """Until it is cancelled, or the receiver wants no more."""
         while True:
             try:
-                if await self._subscribed():
-                    return
+                await self._subscribed()
+                self._trouble = ""
+                continue
+            except Gone:
+                await self._say("stopped", "the receiver answered 410 Gone")
+                return
             except RequestError as error:
-                await self._say("failing", str(error))
-                await asyncio.sleep(_PAUSE_S * (0.5 + random.random()))
+                trouble = str(error)
+            except Exception as error:
+                trouble = f"{type(error).__name__}: {error}"[:300]
+                if trouble != self._trouble:
+                    log.exception("webhook %s failed", self.hook.id)
+            self._trouble = trouble
+            try:
+                await self._say("failing", trouble)
+            except sqlite3.Error as error:
+                log.warning("webhook %s: how it fares cannot be kept: %s", self.hook.id, error)
+            await asyncio.sleep(_PAUSE_S * (0.5 + random.random()))
 
-    async def _subscribed(self) -> bool:
-        """From joining the table to the first message that was not taken at once; True: that is the end.
+    async def _subscribed(self) -> None:
+        """From joining the table until it has to be joined again.
 
         Raises:
             RequestError: the table cannot be joined now.
+            Gone: the receiver wants no more.
         """
-        principal = await asyncio.to_thread(self._access.principal_of, self.hook.key)
-        if principal is None:
-            raise RequestError(RequestError.UNAUTHORISED, "unauthorised", "the key that made it is gone")
-        stored, _, _ = await asyncio.to_thread(self._store.progress, self.hook.id)
-        self._last = stored
+        principal = await self._principal()
+        position, self._sent = await asyncio.to_thread(self._store.reached, self.hook.id)
         link = HookLink(self._hub, principal)
         request = SubscribeRequest(
             self.hook.table,
-            self._position(stored),
+            self._position(position),
             self.hook.where,
             self.hook.columns,
+            self.hook.select,
             conflate=self.hook.conflate,
             window=WINDOW,
         )
@@ -212,18 +125,28 @@ class Runner:
         joining.add_done_callback(lambda _: link.pump())
         try:
             async for record in self._records(link, joining):
+                if record.lagged and self._sent:  # it can go on from there
+                    return
                 if record.empty:
                     await self._passed(record)
-                elif not await self._first(record):
-                    break
+                else:
+                    one = await self._attempt(self._of(record))
+                    if not record.position:
+                        one = await self._settled(one, principal)
+                    if one.state == FAILING:
+                        break
                 self._acknowledged(link, record)
-            else:
-                return False
         finally:
             joining.cancel()
             self._hub.unsubscribed(link.subscriber)
             self._access.leave(principal, link)
-        return await self._retried()
+        await self._settled(one, principal)
+
+    async def _principal(self) -> Principal:
+        principal = await asyncio.to_thread(self._access.principal_of, self.hook.key)
+        if principal is None:
+            raise RequestError(RequestError.UNAUTHORISED, "unauthorised", "the key that made it is gone")
+        return principal
 
     async def _records(self, link: HookLink, joining: asyncio.Task[None]) -> AsyncIterator[Record]:
         while True:
@@ -255,56 +178,59 @@ class Runner:
             self._moved_at = now
             await asyncio.to_thread(self._store.moved, self.hook.id, record.position)
 
-    async def _first(self, record: Record) -> bool:
-        self._delivery = self._of(record)
-        return not (await self._attempt()).error
-
-    async def _retried(self) -> bool:
-        """Until it was taken or is dead; True: the receiver wants no more."""
-        while not self._outcome.gone and self._delivery.state not in (DELIVERED, DEAD):
-            most = min(_LONGEST_S, self._settings.webhook_backoff_ms / 1000 * 2 ** (self._delivery.attempts - 1))
+    async def _settled(self, one: Delivery, principal: Principal) -> Delivery:
+        """Try until it was taken or is dead, as long as who asked for it may have it."""
+        while one.state == FAILING:
+            most = min(_LONGEST_S, self._settings.webhook_backoff_ms / 1000 * 2 ** (one.attempts - 1))
             await asyncio.sleep(most * random.random())
-            await self._attempt()
-        if self._outcome.gone:
-            await self._say("stopped", "the receiver answered 410 Gone")
-        return self._outcome.gone
+            if await self._principal() != principal:
+                raise RequestError(RequestError.UNAUTHORISED, "unauthorised", "the key may see something else now")
+            one = await self._attempt(one)
+        return one
 
-    async def _attempt(self) -> Outcome:
-        one, hook = self._delivery, self.hook
-        outcome = self._outcome = await self._caller.post(hook.url, hook.secret, one.id, one.kind, one.body)
+    async def _attempt(self, one: Delivery) -> Delivery:
+        hook = self.hook
+        outcome = await self._caller.post(hook.url, hook.secret, one.id, one.kind, one.body)
         attempts = one.attempts + 1
-        done = replace(one, attempts=attempts, status=outcome.status, error=outcome.error, at=int(time.time() * 1000))
-        position: str | None = None
+        one = replace(one, attempts=attempts, status=outcome.status, error=outcome.error, at=int(time.time() * 1000))
         if not outcome.error:
-            done = replace(done, state=DELIVERED)
+            one = replace(one, state=DELIVERED, body=b"")
             self._counts["delivered"] += 1
         else:
             self._counts["failed"] += 1
             log.info("webhook %s: attempt %d failed: %s", hook.id, attempts, outcome.error)
             if attempts >= self._settings.webhook_attempts:
-                done = replace(done, state=DEAD)
+                one = replace(one, state=DEAD)
                 self._counts["dead"] += 1
-        if done.state in (DELIVERED, DEAD) and done.position:
-            position = self._last = done.position
-        kept = done if done.state != DELIVERED else replace(done, body=b"")
-        await asyncio.to_thread(self._store.tell, kept, position)
-        self._delivery = done
+        settled = one.state != FAILING and one.position
+        await asyncio.to_thread(self._store.tell, one, one.position if settled else None)
+        if settled:
+            self._sent = one.position
         await self._say("failing" if outcome.error else "active", outcome.error)
-        return outcome
+        if outcome.gone:
+            raise Gone
+        return one
 
     async def _say(self, state: str, detail: str) -> None:
         if self._told != state + detail:
-            self._told = state + detail
             await asyncio.to_thread(self._store.say, self.hook.id, state, detail)
+            self._told = state + detail
 
     def _of(self, record: Record) -> Delivery:
         body = record.body
-        if record.after and self._last and record.after != self._last:  # changes without rows lie between
-            body = body.replace(f'"after":"{record.after}"'.encode(), f'"after":"{self._last}"'.encode(), 1)
-        return Delivery(delivery_id(self.hook, record, body), self.hook.id, record.kind, record.position, body)
+        if record.after and self._sent and record.after != self._sent:  # changes without rows lie between
+            body = body.replace(f'"after":"{record.after}"'.encode(), f'"after":"{self._sent}"'.encode(), 1)
+        ident = delivery_id(self.hook, record, self._sent)
+        return Delivery(ident, self.hook.id, record.kind, record.position, body)
 
 
-def delivery_id(hook: Webhook, record: Record, body: bytes) -> str:
-    """The same for the same message, before and after a crash."""
-    digest = hashlib.sha256(b"\0".join((hook.id.encode(), record.kind.encode(), record.position.encode(), body)))
-    return "msg_" + digest.hexdigest()[:32]
+def delivery_id(hook: Webhook, record: Record, sent: str) -> str:
+    """The same for the same message, before and after a crash.
+
+    Args:
+        hook: that it goes to.
+        record: the message, as the hub made it.
+        sent: where the webhook was before: what tells a message without a position from an earlier one.
+    """
+    parts = (hook.id.encode(), record.kind.encode(), (record.position or sent).encode(), record.body)
+    return "msg_" + hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]

@@ -21,7 +21,8 @@ _SCHEMA = """
 CREATE TABLE IF NOT EXISTS webhooks (
   id TEXT PRIMARY KEY, key TEXT NOT NULL, tbl TEXT NOT NULL, url TEXT NOT NULL, secret TEXT NOT NULL,
   cond TEXT NOT NULL, cols TEXT NOT NULL, conflate INTEGER NOT NULL, created INTEGER NOT NULL,
-  position TEXT NOT NULL DEFAULT '', state TEXT NOT NULL DEFAULT 'active', detail TEXT NOT NULL DEFAULT '');
+  position TEXT NOT NULL DEFAULT '', state TEXT NOT NULL DEFAULT 'active', detail TEXT NOT NULL DEFAULT '',
+  sent TEXT NOT NULL DEFAULT '', sel TEXT NOT NULL DEFAULT '');
 CREATE TABLE IF NOT EXISTS deliveries (
   seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, webhook TEXT NOT NULL, kind TEXT NOT NULL,
   position TEXT NOT NULL, body BLOB NOT NULL, state TEXT NOT NULL, attempts INTEGER NOT NULL, status INTEGER NOT NULL,
@@ -61,6 +62,7 @@ class Store:
             raise EnvironmentProblem(
                 f"webhooks cannot be kept in {path}: {error}", "Let the server write there"
             ) from None
+        self._upgrade()
         self._seal_anew()
 
     def close(self) -> None:
@@ -76,8 +78,8 @@ class Store:
             if db.execute("SELECT count(*) FROM webhooks").fetchone()[0] >= most:
                 return False
             db.execute(
-                "INSERT INTO webhooks (id, key, tbl, url, secret, cond, cols, conflate, created, position)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                "INSERT INTO webhooks (id, key, tbl, url, secret, cond, cols, conflate, created, sel, position, sent)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
                     webhook.id,
                     webhook.key,
@@ -88,6 +90,8 @@ class Store:
                     ",".join(webhook.columns),
                     int(webhook.conflate),
                     webhook.created,
+                    webhook.select,
+                    position,
                     position,
                 ),
             )
@@ -97,7 +101,8 @@ class Store:
         """By id, in the order in which they were made."""
         with self._lock:
             rows = self._db.execute(
-                "SELECT id, key, tbl, url, secret, cond, cols, conflate, created FROM webhooks ORDER BY created, id"
+                "SELECT id, key, tbl, url, secret, cond, cols, conflate, created, sel FROM webhooks"
+                " ORDER BY created, id"
             ).fetchall()
         return {
             row[0]: Webhook(
@@ -110,6 +115,7 @@ class Store:
                 tuple(filter(None, row[6].split(","))),
                 bool(row[7]),
                 row[8],
+                row[9],
             )
             for row in rows
         }
@@ -119,6 +125,13 @@ class Store:
         with self._lock:
             row = self._db.execute("SELECT position, state, detail FROM webhooks WHERE id = ?", (webhook,)).fetchone()
         return row if row is not None else ("", "gone", "")
+
+    def reached(self, webhook: str) -> tuple[str, str]:
+        """The position that it goes on from, and that of the message before, delivered or dead: with changes between
+        them that had nothing for it the first one is further."""
+        with self._lock:
+            row = self._db.execute("SELECT position, sent FROM webhooks WHERE id = ?", (webhook,)).fetchone()
+        return row if row is not None else ("", "")
 
     def remove(self, webhook: str) -> bool:
         """Forget one, and its deliveries."""
@@ -159,7 +172,7 @@ class Store:
                 ),
             )
             if position is not None:
-                db.execute("UPDATE webhooks SET position = ? WHERE id = ?", (position, delivery.webhook))
+                db.execute("UPDATE webhooks SET position = ?1, sent = ?1 WHERE id = ?2", (position, delivery.webhook))
             same = "=" if delivery.state == DEAD else "<>"
             db.execute(
                 f"DELETE FROM deliveries WHERE webhook = ?1 AND state {same} '{DEAD}' AND seq <= (SELECT seq FROM"  # noqa: S608
@@ -188,6 +201,14 @@ class Store:
                 (webhook, delivery, DEAD),
             ).fetchone()
         return None if row is None else Delivery(*row)
+
+    def _upgrade(self) -> None:
+        """A file from before the columns ``sent`` and ``sel``."""
+        with self._changing() as db:
+            if "sent" not in [row[1] for row in db.execute("PRAGMA table_info(webhooks)")]:
+                db.execute("ALTER TABLE webhooks ADD COLUMN sent TEXT NOT NULL DEFAULT ''")
+                db.execute("ALTER TABLE webhooks ADD COLUMN sel TEXT NOT NULL DEFAULT ''")
+                db.execute("UPDATE webhooks SET sent = position")
 
     def _seal_anew(self) -> None:
         changed = False

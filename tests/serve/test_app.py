@@ -8,6 +8,7 @@ import re
 import socket
 import urllib.error
 import urllib.request
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 
 from lakehouse.contract.errors import EnvironmentProblem
 from lakehouse.contract.settings import ServeSettings, Settings
-from serve.app import run_server
+from serve.app import _kept_running, run_server
 
 from .conftest import serving
 from .lakes import TOPICS, Product, top_topics, topics, window
@@ -92,6 +93,22 @@ async def test_health_and_metrics(root: Path) -> None:
         assert 'millrace_serve_table_version{table="top_topics"} 0.0' in text
         for name in ("subscribers", "messages_total", "slow_total", "cut_total", 'expired_total{reason="lagged"}'):
             assert f"millrace_serve_{name}" in text
+
+
+async def test_what_all_depend_on_goes_on_after_an_error(caplog: pytest.LogCaptureFixture) -> None:
+    left, through = [OSError("no"), ValueError("not this time")], asyncio.Event()
+
+    async def clock() -> None:
+        if left:
+            raise left.pop()
+        through.set()
+        await asyncio.Event().wait()
+
+    task = asyncio.create_task(_kept_running(partial(clock)))
+    async with asyncio.timeout(60):
+        await through.wait()
+    task.cancel()
+    assert caplog.text.count("clock failed, and goes on") == 2
 
 
 async def test_the_dashboard_may_load_nothing_from_elsewhere(root: Path) -> None:

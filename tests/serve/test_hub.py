@@ -16,7 +16,7 @@ from serve.hub import Hub
 from serve.messages import Message, change_messages
 from serve.model import Change, CommitFacts, TableInfo
 from serve.outgoing import SLICE_BYTES
-from serve.pace import SLICE
+from serve.pace import SILENT_MS, SLICE
 from serve.position import WHOLE, Position, Seal
 from serve.state import TableState
 from serve.subscriber import Subscriber, SubscribeRequest
@@ -278,6 +278,44 @@ def test_no_sign_of_reading_is_told_then_cut() -> None:
     assert (socket.closed, good_socket.closed) == (4408, 0)
     assert "slow" not in good_socket.kinds()
     assert (world.hub.counters.slow, world.hub.counters.cut, world.hub.size) == (1, 1, 1)
+
+
+def test_who_leaves_a_ping_unanswered_is_handed_nothing_until_it_answers() -> None:
+    world = World(ServeSettings(heartbeat_ms=500, slow_after_ms=10**6, cut_after_ms=10**6))
+    stopped, socket, _ = world.join()
+    good, good_socket, _ = world.join()
+    world.tick(1)  # the ping
+    world.hub.heard_from(good, world.now)
+    world.commit()
+    assert values(socket.messages()[2:]) == [1], "it may be on its way to answer"
+    world.tick(SILENT_MS)
+    world.hub.heard_from(good, world.now)
+    socket.messages(), good_socket.messages()
+    world.commit()
+    world.commit()
+    assert (socket.data, world.hub.data_to_send(stopped)) == (b"", b"")
+    assert values(good_socket.messages()) == [2, 3]
+    world.tick(500)
+    [beat] = socket.messages()
+    assert (beat["type"], beat["behind"]) == ("heartbeat", 2), "it hears that there is more"
+    assert not world.hub.heard_from(good, world.now)
+    assert world.hub.heard_from(stopped, world.now), "it may have missed something"
+    world.pump(stopped)
+    world.commit()
+    assert values(socket.messages()) == [2, 3, 4]
+
+
+def test_a_silent_one_that_asks_for_another_filter_is_answered() -> None:
+    world = World(ServeSettings(heartbeat_ms=500, slow_after_ms=10**6, cut_after_ms=10**6))
+    silent, socket, _ = world.join()
+    world.commit()
+    world.tick(1)
+    world.tick(SILENT_MS)
+    assert silent.silent
+    socket.messages()
+    world.hub.refiltered(silent, SubscribeRequest("t", where="v > 0"), world.now)
+    world.pump(silent)
+    assert socket.kinds() == ["expired", "snapshot"]
 
 
 def test_a_full_socket_that_moves_is_not_cut() -> None:

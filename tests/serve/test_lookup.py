@@ -13,7 +13,13 @@ from deltalake import write_deltalake
 from lakehouse.contract import lake
 from lakehouse.contract.keys import KeyFile
 from lakehouse.contract.lake import Lake
+from lakehouse.contract.settings import ServeSettings
+from serve.channel import Channel
+from serve.lookup import Index
+from serve.model import CommitFacts, Key, Row, TableInfo
+from serve.position import Seal
 from serve.security.readers import ReaderKey
+from serve.state import TableState
 from tests.serve.conftest import serving
 from tests.serve.lakes import TOPICS, Product, city, rsvps_by_city, top_topics, topics, window
 
@@ -74,6 +80,21 @@ async def test_keys_of_other_kinds(root: Path) -> None:
         assert (await client.get("/v1/tables/top_topics/noon")).status_code == 400
 
 
+async def test_who_asks_while_an_index_is_made_waits_for_it() -> None:
+    table = TableInfo("t", "id", ("a", "b"), ("a", "b"), types=(pa.int64(), pa.int64()))
+    rows: dict[Key, Row] = {(k // 2, k % 2): (k // 2, k % 2) for k in range(12_000)}
+    channel = Channel(TableState(table, 3, CommitFacts(3), rows), [], ServeSettings(), Seal(b"of the test"))
+    index = Index(channel, 1)
+
+    async def found(prefix: int) -> set[Key]:
+        await index.caught_up()
+        return index.keys((prefix,))
+
+    for at in (5_999, 3_000, 0):
+        assert await asyncio.gather(*[found(at) for _ in range(3)]) == [{(at, 0), (at, 1)}] * 3
+        channel.restarted(TableState(table, channel.state.version + 1, CommitFacts(0), rows))
+
+
 async def test_a_row_filter_holds_for_look_ups(root: Path) -> None:
     rsvps_by_city(root).append([city(0, "Berlin", 1), city(0, "Bonn", 2)])
     key = KeyFile(Lake(root).state / "readers.toml", ReaderKey).new(ReaderKey("0" * 64, rows={"*": "city = 'Bonn'"}))
@@ -97,6 +118,20 @@ async def test_what_is_not_in_memory_is_read_through(root: Path) -> None:
         assert (await client.get("/v1/tables/rsvps/x' OR '1'='1")).status_code == 404
         assert (await client.get("/v1/tables/plain/x")).status_code == 409
         assert (await client.get("/v1/tables/rsvps/a,b")).status_code == 400
+
+
+async def test_what_was_read_through_under_other_rights_is_not_shown(root: Path) -> None:
+    bronze = Product(root / "bronze" / "rsvps", TOPICS.append(pa.field("event_id", pa.string())), {})
+    bronze.append([row | {"event_id": "one"} for row in topics(0, [5])])
+    file = KeyFile(Lake(root).state / "readers.toml", ReaderKey)
+    key = file.new(ReaderKey("0" * 64, rows={"*": "count > 4"}))
+    shown = {"Authorization": f"Bearer {key}"}
+    async with serving(root) as url, httpx.AsyncClient(base_url=url, headers=shown, timeout=60) as client:
+        assert [row["count"] for row in (await client.get("/v1/tables/rsvps/one")).json()["rows"]] == [5]
+        file.path.write_text(file.path.read_text().replace("count > 4", "count > 5"))
+        async with asyncio.timeout(60):
+            while (await client.get("/v1/tables/rsvps/one")).status_code != 404:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
 
 
 @pytest.mark.parametrize("path", ["/v1/tables/visits/", "/v1/tables/visits/%00"])

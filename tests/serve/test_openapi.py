@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
+from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 from starlette.routing import Route
 
 from serve import access_metrics, metrics
-from serve.openapi import MESSAGES, OPERATIONS, asyncapi, openapi
+from serve.asyncapi import asyncapi
+from serve.openapi import ANSWERS, OPERATIONS, openapi
 from serve.push import sse
 from serve.routes import ROUTES
+from serve.schemas import PUSHED
+from tests.serve.conftest import serving
+from tests.serve.lakes import top_topics, topics, window
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,8 +41,76 @@ def test_every_message_is_described() -> None:
     source = (ROOT / "serve" / "messages.py").read_text(encoding="utf-8")
     kinds = set(re.findall(r'"type": "(\w+)"', source))
     assert kinds >= {"snapshot", "change", "heartbeat"} and sse.SSE.name
-    assert kinds <= set(MESSAGES)
-    assert set(asyncapi()["components"]["messages"]) >= kinds
+    assert kinds | {"ping"} == set(PUSHED)
+    assert set(asyncapi("1")["components"]["messages"]) >= kinds
+
+
+def test_every_field_is_in_the_protocol() -> None:
+    page = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
+    for name, (_, fields) in PUSHED.items():
+        if name != "ping":
+            [row] = re.findall(rf"^\| `{name}` \| (.*)$", page, re.M)
+            assert [field for field in fields if f"`{field}`" not in row] == []
+
+
+def test_references_lead_somewhere() -> None:
+    def references(part: Any) -> Iterator[str]:
+        if isinstance(part, dict):
+            yield from [part["$ref"]] if isinstance(part.get("$ref"), str) else []
+            part = list(part.values())
+        for each in part if isinstance(part, list) else []:
+            yield from references(each)
+
+    for document in (openapi(), asyncapi("1")):
+        found = set(references(document))
+        assert len(found) > 5
+        for reference in found:
+            reduce(lambda part, name: part[name], reference.split("/")[1:], document)
+        for schema in document["components"]["schemas"].values():
+            Draft202012Validator.check_schema(schema)
+
+
+async def test_answers_are_as_described(root: Path) -> None:
+    top_topics(root).overwrite(topics(0, [1]), [window(0)])
+    document = openapi()
+    seen, made = set(), "x"
+    async with serving(root, webhook_private=True) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
+        tag = (await client.get("/v1/tables/top_topics")).headers["etag"]
+        requests: list[tuple[str, str, dict[str, Any]]] = [
+            ("GET", "/v1/tables", {}),
+            ("GET", "/v1/tables/{name}", {}),
+            ("GET", "/v1/tables/{name}", {"params": {"as_of": "1"}}),
+            ("GET", "/v1/tables/{name}", {"headers": {"If-None-Match": tag}}),
+            ("GET", "/v1/tables/{name}/{key}", {}),
+            ("GET", "/v1/poll", {"params": {"table": "top_topics"}}),
+            ("GET", "/v1/poll", {"params": {"table": "top_topics", "codec": "msgpack"}}),
+            ("GET", "/v1/poll", {"params": {"table": "nope"}}),
+            ("POST", "/v1/webhooks", {"json": {"table": "top_topics", "url": "ftp://127.0.0.1/"}}),
+            ("POST", "/v1/webhooks", {"json": {"table": "top_topics", "url": "http://127.0.0.1:1/"}}),
+            ("GET", "/v1/webhooks", {}),
+            ("GET", "/v1/webhooks/{ident}", {}),
+            ("GET", "/v1/webhooks/{ident}/dead", {}),
+            ("DELETE", "/v1/webhooks/{ident}", {}),
+            ("DELETE", "/v1/sql/{ident}", {}),
+            ("GET", "/v1/openapi.json", {}),
+            ("GET", "/v1/asyncapi.json", {}),
+            ("GET", "/healthz", {}),
+            ("GET", "/metrics", {}),
+        ]
+        for method, path, asked in requests:
+            place = path.format(name="top_topics", key="2026-01-01T00:00:00Z", ident=made)
+            answer = await client.request(method, place, **asked)
+            if answer.status_code == 201:
+                made = answer.json()["id"]
+            described = document["paths"][path][method.lower()]["responses"]
+            one = described.get(str(answer.status_code)) or described[f"{answer.status_code // 100}XX"]
+            kind = answer.headers.get("content-type", "").partition(";")[0]
+            assert (kind in one["content"]) if kind else ("content" not in one), (method, path, answer.status_code)
+            schema = one["content"][kind].get("schema") if kind else None
+            if schema is not None and kind.endswith("json"):
+                Draft202012Validator(document | schema).validate(answer.json())
+            seen.add((method, path))
+    assert {key for key in ANSWERS if key[0] == "GET"} - seen == {("GET", "/v1/subscribe"), ("GET", "/v1/sse")}
 
 
 @pytest.mark.parametrize("module", [metrics, access_metrics])

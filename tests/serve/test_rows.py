@@ -38,7 +38,10 @@ def test_how_a_value_looks(values: pa.Array, text: bytes) -> None:
 
 
 def test_integers_beyond_64_bits_are_numbers_too() -> None:
-    assert encode_rows(["a", "b"], [(2**70, "x")]) == [b'{"a":1180591620717411303424,"b":"x"}']
+    expected = [b'{"a":1,"b":"y"}', b'{"a":1180591620717411303424,"b":"x"}']
+    rows = [(1, "y"), (2**70, "x")]
+    assert encode_rows(["a", "b"], rows) == expected
+    assert encode_rows(["a", "b"], (row for row in rows)) == expected, "rows that come once only"
 
 
 @pytest.mark.parametrize("kind", [pa.binary(), pa.large_binary(), pa.binary(4), pa.binary_view()])

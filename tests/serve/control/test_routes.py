@@ -9,8 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
+from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.keys import KeyFile
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.queries import Declared, QuerySpec, State
+from serve.principal import Credentials, OpenAccess, Principal
+from serve.security.readers import ReaderKey
 from tests.serve.conftest import serving
 
 COUNTS = {"name": "answers", "sql": "SELECT response, count(*) AS n FROM rsvps GROUP BY response"}
@@ -85,6 +89,46 @@ async def test_only_callers_on_this_machine_change_anything(root: Path) -> None:
         json = {"content-type": "application/json"}
         assert (await client.post("/v1/queries", content=long, headers=json)).status_code == 413
         assert (await client.post("/v1/queries", content=b"{", headers=json)).status_code == 400
+
+
+class Limited(OpenAccess):
+    """A key that may change queries and does not see everything."""
+
+    def __init__(self, **limits: Any) -> None:
+        self._principal = Principal("some", key="k", queries=True, **limits)
+
+    def admit(self, credentials: Credentials) -> Principal:
+        return self._principal
+
+
+@pytest.mark.parametrize("limits", [{"tables": frozenset({"rsvps", "answers"})}, {"rows": {"rsvps": "id = 1"}}])
+async def test_who_does_not_see_everything_changes_nothing(root: Path, limits: dict[str, Any]) -> None:
+    declared = Declared(Lake(root), QuerySpec)
+    async with serving(root) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
+        assert (await client.post("/v1/queries", json=COUNTS)).status_code == 201
+    before = declared.all()
+    async with serving(root, Limited(**limits)) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
+        assert (await client.post("/v1/queries", json={**COUNTS, "name": "others"})).status_code == 403
+        assert (await client.delete("/v1/queries/answers?drop=true")).status_code == 403
+    assert declared.all() == before
+
+
+async def test_a_key_that_may_changes_queries_on_any_address(root: Path) -> None:
+    file = KeyFile(Lake(root).state / "readers.toml", ReaderKey)
+    may, may_not = file.new(ReaderKey("0" * 64, queries=True)), file.new(ReaderKey("0" * 64))
+    async with serving(root, host="0.0.0.0") as url, httpx.AsyncClient(timeout=60) as client:  # type: ignore[arg-type]
+        queries = f"{url.replace('0.0.0.0', '127.0.0.1')}/v1/queries"
+        for key, added, removed in ((may_not, 403, 403), (may, 201, 202)):
+            headers = {"Authorization": f"Bearer {key}"}
+            assert (await client.post(queries, json=COUNTS, headers=headers)).status_code == added
+            assert (await client.delete(f"{queries}/answers", headers=headers)).status_code == removed
+
+
+@pytest.mark.parametrize("limit", [{"tables": ("rsvps",)}, {"rows": {"*": "id = 1"}}, {"tenant": "acme"}])
+def test_no_key_is_made_that_is_limited_and_may_change_queries(limit: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        ReaderKey("0" * 64, queries=True, **limit)
+    assert (refused.value.key, "two keys" in refused.value.remedy) == ("queries", True)
 
 
 async def test_on_an_address_that_others_reach_it_answers_403(root: Path) -> None:

@@ -60,6 +60,12 @@ class Client:
         """Wait for something, and put it into :attr:`messages`."""
         raise NotImplementedError
 
+    def stop_reading(self) -> None:
+        """Take nothing more off the socket until :meth:`read_on`. Nothing to do where only :meth:`fetch` reads."""
+
+    def read_on(self) -> None:
+        """Go on."""
+
     async def receive(self, kind: str | None = None) -> dict[str, Any]:
         """The next message; of a kind if one is named (heartbeats are passed over in any case)."""
         until = time.monotonic() + PATIENCE_S
@@ -141,6 +147,12 @@ class WebSocketClient(Client):
             self.messages.append(decoded(await self.connection.recv()))
         except ConnectionClosed as closed:
             raise ended(closed) from None
+
+    def stop_reading(self) -> None:
+        self.connection.transport.pause_reading()
+
+    def read_on(self) -> None:
+        self.connection.transport.resume_reading()
 
     async def send(self, **content: Any) -> None:
         """Say something."""
@@ -341,6 +353,7 @@ STREAMS: dict[str, type[Client]] = {
     "websocket": WebSocketClient,
     "deflate": DeflateClient,
     "msgpack": PackClient,
+    "msgpack-deflate": PackDeflateClient,
     "arrow": ArrowClient,
     "rpc": RpcClient,
     "rpc-reply": RpcReplyClient,

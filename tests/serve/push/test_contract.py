@@ -21,6 +21,7 @@ from serve.principal import Credentials, OpenAccess, Principal
 from ..conftest import serving
 from ..lakes import TOPICS, Product, city, rsvps_by_city, top_topics, topics, window
 from .clients import STREAMS, TRANSPORTS, Client, Closed
+from .test_websocket import metric
 
 ALL = pytest.mark.parametrize("transport", TRANSPORTS)
 ALL_STREAMS = pytest.mark.parametrize("transport", STREAMS)
@@ -258,6 +259,37 @@ async def test_the_server_stops_and_says_so(root: Path, transport: str) -> None:
     code, reason = await client.closed()
     assert (code, "position" in reason) == (1001, True)
     await client.shut()
+
+
+async def test_a_reader_that_stops_for_a_while_hears_slow_first_and_then_everything(root: Path) -> None:
+    product = top_topics(root)
+    times = {"heartbeat_ms": 100, "slow_after_ms": 300, "cut_after_ms": 600_000}
+    async with serving(root, **times) as url, AsyncExitStack() as stack:
+        stopped = [subscriber(transport, url) for transport in ("websocket", "rpc", "sse")]
+        for client in stopped:
+            await stack.enter_async_context(client)
+            await client.receive("snapshot")
+            client.stop_reading()
+        for number in range(1, 61):
+            rows = [row | {"item": f"{number} " + "x" * 2_000} for row in topics(0, [number] * 100)]  # 200 KB a change
+            await asyncio.to_thread(product.overwrite, rows, [window(0)])
+        async with asyncio.timeout(60):
+            while await metric(url, "millrace_serve_slow_total") < len(stopped):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        for client in stopped:
+            client.read_on()
+            numbers: list[int] = []
+            slow_at: int | None = None
+            while len(numbers) < 60:
+                message = await client.receive()
+                if message["type"] == "slow":
+                    slow_at = len(numbers)
+                    assert message["behind"] > 0
+                elif message["last"]:
+                    numbers.append(counts(message)[0])
+            assert numbers == list(range(1, 61))
+            assert slow_at is not None
+            assert slow_at < 60, "the notice stands ahead of what it lags by"
 
 
 @ALL

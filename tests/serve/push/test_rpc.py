@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
+from websockets.frames import Frame, Opcode
 from websockets.typing import Subprotocol
+
+from lakehouse.contract.keys import KeyFile
+from lakehouse.contract.lake import Lake
+from serve.security.readers import ReaderKey
 
 from ..conftest import serving
 from ..lakes import rsvps_by_city, top_topics, topics, window
 
 
-def calling(url: str) -> connect:
+def calling(url: str, key: str = "") -> connect:
     return connect(
-        f"{url.replace('http', 'ws')}/v1/rpc", subprotocols=[Subprotocol("millrace.rpc")], compression="deflate"
+        f"{url.replace('http', 'ws')}/v1/rpc",
+        subprotocols=[Subprotocol("millrace.rpc")],
+        compression="deflate",
+        additional_headers={"Authorization": f"Bearer {key}"} if key else {},
     )
 
 
+def text_of(name: str, ident: Any, **params: Any) -> str:
+    return json.dumps({"jsonrpc": "2.0", "id": ident, "method": name, "params": params})
+
+
 async def call(connection: ClientConnection, name: str, ident: Any = 1, **params: Any) -> None:
-    await connection.send(json.dumps({"jsonrpc": "2.0", "id": ident, "method": name, "params": params}))
+    await connection.send(text_of(name, ident, **params))
 
 
 async def heard(connection: ClientConnection, method: str = "") -> dict[str, Any]:
@@ -54,6 +69,41 @@ async def test_several_tables_are_called_back_on_one_connection(root: Path) -> N
         product.overwrite(topics(0, [9]), [window(0)])
         await call(connection, "unsubscribe", "e", table="rsvps_by_city")
         assert (await heard(connection))["id"] == "e", "nothing more is said of a table that was given up"
+
+
+async def test_a_subscription_that_is_given_up_before_it_is_there_leaves_nothing_behind(root: Path) -> None:
+    top_topics(root)
+    key = KeyFile(Lake(root).state / "readers.toml", ReaderKey).new(ReaderKey("0" * 64, connections=1))
+    asked = [text_of("subscribe", "s", table="top_topics"), text_of("unsubscribe", "u", table="top_topics")]
+    packet = b"".join(Frame(Opcode.TEXT, text.encode()).serialize(mask=True) for text in asked)
+    headers = {"Authorization": f"Bearer {key}"}
+    async with serving(root) as url, httpx.AsyncClient(base_url=url, headers=headers, timeout=60) as client:
+
+        async def subscribers() -> str:
+            lines = (await client.get("/metrics")).text.splitlines()
+            return next(line for line in lines if line.startswith("millrace_serve_subscribers")).split()[-1]
+
+        async with calling(url, key) as connection:
+            connection.transport.write(packet)
+            refused, given_up = await heard(connection), await heard(connection)
+            assert (refused["id"], refused["error"]["data"]["code"]) == ("s", "bad_request")
+            assert (given_up["id"], given_up["result"]) == ("u", {"table": "top_topics"})
+            await call(connection, "subscribe", "again", table="top_topics")
+            assert (await heard(connection))["id"] == "again"
+            await heard(connection, "snapshot")
+            await call(connection, "unsubscribe", "u", table="top_topics")
+            assert (await heard(connection))["id"] == "u"
+            assert await subscribers() == "0.0"
+        async with asyncio.timeout(60):
+            while True:  # the key has one connection
+                async with calling(url, key) as connection:
+                    with contextlib.suppress(ConnectionClosed):
+                        await call(connection, "subscribe", "s", table="top_topics")
+                        if (await heard(connection)).get("id") == "s":
+                            break
+        async with asyncio.timeout(60):
+            while await subscribers() != "0.0":  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
 
 async def test_an_alert_calls_when_the_condition_holds_and_waits_for_its_reply(root: Path) -> None:

@@ -88,47 +88,94 @@ async def test_acknowledgements_make_behind_exact(root: Path) -> None:
                     pass
 
 
-async def test_pongs_come_as_they_like(root: Path) -> None:
-    """Whole, in pieces, and together with what needs a parser: the connection goes on, and they count as a sign."""
-    product = top_topics(root)
-    pong = b"\x8a\x84" + bytes(4) + b"mill"
-    async with serving(root, heartbeat_ms=50, slow_after_ms=10_000) as url:
+class Bare:
+    """A subscription that answers no ping by itself."""
+
+    PONG = b"\x8a\x84" + bytes(4) + b"mill"
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def subscribe(cls, url: str, table: str) -> Bare:
+        """The upgrade is through, the snapshot comes next."""
         place = urlsplit(url)
         reader, writer = await asyncio.open_connection(place.hostname, place.port)
         writer.write(
-            f"GET /v1/subscribe?table=top_topics HTTP/1.1\r\nHost: {place.netloc}\r\nUpgrade: websocket\r\n"
+            f"GET /v1/subscribe?table={table} HTTP/1.1\r\nHost: {place.netloc}\r\nUpgrade: websocket\r\n"
             "Connection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
             "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n".encode()
         )
+        async with asyncio.timeout(60):
+            await reader.readuntil(b"\r\n\r\n")
+        return cls(reader, writer)
 
-        async def message(kind: str) -> dict[str, Any]:
-            while True:
-                async with asyncio.timeout(60):
-                    first, size = await reader.readexactly(2)
-                    if size == 126:
-                        size = int.from_bytes(await reader.readexactly(2), "big")
-                    body = await reader.readexactly(size)
-                if first == 0x81 and (found := json.loads(body))["type"] == kind:
-                    return dict(found)
-                assert first in (0x81, 0x89), "neither text nor a ping"
+    def write(self, data: bytes) -> None:
+        self._writer.write(data)
 
-        await reader.readuntil(b"\r\n\r\n")
-        snapshot = await message("snapshot")
+    def close(self) -> None:
+        self._writer.close()
+
+    async def message(self, *kinds: str) -> dict[str, Any]:
+        """The next one of these kinds."""
+        while True:
+            async with asyncio.timeout(60):
+                first, size = await self._reader.readexactly(2)
+                if size == 126:
+                    size = int.from_bytes(await self._reader.readexactly(2), "big")
+                body = await self._reader.readexactly(size)
+            if first == 0x81 and (found := json.loads(body))["type"] in kinds:
+                return dict(found)
+            assert first in (0x81, 0x89), "neither text nor a ping"
+
+
+async def test_pongs_come_as_they_like(root: Path) -> None:
+    """Whole, in pieces, and together with what needs a parser: the connection goes on, and they count as a sign."""
+    product = top_topics(root)
+    pong = Bare.PONG
+    async with serving(root, heartbeat_ms=50, slow_after_ms=10_000) as url:
+        bare = await Bare.subscribe(url, "top_topics")
+        snapshot = await bare.message("snapshot")
         for pieces in ([pong], [pong], [pong[:3], pong[3:]], [pong, pong + pong]):
             for piece in pieces:
-                writer.write(piece)
-                await message("heartbeat")
+                bare.write(piece)
+                await bare.message("heartbeat")
         ack = json.dumps({"type": "ack", "position": snapshot["position"], "pad": "x" * 200}).encode()
         product.overwrite(topics(0, [1]), [window(0)])
-        await message("change")
-        assert (await message("heartbeat"))["behind"] == 0
+        bare.write(pong)
+        await bare.message("change")
+        while (await bare.message("heartbeat"))["behind"] != 0:
+            bare.write(pong)
         frame = b"\x81\xfe" + len(ack).to_bytes(2, "big") + bytes(4) + ack
-        writer.write(pong + frame[:20])
-        await message("heartbeat")
-        writer.write(frame[20:] + pong)
-        while (await message("heartbeat"))["behind"] != 1:
-            pass
-        writer.close()
+        bare.write(pong + frame[:20])
+        await bare.message("heartbeat")
+        bare.write(frame[20:] + pong)
+        while (await bare.message("heartbeat"))["behind"] != 1:
+            bare.write(pong)
+        bare.close()
+
+
+async def test_who_answers_no_ping_is_written_nothing_and_has_all_of_it_when_it_answers(root: Path) -> None:
+    product = top_topics(root)
+    async with serving(root, heartbeat_ms=50, slow_after_ms=600_000, cut_after_ms=600_000) as url:
+        bare = await Bare.subscribe(url, "top_topics")
+        await bare.message("snapshot")
+        made, came = 0, []
+        while True:
+            made += 1
+            product.overwrite(topics(0, [made]), [window(0)])
+            while (got := await bare.message("change", "heartbeat"))["type"] == "change":
+                came.append(counts(got)[0])
+            if got["behind"] > 0:
+                break
+        assert came == list(range(1, len(came) + 1))
+        assert len(came) < made, "it is told that there is more, and not given it"
+        bare.write(Bare.PONG)
+        while len(came) < made:
+            came.append(counts(await bare.message("change"))[0])
+        assert came == list(range(1, made + 1))
+        bare.close()
 
 
 async def test_a_listener_that_compresses_may_still_speak(root: Path) -> None:
@@ -187,33 +234,6 @@ async def test_a_stopped_reader_costs_others_nothing_and_is_cut_with_notice(root
         assert time.monotonic() - began >= 2.4
         await wait_until_metric(server.url, "millrace_serve_subscribers", 1)
     stopped.close()
-
-
-async def test_a_reader_that_stops_for_a_while_hears_slow_first_and_then_everything(
-    root: Path, spawned: list[Spawned]
-) -> None:
-    product = top_topics(root)
-    server = Spawned(root, poll_ms=5, heartbeat_ms=100, slow_after_ms=300, cut_after_ms=600_000)
-    spawned.append(server)
-    async with subscribed(server.url, "top_topics", max_queue=1, max_size=None) as connection:
-        await receive(connection, "snapshot")
-        connection.transport.pause_reading()
-        for number in range(1, 61):
-            rows = [row | {"item": f"{number} " + "x" * 2_000} for row in topics(0, [number] * 100)]
-            await asyncio.to_thread(product.overwrite, rows, [window(0)])
-        await wait_until_metric(server.url, "millrace_serve_slow_total", 1)
-        connection.transport.resume_reading()
-        numbers, slow_at = [], None
-        while len(numbers) < 60:
-            message = await receive(connection)
-            if message["type"] == "slow":
-                slow_at = len(numbers)
-                assert message["behind"] > 0
-            elif message["last"]:
-                numbers.append(counts(message)[0])
-        assert numbers == list(range(1, 61))
-        assert slow_at is not None
-        assert slow_at < 60, "the notice stands ahead of what it lags by"
 
 
 async def metric(url: str, name: str) -> float:

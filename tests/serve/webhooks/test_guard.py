@@ -29,7 +29,8 @@ def test_addresses_of_the_internet(address: str) -> None:
 @pytest.mark.parametrize(
     "url",
     ["", "x", "http://", "ftp://a/", "file:///etc/passwd", "http://a b/", "http://a/\r\nX: y", "http://u@a/", "http://a:0/",
-     "http://a:99999/", "http://a/#f", "http://[::1/", "http://" + "a" * 3_000 + "/"],
+     "http://a:99999/", "http://a/#f", "http://[::1/", "http://" + "a" * 3_000 + "/",
+     "http://☃.net/", "http://" + "ü" * 70 + ".de/", "http://\u200d.de/"],
 )  # fmt: skip
 def test_what_is_no_url_of_a_webhook(url: str) -> None:
     with pytest.raises(Forbidden):
@@ -37,6 +38,8 @@ def test_what_is_no_url_of_a_webhook(url: str) -> None:
 
 
 async def test_a_request_goes_to_the_address_that_was_judged() -> None:
+    assert checked_url("https://Bücher.example:81/ü").netloc == "xn--bcher-kva.example:81"
+    assert checked_url("http://[::1]/").netloc == "[::1]"
     target = await target_of("http://localhost:81/a?b=c", private=True)
     assert target.url in ("http://127.0.0.1:81/a?b=c", "http://[::1]:81/a?b=c")
     assert (target.host, target.name) == ("localhost:81", "localhost")
