@@ -38,9 +38,10 @@ from kafka import KafkaAdminClient
 from kafka.errors import KafkaError
 
 from ingest.broker_security import Secrets, set_passwords
+from lakehouse.contract.classdata import recording, sharing
 from lakehouse.contract.errors import EnvironmentProblem
 from lakehouse.contract.jars import jar_paths
-from lakehouse.contract.java import find_java
+from lakehouse.contract.java import find_java, log_flags
 from lakehouse.contract.kafkasecurity import ClientSecurity
 from lakehouse.contract.settings import conf_dir
 
@@ -79,6 +80,8 @@ class EmbeddedBroker:
         die_with_parent: whether the broker is to stop when this process ends, however it ends (Linux; elsewhere it
             has no effect).
         secure: TLS, passwords and access rules (:mod:`ingest.broker_security`); data of an insecure run stays.
+        record_classes: where its JVM writes an archive of its classes when it ends
+            (:mod:`lakehouse.contract.classdata`); None: it uses the one that there is.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class EmbeddedBroker:
         heap_mb: int = 320,
         die_with_parent: bool = False,
         secure: bool = False,
+        record_classes: Path | None = None,
     ) -> None:
         self.folder = folder.resolve()
         self.secrets = Secrets(self.folder / "secrets")
@@ -96,6 +100,7 @@ class EmbeddedBroker:
         self._port = port
         self._heap_mb = heap_mb
         self._die_with_parent = die_with_parent
+        self._record_classes = record_classes
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, timeout_s: float = 60.0) -> str:
@@ -115,7 +120,7 @@ class EmbeddedBroker:
             self._write_properties(identity)
             with self._open_log() as log:
                 if not (self.folder / "data" / "meta.properties").is_file():
-                    self._format(identity, log)
+                    self._format(identity)
                 self._process = self._launch(lock, log)
             (self.folder / "broker.pid").write_text(str(self._process.pid), encoding="ascii")
         try:
@@ -253,19 +258,26 @@ class EmbeddedBroker:
         return path.open("ab")
 
     def _java(self, *flags: str) -> list[str]:
-        jars = os.pathsep.join(str(path) for path in jar_paths("kafka"))
-        log4j = f"-Dlog4j2.configurationFile={conf_dir() / 'log4j2.properties'}"
-        return [str(find_java().path), "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", *flags, log4j, "-cp", jars]
+        jars = os.pathsep.join(str(path) for path in class_path())
+        flags = (*flags, *log_flags())
+        return [str(find_java().path), "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", *flags, "-cp", jars]
 
-    def _format(self, identity: _Identity, log: IO[bytes]) -> None:
-        command = [*self._java("-Xmx128m"), "kafka.tools.StorageTool", "format", "--ignore-formatted"]
+    def _format(self, identity: _Identity) -> None:
+        command = self._java("-Xmx128m", *sharing("kafka", class_path()))
+        command += ["kafka.tools.StorageTool", "format", "--ignore-formatted"]
         command += ["-t", identity.cluster_id, "-c", str(self._properties)]
-        if subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False).returncode != 0:
-            raise EnvironmentProblem(f"Kafka could not format {self.folder / 'data'}: {self._last_words()}")
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+        )
+        if done.returncode != 0:
+            said = done.stdout.decode(errors="replace")
+            logger.error("Kafka could not format %s: %s", self.folder / "data", said)
+            raise EnvironmentProblem(f"Kafka could not format {self.folder / 'data'}: {_last_words(said)}")
 
     def _launch(self, lock: IO[bytes], log: IO[bytes]) -> subprocess.Popen[bytes]:
         sizes = [f"-Xms{min(64, self._heap_mb)}m", f"-Xmx{self._heap_mb}m", "-XX:MaxDirectMemorySize=48m"]
         sizes += ["-XX:ReservedCodeCacheSize=48m", "-Xss512k"]
+        sizes += recording(self._record_classes) if self._record_classes else sharing("kafka", class_path())
         command = [*self._java(*sizes), "kafka.Kafka", str(self._properties)]
         if self._die_with_parent:
             command = [sys.executable, "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
@@ -288,8 +300,9 @@ class EmbeddedBroker:
         found = self.secrets if self._secure else None
         while time.monotonic() < deadline:
             if process.poll() is not None:
+                said = (self.folder / "broker.log").read_text(encoding="utf-8", errors="replace")
                 raise EnvironmentProblem(
-                    f"the broker ended with code {process.returncode} while starting: {self._last_words()}",
+                    f"the broker ended with code {process.returncode} while starting: {_last_words(said)}",
                     f"See {self.folder / 'broker.log'}",
                 )
             if _answers(bootstrap, deadline, found):
@@ -307,10 +320,23 @@ class EmbeddedBroker:
             time.sleep(_POLL_S)
         return False
 
-    def _last_words(self) -> str:
-        lines = (self.folder / "broker.log").read_text(encoding="utf-8", errors="replace").splitlines()
-        said = [line for line in lines if line.strip() and not line.startswith("\tat ")]
-        return said[-1].strip() if said else "it said nothing"
+
+def class_path() -> list[Path]:
+    """Its jars."""
+    return jar_paths("kafka")
+
+
+def _last_words(log: str) -> str:
+    """The last line of a log, as text or as JSON, that is not within a stack trace."""
+    lines: list[str] = []
+    for line in log.split("\n"):
+        try:
+            content = json.loads(line)
+            lines += f"{content['message']}\n{content.get('error', '')}".split("\n")
+        except (ValueError, TypeError, KeyError):
+            lines.append(line)
+    said = [line.strip() for line in lines if line.strip() and not line.startswith("\t")]
+    return said[-1] if said else "it said nothing"
 
 
 @functools.cache

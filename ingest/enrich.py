@@ -78,9 +78,18 @@ class Enricher:
         for name in self._files:
             self._load(name)
 
+    @property
+    def missing(self) -> str:
+        """The references that have not been read to their end once, by name; empty: none."""
+        return ", ".join(sorted(self._unread))
+
     async def complete(self) -> None:
         """Return when every topic has been read to its end once (while :meth:`run` runs)."""
         await self._complete.wait()
+
+    def close(self) -> None:
+        """It is not followed any more: nobody waits for it."""
+        self._complete.set()
 
     def __call__(self, event: Admitted) -> tuple[tuple[str, str], ...]:
         """The headers for an event that passed the border."""
@@ -146,7 +155,7 @@ class Enricher:
                 while True:
                     changes = await asyncio.to_thread(reader.poll)
                     self._apply(self.references[name], spec, changes, reader.version)
-                    if not changes:
+                    if reader.complete:
                         self._unread.discard(name)
                         if not self._unread:
                             self._complete.set()

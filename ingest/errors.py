@@ -31,12 +31,14 @@ class LogFull(IngestError):
     Attributes:
         used: bytes on disk.
         limit: the bound in bytes.
+        size: bytes that there was no room for.
     """
 
-    def __init__(self, used: int, limit: int) -> None:
-        super().__init__(used, limit)
+    def __init__(self, used: int, limit: int, size: int = 0) -> None:
+        super().__init__(used, limit, size)
         self.used = used
         self.limit = limit
+        self.size = size
 
     def __str__(self) -> str:
         return f"the message log is full ({self.used} of {self.limit} bytes); Kafka has to take some of it first"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lakehouse.contract.envelope import Envelope
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -116,16 +119,19 @@ class Group:
         await asyncio.shield(self._future)  # one waiter that is cancelled must not cancel it for the others
 
     def then(self, call: Callable[[], None]) -> None:
-        """Call this when its events may be acknowledged, which is not yet so; it must not raise."""
+        """Call this when its events may be acknowledged, which is not yet so; what it raises is logged."""
         self._then.append(call)
 
     def close(self) -> None:
         """The group is durable, or Kafka has all of it."""
         if not self._closed:
             self._closed = True
-            for call in self._then:
-                call()
-            self._then.clear()
+            waiting, self._then = self._then, []
+            for call in waiting:
+                try:
+                    call()
+                except Exception:  # whatever it is, the others are told
+                    logger.exception("somebody could not be told that events are safe")
             if self._future is not None and not self._future.done():
                 self._future.set_result(None)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ingest.errors import EventRefused
 from ingest.keys import ApiKey, KeyRing
-from lakehouse.contract.pipeline import Source
+from lakehouse.contract.pipeline import Pipeline, Product, Source
 from lakehouse.contract.rates import TokenBucket
 
 MOST_INCOMING_BYTES = 256 * 1024 * 1024
@@ -91,6 +91,16 @@ class Gate:
             caller = self._callers[key.id] = Caller(key, key.tenant or None, key.max_event_bytes or None)
         return caller
 
+    def show(self, product: Product, pipeline: Pipeline, presented: str | None) -> None:
+        """Whether this key sees the product: it does if it may send to every source that the product derives from.
+
+        Raises:
+            EventRefused: as by :meth:`admit`.
+        """
+        for name in (product.source, product.right):
+            if name:
+                self.admit(pipeline.sources[name], presented)
+
     def key(self, presented: str | None) -> ApiKey:
         """The key that was presented.
 
@@ -111,26 +121,30 @@ class Gate:
     # --- how fast
 
     def spend(self, source: Source, caller: Caller, events: int) -> None:
-        """Take so many events from the source's allowance and the key's.
+        """Take so many events from the source's allowance and the key's: from both, or from none.
 
         Raises:
             EventRefused: 429 with the time to come back.
         """
-        if source.max_rate:
-            self._spend(("source", source.name), source.max_rate, events, f"source {source.name!r}")
-        if caller.key is not None and caller.key.rate:
-            self._spend(("key", caller.key.id), caller.key.rate, events, "this key")
-
-    def _spend(self, whose: tuple[str, str], rate: int, events: int, name: str) -> None:
         now = self._clock()
+        asked = []
+        if source.max_rate:
+            asked.append(self._bucket(("source", source.name), source.max_rate, f"source {source.name!r}", now))
+        if caller.key is not None and caller.key.rate:
+            asked.append(self._bucket(("key", caller.key.id), caller.key.rate, "this key", now))
+        for bucket in asked:
+            bucket.take(events, now)
+
+    def _bucket(self, whose: tuple[str, str], rate: int, name: str, now: float) -> TokenBucket:
+        """An allowance from which something may be taken."""
         bucket = self._buckets.get(whose)
         if bucket is None or bucket.rate != rate:
             bucket = self._buckets[whose] = TokenBucket(rate, now)
-        wait = bucket.take(events, now)
-        if wait:
+        if wait := bucket.wait(now):
             raise EventRefused(
                 f"{name} takes {rate} events a second", 429, code="too-fast", retry_after=max(1, math.ceil(wait))
             )
+        return bucket
 
     def keep_reject(self, source: str) -> bool:
         """Whether one more refused event of the source is kept; else it is counted here."""

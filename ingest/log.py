@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -51,6 +52,8 @@ SEGMENT_BYTES = 16 * 1024 * 1024
 MARK_INTERVAL_S = 0.05
 AHEAD = 512  # most events sent to Kafka before they are on the disk: so many may be there twice after a crash
 _FIELDS_BYTES = 256  # allowance for id, tenant and key in a forecast of size
+_BESIDE_BYTES = 16_384  # what an event and its segment have beside the payload, at most
+_LEAST_FOR_MARKS = 4_096
 
 
 class MessageLog:
@@ -76,7 +79,7 @@ class MessageLog:
         self._folder = folder
         self._node = node
         self._limit = limit
-        self._most = limit - max(4096, limit // 100)  # for events; the rest is for marks
+        self._most = limit - max(_LEAST_FOR_MARKS, limit // 100)  # for events; the rest is for marks
         self._segment_bytes = segment_bytes
         self.failed = FailedStore(folder, node)
         self.recovery: Recovery = recover(folder)
@@ -199,9 +202,17 @@ class MessageLog:
             raise LogUnavailable(self._commit.problem or "it is closed")
 
     def _check_room(self, size: int) -> None:
-        if self._used + self.failed.bytes + size > self._most:
+        if not self._fits(size):
+            raise LogFull(self.used, self._limit, size)
+
+    def _fits(self, size: int) -> bool:
+        """Whether so many bytes go in now; for what nobody waits for any more, room is made."""
+        if self.used + size > self._most:
+            self._turn()
+        if self.used + size > self._most:
             self._full = True
-            raise LogFull(self.used, self._limit)
+            return False
+        return True
 
     def _append(
         self,
@@ -240,13 +251,12 @@ class MessageLog:
 
     def has_room(self, payload_bytes: int, events: int = 1) -> bool:
         """Whether events of so many bytes together would be taken now."""
-        if self.used + payload_bytes + events * (EVENT_OVERHEAD + _FIELDS_BYTES) > self._most:
-            self._full = True
-        return not (self.full or self._commit.problem or self._closed)
+        fits = self._fits(payload_bytes + events * (EVENT_OVERHEAD + _FIELDS_BYTES))
+        return fits and not (self.full or self._commit.problem or self._closed)
 
-    async def room(self) -> None:
-        """Return when the log takes events again."""
-        while self.full or self._commit.problem:
+    async def room(self, size: int = 0) -> None:
+        """Return when the log takes events again, so many bytes of them; never, once it is closed."""
+        while self._closed or self._commit.problem or not self._fits(size) or self.full:
             future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._room.append(future)
             await future
@@ -324,6 +334,8 @@ class MessageLog:
         self._acked = first_outstanding
         if drop:
             self._drop(drop)
+        if self._full or self._room:
+            self._turn()
         if self._commit.acked() and not self._closed and self._acked > self._marked:
             self._mark_now()
         elif self._mark_timer is None and not self._closed and self._acked > self._marked:
@@ -411,6 +423,14 @@ class MessageLog:
         self._commit.add(segment, chunks, self._header_bytes)
         return segment
 
+    def _turn(self) -> None:
+        """Begin a new segment where nothing of the active one is outstanding: then its room is free."""
+        old = self._active
+        if old.unacked == 0 and old.size > self._header_bytes and not self._closed:
+            self._active = self._roll()
+            self._drop([old])
+            self._commit.flush_soon()
+
     def _drop(self, segments: list[Segment]) -> None:
         for segment in segments:
             if self._segments.pop(segment.number, None) is not None:
@@ -443,6 +463,12 @@ class MessageLog:
             for future in waiting:
                 if not future.done():
                     future.set_result(None)
+
+
+def least_limit(payload_bytes: int) -> int:
+    """The smallest bound of a log that can take an event of so many bytes, once Kafka has every other."""
+    least = payload_bytes + _BESIDE_BYTES
+    return least + max(_LEAST_FOR_MARKS, math.ceil(least / 99))
 
 
 def _runs(events: Iterable[LoggedEvent]) -> Iterator[tuple[Segment, Lane, Group | None, int]]:

@@ -116,6 +116,7 @@ class CollectorNode:
         self._bootstrap = bootstrap
         self._security = settings.kafka.security
         self._ready = False
+        self._taking = asyncio.Event()  # ready, and not stopping
         self._connected = asyncio.Event()
         self._stopping = False
         topics = {name: source.topic for name, source in self._pipeline.sources.items()}
@@ -158,7 +159,7 @@ class CollectorNode:
         )
         self._responder = Responder(answers, rows, self._pipeline, self._door)
         interests: Interests[StreamProtocol] = Interests()
-        self._streams = Streams(self._door, interests, self._pipeline, collect.max_streams)
+        self._streams = Streams(self._door, interests, self._pipeline, collect.max_streams, self._until_ready)
         self._feed = self._streams.feed = Feed(interests, rows, self._watch, self._streams.tell)
 
     # --- sources at run time
@@ -167,6 +168,11 @@ class CollectorNode:
     def sources(self) -> dict[str, Source]:
         """The sources that are collected now."""
         return {name: found for name in self._sources.names if (found := self._sources.get(name)) is not None}
+
+    @property
+    def replay(self) -> tuple[int, int]:
+        """Events of an earlier run that are still to be sent to Kafka, and all that there were."""
+        return self._delivery.to_replay, self._log.recovery.to_replay
 
     async def add_source(self, source: Source, url: str = "") -> None:
         """Collect a further source; its topic is made where it is absent.
@@ -223,10 +229,15 @@ class CollectorNode:
             return f"the message log cannot be written: {self._log.problem}"
         return "the message log is full" if self._log.full else ""
 
+    async def _until_ready(self, size: int) -> None:
+        """Return when the node takes so many bytes of events; not any more once it stops."""
+        await self._taking.wait()
+        await self._log.room(size)
+
     def _progress(self) -> dict[str, dict[str, int]]:
         """For ``/readyz``: how much of what an earlier run left is still to be sent."""
-        of = self._log.recovery.to_replay
-        return {"replay": {"left": self._delivery.to_replay, "of": of}} if self._delivery.to_replay else {}
+        left, of = self.replay
+        return {"replay": {"left": left, "of": of}} if left else {}
 
     async def run(
         self, http: bool, ready: Callable[[str], None] | None, stop: asyncio.Event, *, watch: bool = False
@@ -243,6 +254,7 @@ class CollectorNode:
                 others.append(tasks.create_task(self._follow_file(self._folder / "pipeline.toml")))
             await stop.wait()
             self._stopping = True
+            self._taking.clear()
             for task in others:
                 task.cancel()
             await self._sources.stop()
@@ -273,6 +285,7 @@ class CollectorNode:
         if self._log.recovery.to_replay:
             logger.info("sent again %d events of an earlier run", self._log.recovery.to_replay)
         self._ready = True
+        self._taking.set()
         self._sources.run()
         if ready is not None:
             ready(url)

@@ -64,7 +64,7 @@ class ProductRows:
             LookupRefused: no such table (404), or it has not so many key columns (400).
         """
         table = self._table(product)
-        names = [name for name in table.key() if name not in _TIMES]
+        names = table.columns()
         if len(values) > len(names) or not values:
             raise LookupRefused(f"{product} is looked up by {', '.join(names) or 'no column'}", 400)
         return self.where(product, dict(zip(names, values, strict=False)))
@@ -78,23 +78,37 @@ class ProductRows:
         return self._table(product).where(match)
 
     def by_keys(self, product: str, keys: Collection[tuple[str, ...]]) -> tuple[int, dict[tuple[str, ...], bytes]]:
-        """Rows of the newest window of each key, as a JSON array; keys are as of :meth:`by_key`.
+        """Rows of the newest window of each key, as a JSON array; of one with more parts than the table's key: none.
+
+        Args:
+            product: whose rows.
+            keys: as of :meth:`by_key`; they may name differently many columns.
+
+        Returns:
+            a version that none of the rows is older than, and the rows.
 
         Raises:
-            LookupRefused: no such table (404), or it has not so many key columns (400).
+            LookupRefused: no such table (404).
         """
         table = self._table(product)
-        width = max((len(key) for key in keys), default=0)
-        names = [name for name in table.key() if name not in _TIMES][:width]
-        if len(names) < width:
-            raise LookupRefused(f"{product} is looked up by {', '.join(names) or 'no column'}", 400)
-        found = table.any_of(names, keys)
+        names = table.columns()
         rows: dict[tuple[str, ...], list[dict[str, Any]]] = {key: [] for key in keys}
-        for row in found.rows:
-            mine = rows.get(tuple(_text(row[name]) for name in names))
-            if mine is not None and (not mine or row.get(_TIMES[0]) == mine[0].get(_TIMES[0])):
-                mine.append(row)
-        return found.version, {key: orjson.dumps(mine, default=str, option=_JSON) for key, mine in rows.items()}
+        version = table.version()
+        for width in {len(key) for key in keys if len(key) <= len(names)}:
+            found = table.any_of(names[:width], [key for key in keys if len(key) == width])
+            for row in found.rows:
+                mine = rows.get(tuple(_text(row[name]) for name in names[:width]))
+                if mine is not None and (not mine or row.get(_TIMES[0]) == mine[0].get(_TIMES[0])):
+                    mine.append(row)
+        return version, {key: orjson.dumps(mine, default=str, option=_JSON) for key, mine in rows.items()}
+
+    def width(self, product: str) -> int | None:
+        """How many values a key of the product has at most; None where it has not been read. It does not block."""
+        for layer in ("gold", "silver"):
+            table = self._tables.get(self._lake.table(layer, product).path)
+            if table is not None and table.width is not None:
+                return table.width
+        return None
 
     def _table(self, product: str) -> _Table:
         for layer in ("gold", "silver"):
@@ -112,11 +126,19 @@ class _Table:
         self._delta: deltalake.DeltaTable | None = None
         self._rows: pa.Table | None = None
         self._version = -1
+        self.width: int | None = None  # columns of a key, as far as known
 
-    def key(self) -> list[str]:
-        """Columns that name one row."""
+    def columns(self) -> list[str]:
+        """Columns that a row is looked up by: the key's, without those of the window."""
         with self._lock:
-            return _names(self._open().metadata().configuration.get(PROPERTY_KEY))
+            key = _names(self._open().metadata().configuration.get(PROPERTY_KEY))
+        names = [name for name in key if name not in _TIMES]
+        self.width = len(names)
+        return names
+
+    def version(self) -> int:
+        with self._lock:
+            return self._open().version()
 
     def where(self, match: Mapping[str, str]) -> Found:
         return self._found([(column, [value]) for column, value in match.items()], MAX_ROWS)

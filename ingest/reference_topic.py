@@ -19,6 +19,9 @@ class TopicReader:
         bootstrap: ``host:port`` of a broker.
         topic: to read.
         security: how to log in.
+
+    Attributes:
+        complete: it has read what was there when it connected.
     """
 
     def __init__(self, bootstrap: str, topic: str, security: ClientSecurity = PLAINTEXT) -> None:
@@ -27,6 +30,8 @@ class TopicReader:
         self._topic = topic
         self._consumer: KafkaConsumer | None = None
         self._ends: dict[int, int] = {}
+        self._behind: dict[TopicPartition, int] = {}  # the ends that it has not reached yet
+        self.complete = False
 
     @property
     def version(self) -> str:
@@ -47,6 +52,9 @@ class TopicReader:
                     self._ends[record.partition] = record.offset + 1
                     if record.key is not None:
                         found.append((record.key.decode("utf-8", "replace"), record.value))
+            for place in [place for place, end in self._behind.items() if _at(consumer, place) >= end]:
+                del self._behind[place]
+            self.complete = not self._behind
             return found
         except (kafka_errors.KafkaError, OSError) as error:
             raise BrokerUnavailable(self._bootstrap, f"{type(error).__name__}: {error}") from None
@@ -72,4 +80,11 @@ class TopicReader:
         consumer.assign(places)
         consumer.seek_to_beginning(*places)
         self._ends = dict.fromkeys(sorted(numbers), 0)
+        self._behind = dict(consumer.end_offsets(places))
         return consumer
+
+
+def _at(consumer: KafkaConsumer, place: TopicPartition) -> int:
+    """Offset of the next record, also where the last one before it is no record of ours (a transaction's mark)."""
+    position = consumer.position(place, timeout_ms=_POLL_MS)
+    return -1 if position is None else int(position)

@@ -19,29 +19,20 @@ import asyncio
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from kafka import KafkaConsumer, TopicPartition
-from kafka import errors as kafka_errors
-from kafka.consumer.subscription_state import ConsumerRebalanceListener
-from kafka.structs import OffsetAndMetadata
-from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.core import CounterMetricFamily
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector as MetricCollector
 
 from ingest.border import KEPT_BYTES, Border
 from ingest.enrich import Enricher
 from ingest.errors import BrokerUnavailable
 from ingest.events import Lane, LoggedEvent, Segment
-from ingest.front import RAW_PLACE, front_source, raw_topic
+from ingest.front import RAW_PLACE, front_source
 from ingest.publish import Outcome, ensure_topics, make_publisher
+from ingest.raw_topic import RawReader
 from lakehouse.contract.envelope import HEADER_NAMES, Envelope, EnvelopeError, fingerprint
 from lakehouse.contract.faults import crash_point
-from lakehouse.contract.kafkasecurity import PLAINTEXT, ClientSecurity
+from lakehouse.contract.kafkasecurity import ClientSecurity
 from lakehouse.contract.pipeline import Pipeline, Source
 from lakehouse.contract.settings import Settings
 from lakehouse.contract.trace import EventLines
@@ -49,11 +40,8 @@ from lakehouse.contract.trace import EventLines
 logger = logging.getLogger(__name__)
 _lines = EventLines(logger)
 
-BATCH = 5_000
-_POLL_MS = 200
+STOP_S = 10.0  # for the batch that is being sent when it is told to stop
 _BACKOFF_MAX_S = 5.0
-_METADATA_MS = 10_000  # new partitions, and topics that were not known yet, are shared out after so long
-_SESSION_MS = 6_000  # a member that is dead for so long leaves its partitions to the others
 REFINED_BY = "refined_by"  # an extra header
 
 
@@ -139,19 +127,29 @@ class RefineNode:
         self.counts: dict[str, Counter[str]] = {name: Counter() for name in self._sources}
 
     async def run(self, ready: Callable[[], None], stop: asyncio.Event) -> None:
-        """Refine until ``stop`` is set."""
-        await self._connect()
-        tasks = [asyncio.create_task(enricher.run()) for enricher in self._enrichers.values()]
+        """Refine until ``stop`` is set; a batch that is being sent then has :data:`STOP_S` to come through.
+
+        One that Kafka does not take in that time stays in the raw topic, and is refined again at the next start.
+        """
+        following: list[asyncio.Task[None]] = []
         try:
-            for enricher in self._enrichers.values():
-                await enricher.complete()
+            if not await _until(stop, self._begin(following), 0):
+                return
             ready()
-            await self._batches(stop)
+            if not await _until(stop, self._batches(stop), STOP_S):
+                logger.warning("Kafka did not take the last batch in %.0f s; the raw topic keeps it", STOP_S)
         finally:
-            for task in tasks:
+            for task in following:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*following, return_exceptions=True)
             await asyncio.to_thread(self._publisher.close, 1.0)
+
+    async def _begin(self, following: list[asyncio.Task[None]]) -> None:
+        """Connect, and follow the references until they are there."""
+        await self._connect()
+        following += [asyncio.create_task(enricher.run()) for enricher in self._enrichers.values()]
+        for enricher in self._enrichers.values():
+            await enricher.complete()
 
     async def _connect(self) -> None:
         declared = list(self._sources.values())
@@ -233,97 +231,19 @@ class RefineNode:
         self._arrived.set()
 
 
-class RawReader:
-    """The raw topics as one member of the consumer group. Blocks: use it from a thread.
-
-    Args:
-        bootstrap: ``host:port`` of a broker.
-        sources: by name, as declared.
-        group: consumer group that shares them.
-        security: how to log in.
-    """
-
-    def __init__(
-        self, bootstrap: str, sources: Mapping[str, Source], group: str, security: ClientSecurity = PLAINTEXT
-    ) -> None:
-        self._security = security
-        self._bootstrap = bootstrap
-        self._group = group
-        self._names = {raw_topic(source): name for name, source in sources.items()}
-        self._consumer: KafkaConsumer | None = None
-        self._next: dict[TopicPartition, int] = {}
-        self._suspect_before: dict[TopicPartition, int] = {}
-
-    def poll(self) -> list[tuple[str, Any, bool]]:
-        """Records with the names of their sources, and whether each may have been refined before.
-
-        Raises:
-            BrokerUnavailable: the broker does not answer.
-        """
-        try:
-            consumer = self._consumer or self._connect()
-            found: list[tuple[str, Any, bool]] = []
-            for place, records in consumer.poll(timeout_ms=_POLL_MS, max_records=BATCH).items():
-                before = self._suspect_before.setdefault(place, records[0].offset + BATCH)
-                name = self._names[place.topic]
-                found += [(name, record, record.offset < before) for record in records]
-                self._next[place] = records[-1].offset + 1
-            return found
-        except (kafka_errors.KafkaError, OSError) as error:
-            raise BrokerUnavailable(self._bootstrap, f"{type(error).__name__}: {error}") from None
-
-    def commit(self) -> None:
-        """Everything that was polled has been refined.
-
-        Raises:
-            BrokerUnavailable: the broker does not answer.
-        """
-        assert self._consumer is not None
-        offsets = {place: OffsetAndMetadata(offset, "", -1) for place, offset in self._next.items()}
-        self._next = {}
-        try:
-            self._consumer.commit(offsets)
-        except kafka_errors.CommitFailedError:  # others have these partitions by now, and refine the batch again
-            logger.info("the group was rebalanced meanwhile; the batch counts once by its ids")
-        except (kafka_errors.KafkaError, OSError) as error:
-            raise BrokerUnavailable(self._bootstrap, f"{type(error).__name__}: {error}") from None
-
-    def close(self) -> None:
-        """Leave the group."""
-        if self._consumer is not None:
-            self._consumer.close(autocommit=False)
-            self._consumer = None
-
-    def _connect(self) -> KafkaConsumer:
-        consumer = self._consumer = KafkaConsumer(
-            bootstrap_servers=self._bootstrap,
-            group_id=self._group,
-            session_timeout_ms=_SESSION_MS,
-            heartbeat_interval_ms=_SESSION_MS // 4,
-            enable_auto_commit=False,
-            auto_offset_reset="earliest",
-            metadata_max_age_ms=_METADATA_MS,
-            metrics_enabled=False,
-            **self._security.for_kafka_python(),
-        )
-        for topic in self._names:  # else the group's leader may share out nothing until its metadata is renewed
-            consumer.partitions_for_topic(topic)
-        consumer.subscribe(sorted(self._names), listener=_Assigned(self._suspect_before))
-        return consumer
-
-
-class _Assigned(ConsumerRebalanceListener):  # type: ignore[misc]
-    """Whatever is assigned anew may have been refined by another, as far as a batch goes."""
-
-    def __init__(self, suspect_before: dict[TopicPartition, int]) -> None:
-        self._suspect_before = suspect_before
-
-    def on_partitions_revoked(self, revoked: Any) -> None:
-        pass
-
-    def on_partitions_assigned(self, assigned: Any) -> None:
-        for place in assigned:
-            self._suspect_before.pop(place, None)
+async def _until(stop: asyncio.Event, work: Coroutine[Any, Any, None], grace_s: float) -> bool:
+    """Let the work run to its end, or until so long after ``stop``; whether it came to its end."""
+    task, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((task, stopping), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task,), timeout=grace_s)
+    finally:
+        task.cancel()
+        stopping.cancel()
+        await asyncio.gather(task, stopping, return_exceptions=True)
+    if not task.cancelled():
+        task.result()  # what it raised, if it did
+    return not task.cancelled()
 
 
 def _enrichers(
@@ -352,43 +272,3 @@ def _tell(what: str, envelope: Envelope) -> None:
 
 
 _NOWHERE = Segment(0, Path())
-
-
-class RefineMetrics(MetricCollector):
-    """Counts of a refiner for Prometheus.
-
-    Args:
-        node: whose.
-    """
-
-    def __init__(self, node: RefineNode) -> None:
-        self._node = node
-
-    def collect(self) -> Iterator[Metric]:
-        """Events by source and what became of them."""
-        counter = CounterMetricFamily("millrace_refine_events", "Events refined", labels=("source", "what"))
-        for source, counts in self._node.counts.items():
-            for what, count in counts.items():
-                counter.add_metric((source, what), count)
-        yield counter
-
-    def describe(self) -> Iterable[Metric]:
-        """Names are known without collecting."""
-        return ()
-
-
-@contextmanager
-def serve_metrics(node: RefineNode, port: int) -> Iterator[None]:
-    """Serve ``/metrics`` on the loopback address meanwhile; port 0: do not."""
-    if not port:
-        yield
-        return
-    registry = CollectorRegistry()
-    registry.register(RefineMetrics(node))
-    server, thread = start_http_server(port, "127.0.0.1", registry)
-    try:
-        yield
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

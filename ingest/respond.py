@@ -134,7 +134,8 @@ class Responder:
             declared = self._pipeline.products.get(product)
             if declared is None or not declared.channel:
                 raise LookupRefused(f"there is no product {product!r} to be looked up", 404)
-            self._may_see(declared.source, request)
+            shown = (presented_key(name, value) for name, value in request.headers.raw)
+            self._door.gate.show(declared, self._pipeline, next((key for key in shown if key), None))
             if bool(key) == bool(columns):
                 raise LookupRefused("give the key in the path, or columns in the query", 400)
             if key:
@@ -146,13 +147,6 @@ class Responder:
         if not found.rows:
             return problem(404, f"{product} has no row of this key", version=found.version)
         return Response(found.json(product=product), media_type=_JSON, headers={"ETag": f'"{found.version}"'})
-
-    def _may_see(self, source: str, request: Request) -> None:
-        """Where keys are asked for, a key sees what comes of the sources it sends to."""
-        found = self._answers.source(source)
-        if found is not None:
-            shown = (presented_key(name, value) for name, value in request.headers.raw)
-            self._door.gate.admit(found, next((key for key in shown if key), None))
 
     def _push(self, token: Token, text: str, callback: str) -> None:
         task = asyncio.create_task(self._call_back(token, text, callback))

@@ -66,9 +66,13 @@ class SegmentWriter:
         self._open: dict[int, int] = {}  # segment number to file descriptor
         self._created = False  # a file whose name is not on the disk yet
         self._newest = 0  # segment that has its first bytes, and so the state before it, on the disk
+        self._kept: list[Segment] = []  # to be removed once a newer one is on the disk
 
     def write(self, parts: Sequence[Part], remove: Sequence[Segment]) -> list[int]:
         """Make the parts durable, and remove the segments. May be repeated with the same parts after an error.
+
+        A segment goes only when a newer one, which carries the state before it, is on the disk: with this write, or a
+        later one. So there is always one that does.
 
         Each part goes to its own offset, so that repeating a write makes the same bytes dirty again: after a failed
         fsync the kernel may have dropped them.
@@ -77,8 +81,8 @@ class SegmentWriter:
             the number of bytes in each part.
         """
         sizes = []
-        # On a full disk nothing can be written before something goes. What a durable segment comes after, may.
-        self._remove([segment for segment in remove if segment.number < self._newest])
+        self._kept += [segment for segment in remove if segment not in self._kept]  # a repeated write brings it again
+        self._remove_older()  # on a full disk nothing can be written before something goes
         for number, part in enumerate(parts):
             handle = self._open.get(part.segment.number)
             if handle is None:
@@ -93,14 +97,17 @@ class SegmentWriter:
             self._sync_folder()
             self._created = False
         self._newest = max(self._newest, *(part.segment.number for part in parts)) if parts else self._newest
-        self._remove(remove)  # after the newest segment, which carries the state, is on the disk
+        self._remove_older()
         return sizes
 
-    def _remove(self, segments: Sequence[Segment]) -> None:
-        for segment in segments:
-            with suppress(KeyError):
-                os.close(self._open.pop(segment.number))
-            segment.path.unlink(missing_ok=True)
+    def _remove_older(self) -> None:
+        """Remove what a durable segment comes after."""
+        for segment in self._kept:
+            if segment.number < self._newest:
+                with suppress(KeyError):
+                    os.close(self._open.pop(segment.number))
+                segment.path.unlink(missing_ok=True)
+        self._kept = [segment for segment in self._kept if segment.number >= self._newest]
 
     def close(self) -> None:
         """Close what is open."""

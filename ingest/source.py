@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +16,7 @@ from typing import Protocol
 from ingest.acks import RecentEvents
 from ingest.border import Admitted, Border
 from ingest.delivery import Delivery
+from ingest.enrich import Enricher
 from ingest.events import Lane, LoggedEvent, Segment
 from ingest.log import MessageLog
 from lakehouse.contract.envelope import UPSTREAM_ID
@@ -90,7 +91,7 @@ class Intake:
         log: where the events become durable.
         delivery: how they reach Kafka.
         recent: remembers events whose senders may ask for them; None for one-way lanes.
-        enrich: adds reference data to the event's headers.
+        enricher: adds reference data to the event's headers.
     """
 
     def __init__(
@@ -100,14 +101,24 @@ class Intake:
         log: MessageLog,
         delivery: Delivery,
         recent: RecentEvents | None = None,
-        enrich: Callable[[Admitted], Extra] | None = None,
+        enricher: Enricher | None = None,
     ) -> None:
         self.border = border
         self.lane = lane
         self.log = log
         self._delivery = delivery
         self._recent = recent
-        self._enrich = enrich
+        self._enricher = enricher
+
+    def not_ready(self) -> str:
+        """Why no events are to be taken now; empty: they are."""
+        missing = self._enricher.missing if self._enricher is not None else ""
+        return f"the reference data of source {self.border.source.name!r} is being read: {missing}" if missing else ""
+
+    async def until_ready(self) -> None:
+        """Return when its reference data is there."""
+        if self._enricher is not None:
+            await self._enricher.complete()
 
     def take(self, event: Admitted, position: int | None = None, extra: Extra = ()) -> LoggedEvent:
         """Append an event and send it on.
@@ -129,8 +140,8 @@ class Intake:
             return self._leave_out(event, position, extra)
         if event.refusal is not None:
             self._tell(event)
-        if self._enrich is not None and event.refusal is None:
-            extra += self._enrich(event)
+        if self._enricher is not None and event.refusal is None:
+            extra += self._enricher(event)
         if extra:
             envelope = dataclasses.replace(envelope, extra=envelope.extra + extra)
         logged = self.log.append(self.lane, envelope, event.key, event.payload, position)
@@ -159,7 +170,7 @@ class Intake:
             LogFull: the log has reached its bound.
             LogUnavailable: the disk refuses writes.
         """
-        if self._enrich is not None or [event for event in events if event.shed]:
+        if self._enricher is not None or [event for event in events if event.shed]:
             return [self.take(event) for event in events]
         rejected = self.lane.rejected
         logged = self.log.append_all(self.lane, events)

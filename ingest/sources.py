@@ -10,16 +10,17 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ingest.acks import RecentEvents
-from ingest.border import Border
+from ingest.border import KEPT_BYTES, Border
 from ingest.collectors import Place, make_collector
 from ingest.collectors.upstream import shown_url
 from ingest.delivery import Delivery
 from ingest.enrich import Enricher
 from ingest.front import FrontBorder
-from ingest.log import MessageLog
+from ingest.log import MessageLog, least_limit
 from ingest.shed import Shedder, Waiting
 from ingest.source import Collector, Intake, UpstreamStatus
 from lakehouse.contract.collector import STREAM_KINDS, CollectorSpec
+from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline import Source
 from lakehouse.contract.settings import Settings
 
@@ -102,9 +103,10 @@ class SourceSet:
             url: upstream to read instead of what the source says.
 
         Raises:
-            ConfigError: a collector or a reference cannot be made.
+            ConfigError: a collector or a reference cannot be made, or the log is too small for an event.
             EnvironmentProblem: an address cannot be bound.
         """
+        self._check_size(source)
         running = _Running(source)
         try:
             self._make(running, url)
@@ -147,6 +149,18 @@ class SourceSet:
         for running in self._set.values():
             for collector in running.collectors:
                 collector.close()
+
+    def _check_size(self, source: Source) -> None:
+        """The log has to be able to take the source's largest event, or what is kept of one that is larger."""
+        least = least_limit(max(source.max_event_bytes, KEPT_BYTES))
+        if self._settings.collect.log_bytes < least:
+            raise ConfigError(
+                f"an event of {source.max_event_bytes} bytes would never fit into a log of "
+                f"{self._settings.collect.log_bytes} (collect.log_bytes)",
+                file=self._folder / "pipeline.toml",
+                key=f"sources.{source.name}.max_event_bytes",
+                remedy=f"Set collect.log_bytes to {least} or more, or allow smaller events only",
+            )
 
     def _make(self, running: _Running, url: str) -> None:
         source = running.source
@@ -195,6 +209,8 @@ class SourceSet:
         self.one_way.discard(running.source.name)
         for collector in running.collectors:
             collector.close()
+        if running.enricher is not None:
+            running.enricher.close()
 
 
 def with_upstream(specs: Iterable[CollectorSpec], url: str) -> list[CollectorSpec]:

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import base64
+import logging
 import socket
 import time
-from collections.abc import Mapping
+import uuid
 
 from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
 from kafka.admin import ConfigResource, ConfigResourceType
 from kafka.errors import KafkaError
 
+from lakehouse.bronze.table import Progress
 from lakehouse.contract.kafkasecurity import PLAINTEXT, ClientSecurity
 from lakehouse.contract.pipeline import Source
-from lakehouse.maintain.look import Backlog
+from lakehouse.contract.settings import KafkaSettings
+from lakehouse.maintain.backlog import Ask, Backlog
+
+log = logging.getLogger(__name__)
 
 _WAIT_MS = 3_000
+
+
+def asking(kafka: KafkaSettings) -> Ask:
+    """Asks the broker anew each time: one that did not answer may do so later."""
+    return lambda source, done: Topics(kafka.bootstrap, kafka.security).backlog(source, done)
 
 
 class Topics:
@@ -25,8 +36,8 @@ class Topics:
         self._bootstrap = bootstrap
         self._gone = not bootstrap
 
-    def backlog(self, source: Source, offsets: Mapping[str, int]) -> Backlog | None:
-        """What lies behind ``TOPIC/PARTITION`` offsets; None where the broker or the topic is not there."""
+    def backlog(self, source: Source, done: Progress) -> Backlog | None:
+        """What bronze, being so far, has not taken; None where the broker or the topic is not there."""
         if self._gone or not self._answers():
             return None
         try:
@@ -42,7 +53,7 @@ class Topics:
             self._gone = True
             return None
         try:
-            return self._look(consumer, source, offsets)
+            return self._look(consumer, source, done)
         except KafkaError:
             return None
         finally:
@@ -60,14 +71,18 @@ class Topics:
         self._gone = True
         return False
 
-    def _look(self, consumer: KafkaConsumer, source: Source, offsets: Mapping[str, int]) -> Backlog | None:
+    def _look(self, consumer: KafkaConsumer, source: Source, done: Progress) -> Backlog | None:
         partitions = [TopicPartition(source.topic, n) for n in consumer.partitions_for_topic(source.topic) or ()]
         if not partitions:
             return None
         starts, ends = consumer.beginning_offsets(partitions), consumer.end_offsets(partitions)
+        topic_id, retention_s = self._described(source)
+        taken_of = {p: done.offsets.get(f"{p.topic}/{p.partition}", 0) for p in partitions}
+        known = done.topics.get(source.topic)
+        anew = bool(known and topic_id and known != topic_id) or any(ends[p] < taken_of[p] for p in partitions)
         waiting, lost = [], 0
         for partition in partitions:
-            taken = offsets.get(f"{partition.topic}/{partition.partition}", 0)
+            taken = 0 if anew else taken_of[partition]
             if taken:
                 lost += max(0, starts[partition] - taken)
             if ends[partition] > max(taken, starts[partition]):
@@ -75,7 +90,7 @@ class Topics:
         oldest = self._oldest(consumer, waiting)
         records = sum(ends[partition] - start for partition, start in waiting)
         age = max(0.0, time.time() - oldest / 1000) if oldest else 0.0
-        return Backlog(records, age, lost, self._retention_s(source))
+        return Backlog(records, age, lost, retention_s, anew)
 
     @staticmethod
     def _oldest(consumer: KafkaConsumer, waiting: list[tuple[TopicPartition, int]]) -> int | None:
@@ -93,15 +108,20 @@ class Topics:
                         consumer.pause(partition)
         return min(found.values(), default=None)
 
-    def _retention_s(self, source: Source) -> float:
-        """As the broker has it, else as declared."""
+    def _described(self, source: Source) -> tuple[str, float]:
+        """The topic's id, empty where the broker does not tell, and for how many seconds it keeps records."""
         admin = KafkaAdminClient(
             bootstrap_servers=self._bootstrap, bootstrap_timeout_ms=_WAIT_MS, **self._security.for_kafka_python()
         )
+        topic_id, retention_s = "", source.retention_ms / 1000
         try:
+            # As Kafka's own tools write it.
+            number = uuid.UUID(str(admin.describe_topics([source.topic])[0]["topic_id"]))
+            topic_id = base64.urlsafe_b64encode(number.bytes).decode().rstrip("=")
             found = admin.describe_configs([ConfigResource(ConfigResourceType.TOPIC, source.topic)])
-            return int(found["topic"][source.topic]["retention.ms"]["value"]) / 1000
-        except (KafkaError, ValueError, KeyError, TypeError):
-            return source.retention_ms / 1000
+            retention_s = int(found["topic"][source.topic]["retention.ms"]["value"]) / 1000
+        except (KafkaError, ValueError, KeyError, TypeError, IndexError):
+            log.debug("the broker does not describe %s", source.topic, exc_info=True)
         finally:
             admin.close()
+        return topic_id, retention_s

@@ -58,6 +58,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(doctor.doctor)
+app.command()(doctor.prepare)
 app.command()(doctor.jars)
 app.add_typer(kafka.app, name="kafka")
 app.command()(simulate.simulate)
@@ -103,8 +104,8 @@ def collect(
 ) -> None:
     """Run a collecting node: the pipeline's upstreams, UDP and HTTP, into the log and Kafka."""
     from ingest.memory import calm_garbage_collector
-    from ingest.node import run_collector
     from jobs.broker import resolve_kafka
+    from jobs.collecting import collect_until
     from lakehouse.contract.pipeline import load_pipeline
 
     settings = load_settings(lake=lake, pipeline=pipeline, kafka__bootstrap=kafka, collect__port=port)
@@ -114,7 +115,8 @@ def collect(
     urls = upstream_urls(url or [], list(loaded.sources))
     calm_garbage_collector()
     run_async(
-        lambda stop: run_collector(
+        lambda stop: collect_until(
+            err,
             settings,
             loaded,
             node=node,
@@ -201,7 +203,7 @@ def up(
     settings = load_settings(lake=lake, pipeline=pipeline)
     folders = inbox_folders(inbox or [], list(load_pipeline(settings.pipeline_folder()).sources))
     log_to_stderr()
-    stack = Stack(settings, upstream=upstream or "", feeds=True, inboxes=folders)
+    stack = Stack(settings, upstream=upstream or "", feeds=True, inboxes=folders, watch=True)
     stopping: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda received, _: stopping.append(received))

@@ -125,6 +125,7 @@ def serve_metrics(spark: SparkSession, lake: Lake, port: int) -> Iterator[str]:
         EnvironmentProblem: the port is taken.
     """
     from lakehouse.counts import EVENTS
+    from lakehouse.maintain.backlog import RETENTION_SHARE
 
     def progress() -> list[Mapping[str, Any]]:
         found = (query.lastProgress for query in spark.streams.active)
@@ -134,5 +135,6 @@ def serve_metrics(spark: SparkSession, lake: Lake, port: int) -> Iterator[str]:
     pid = int(spark._jvm.java.lang.ProcessHandle.current().pid())
     jvm = ProcessCollector(namespace="jvm", pid=lambda: pid, registry=None)
     queries = DriverCollector(progress, lake)
-    with closing(queries), metrics_server(port, jvm, queries, EVENTS, setting="spark.metrics_port") as url:
+    counted = (EVENTS, RETENTION_SHARE)
+    with closing(queries), metrics_server(port, jvm, queries, *counted, setting="spark.metrics_port") as url:
         yield url

@@ -9,9 +9,9 @@ import sys
 from datetime import UTC, datetime
 
 from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.java import LOG_VARIABLE
 from lakehouse.contract.trace import FIELDS
 
-VARIABLE = "MILLRACE_LOG"
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -42,9 +42,9 @@ def log_to_stderr() -> None:
     Raises:
         ConfigError: the variable says something else.
     """
-    kind = os.environ.get(VARIABLE, "text")
+    kind = os.environ.get(LOG_VARIABLE, "text")
     if kind not in ("text", "json"):
-        raise ConfigError(f"{kind!r} is not known", key=VARIABLE, remedy="Use text or json")
+        raise ConfigError(f"{kind!r} is not known", key=LOG_VARIABLE, remedy="Use text or json")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if kind == "json" else logging.Formatter(_TEXT))
     logging.basicConfig(level=logging.INFO, handlers=[handler])

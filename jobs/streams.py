@@ -57,6 +57,7 @@ def run_stages(
     if stages.bronze:
         settings = resolve_kafka(settings, "lakehouse")
     bootstrap = settings.kafka.bootstrap if stages.bronze else ""
+    from jobs.backlog import asking
     from jobs.driver_metrics import serve_metrics
     from lakehouse.counts import EVENTS
     from lakehouse.maintain.beside import Caretaker
@@ -71,7 +72,8 @@ def run_stages(
         if stages.bronze:
             ensure_topics(pipeline, bootstrap, security=settings.kafka.security)
         lake = Lake(settings.lake)
-        with serve_metrics(spark, lake, settings.spark.metrics_port) as url, Caretaker(lake, pipeline):
+        ask = asking(settings.kafka) if stages.bronze else None
+        with serve_metrics(spark, lake, settings.spark.metrics_port) as url, Caretaker(lake, pipeline, ask):
 
             def tell() -> None:
                 log.info("metrics at %s", url)

@@ -55,6 +55,7 @@ class Stack:
         upstreams: the same by source.
         feeds: fetch the feeds that the pipeline declares.
         inboxes: folders whose files are loaded, by source.
+        watch: the collector follows the pipeline's file.
     """
 
     def __init__(
@@ -65,7 +66,9 @@ class Stack:
         upstreams: Mapping[str, str] | None = None,
         feeds: bool = False,
         inboxes: Mapping[str, Path] | None = None,
+        watch: bool = False,
     ) -> None:
+        self._watch = watch
         self._settings = settings
         self._lake = Lake(settings.lake)
         self._feeds = feeds
@@ -94,7 +97,8 @@ class Stack:
         self._child("lakehouse", ["run", *common, *kafka])
         self._child("serve", ["serve", *common, "--port", str(serve)])
         urls = [argument for url in self._urls for argument in ("--url", url)]
-        self._child("collect", ["collect", *common, *kafka, "--port", str(collect), *urls])
+        watch = ["--watch"] if self._watch else []
+        self._child("collect", ["collect", *common, *kafka, "--port", str(collect), *urls, *watch])
         host = settings.serve.host
         if any(source.latest_topic for source in load_pipeline(settings.pipeline_folder()).sources.values()):
             self._measured_child("latest", ["latest", *common, *kafka])

@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from ingest.border import Admitted
+from ingest.cut import elements
 from ingest.errors import EventRefused, IngestError, LogFull, LogUnavailable
 from ingest.events import Group
 from ingest.limits import Caller, Gate
@@ -98,7 +99,7 @@ class Door:
 
     Attributes:
         intakes: by source, for those that take events by HTTP.
-        ready: why the node takes no events now; empty: it does.
+        not_ready: why the node takes no events now; empty: it does.
         gate: keys and limits.
         signer: of the tokens.
         one_way: sources that acknowledge nothing.
@@ -138,9 +139,19 @@ class Door:
         except EventRefused as refused:
             self.count(source if intake is not None else "", refused)
             raise
+        self.check_ready(intake)
+        return Pass(intake, caller)
+
+    def check_ready(self, intake: Intake) -> None:
+        """Pass where events of this source are taken now.
+
+        Raises:
+            NotReady: they are not: the node is not ready, or the source's reference data is not there.
+        """
         if reason := self.not_ready():
             raise NotReady(reason)
-        return Pass(intake, caller)
+        if reason := intake.not_ready():
+            raise NotReady(reason, intake)
 
     def take(self, passed: Pass, kind: str, body: bytes) -> Taken:
         """Put the events of a body into the log and send them on.
@@ -215,7 +226,15 @@ class Door:
 
 
 class NotReady(LogUnavailable):
-    """The node takes no events now."""
+    """The node takes no events now.
+
+    Attributes:
+        intake: whose reference data is not there; None: it is the node that is not ready.
+    """
+
+    def __init__(self, reason: str, intake: Intake | None = None) -> None:
+        super().__init__(reason)
+        self.intake = intake
 
     def __str__(self) -> str:
         return self.reason
@@ -231,16 +250,20 @@ def split(kind: str, body: bytes) -> tuple[bool, Sequence[bytes]]:
         if body.lstrip()[:1] != b"[":
             return True, (body,)
         try:
-            events = [orjson.dumps(element) for element in orjson.loads(body)]
+            _check_count(len(orjson.loads(body)))
         except orjson.JSONDecodeError:
             return True, (body,)  # the border says what is wrong with it, and keeps it
-    else:
-        events = [line for line in map(bytes.strip, body.split(b"\n")) if line]
+        return False, list(elements(body))
+    events = [line for line in map(bytes.strip, body.split(b"\n")) if line]
+    _check_count(len(events))
+    return False, events
+
+
+def _check_count(events: int) -> None:
     if not events:
         raise EventRefused("there is no event in the body", 400, code="empty")
-    if len(events) > MAX_EVENTS:
-        raise EventRefused(f"the body has {len(events)} events, more than {MAX_EVENTS}", 413, code="too-many-events")
-    return False, events
+    if events > MAX_EVENTS:
+        raise EventRefused(f"the body has {events} events, more than {MAX_EVENTS}", 413, code="too-many-events")
 
 
 def presented_key(name: bytes, value: bytes) -> str | None:

@@ -1,13 +1,12 @@
 """Events by HTTP: ``POST /v1/SOURCE`` takes one event or many and answers when they are safe.
 
 =============================  ====================================================================================
-``application/json``           one object is one event, kept byte for byte; of an array each element is an event, and is
-                               written anew (orjson), since an array has no bytes of its own for an element
-``application/x-ndjson``       one event a line, each kept byte for byte
+``application/json``           one object is one event; of an array each element is one
+``application/x-ndjson``       one event a line
 =============================  ====================================================================================
 
-Answers are JSON; errors are problem documents (RFC 9457) whose ``type`` names the kind. An event that is refused is
-kept all the same (quarantine), so it has a token too.
+Each is kept byte for byte. Answers are JSON; errors are problem documents (RFC 9457) whose ``type`` names the kind. An
+event that is refused is kept all the same (quarantine), so it has a token too.
 
 ====  ==================================================================================================
 202   ``{"token"}`` for one event, ``{"tokens", "rejected": [{"index", "code", "detail"}]}`` for many

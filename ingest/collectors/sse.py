@@ -1,12 +1,14 @@
 """The client of a server-sent events upstream: one event is one event of ours.
 
 It reconnects with the ``Last-Event-ID`` of the last event in the log, which stands there with the event (and in its
-Kafka headers, as ``upstream_id``), so that a crash resumes too. An upstream that names no ids cannot resume: a
-reconnect is reported as a gap. ``retry:`` is honoured, up to five minutes.
+Kafka headers, as ``upstream_id``), so that a crash resumes too. An upstream that names no ids, or only such that no
+header can carry (one that ends with a blank, say), cannot resume: a reconnect is reported as a gap. ``retry:`` is
+honoured, up to five minutes.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +20,7 @@ from ingest.source import Intake
 from lakehouse.contract.collector import CollectorSpec
 
 MAX_ID_BYTES = 8_192
+_FIELD_VALUE = re.compile(rb"[\x21-\x7e\x80-\xff](?:[\t\x20-\x7e\x80-\xff]*[\x21-\x7e\x80-\xff])?")  # RFC 9110 §5.5
 _MAX_RETRY_MS = 300_000
 
 
@@ -41,12 +44,12 @@ class SseCollector(UpstreamClient):
 
     @property
     def _resumes(self) -> bool:
-        return bool(self._lane.cursor)
+        return _can_be_sent(self._lane.cursor or "")
 
     async def _session(self) -> None:
         headers = {**self._headers, "Accept": "text/event-stream", "Cache-Control": "no-store"}
         last_id = self._lane.cursor or ""
-        if last_id:
+        if self._resumes:
             headers["Last-Event-ID"] = last_id
         parser = EventStreamParser(last_id, max_bytes=self._most_bytes)
         async with open_stream(self._url, headers, kinds=("text/event-stream",)) as body:
@@ -61,7 +64,13 @@ class SseCollector(UpstreamClient):
     async def _event(self, event: ServerSentEvent) -> None:
         if event.oversize:
             await self._skip_oversize("server-sent event")
-        elif event.id and len(event.id.encode()) <= MAX_ID_BYTES:
+        elif _can_be_sent(event.id):
             await self._received_named(event.data, event.id)
         else:
             await self._received(event.data)
+
+
+def _can_be_sent(name: str) -> bool:
+    """Whether an event id can stand in a header: with any other no request would come about."""
+    found = name.encode()
+    return len(found) <= MAX_ID_BYTES and _FIELD_VALUE.fullmatch(found) is not None

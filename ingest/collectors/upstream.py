@@ -183,7 +183,7 @@ class UpstreamClient(ABC):
                 break
             except (LogFull, LogUnavailable) as error:
                 logger.warning("upstream %s waits: %s", self._shown, error)
-                await self._intake.log.room()
+                await self._intake.log.room(error.size if isinstance(error, LogFull) else 0)
         if suspect:
             self._lane.suspect_left -= 1
 

@@ -16,6 +16,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, cast
 
 from ingest.collectors import door as doors
@@ -46,7 +47,7 @@ class WireProtocol(asyncio.Protocol):
     """
 
     __slots__ = (
-        "_answers", "_buffer", "_closing", "_connections", "_door", "_fallback", "_handing", "_held",
+        "_answers", "_buffer", "_closing", "_connections", "_deaf", "_door", "_fallback", "_handing", "_held",
         "_need", "_paused", "_registry", "_reserved", "_transport", "_waits_for", "_writing", "busy_since",
         "idle_since",
     )  # fmt: skip
@@ -73,6 +74,7 @@ class WireProtocol(asyncio.Protocol):
         self._writing = True
         self._handing = False
         self._closing = False
+        self._deaf = False  # a request is refused whose body is still to come: nobody looks at what comes
         self.busy_since = 0.0  # loop time at which the request that is coming in began; 0: none is
         self.idle_since = 0.0
 
@@ -101,6 +103,8 @@ class WireProtocol(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Bytes of requests."""
+        if self._deaf:
+            return
         buffer = self._buffer
         buffer += data
         if len(buffer) < self._need or self._handing or self._closing:
@@ -130,7 +134,7 @@ class WireProtocol(asyncio.Protocol):
 
     def expire(self, *, late: bool) -> None:
         """The time for a request is over (``late``), or the connection was idle for too long."""
-        if late and not self._answers:
+        if late and not self._answers and not self._deaf:
             self._transport.write(_render(EventRefused("the request took too long to come in", 408), close=True))
         self._transport.close()
 
@@ -169,22 +173,23 @@ class WireProtocol(asyncio.Protocol):
         if buffer:
             if at or not self.busy_since:
                 self.busy_since = self._connections.now()
+            if self._deaf:
+                buffer.clear()
         else:
             self.busy_since = 0.0
             self.idle_since = self._connections.now()
         self._settle()
 
     def _expect(self, head: Head) -> bool:
-        """Whether a body that is not there in whole may come."""
+        """Whether a body that is not there in whole may come; room is kept for those alone who may send it."""
         if head.length <= _SMALL_BYTES:
             return True
-        if head.length > doors.MAX_BODY_BYTES:
-            self._enter(head)
-            return False
         try:
+            with suppress(LogUnavailable):  # the node may take events again by the time that it is there
+                self._door.enter(head.source, head.kind, head.length, head.key)
             self._reserve(head.length)
         except EventRefused as error:
-            self._closing = True
+            self._closing = self._deaf = True
             self._answers.append(((), _render(error, close=True)))
             return False
         return True
@@ -200,13 +205,12 @@ class WireProtocol(asyncio.Protocol):
         return intake is not None and bool(intake.border.source.respond)
 
     def _enter(self, head: Head) -> Pass | None:
-        """Judge a head; a body that is too large is not waited for."""
+        """Judge the head of a request that is there in whole."""
         try:
             passed = self._door.enter(head.source, head.kind, head.length, head.key)
             self._held = self._door.gate.hold(passed.intake.border.source, passed.caller, self._held)
         except (EventRefused, LogFull, LogUnavailable) as error:
-            self._closing = head.length > doors.MAX_BODY_BYTES
-            self._answers.append(((), _render(error, close=self._closing)))
+            self._answers.append(((), _render(error)))
             return None
         return passed
 
@@ -250,9 +254,16 @@ class WireProtocol(asyncio.Protocol):
                 self._give_away()
                 return
             if self._closing:
-                self._transport.close()
+                self._end()
                 return
         self._balance()
+
+    def _end(self) -> None:
+        if self._deaf:  # closed at once the connection would be reset, and the refusal lost (RFC 9112 §9.6)
+            with suppress(OSError):  # it is gone already
+                self._transport.write_eof()
+        else:
+            self._transport.close()
 
     def _group_closed(self) -> None:
         self._waits_for = None

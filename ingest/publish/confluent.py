@@ -128,9 +128,9 @@ class ConfluentPublisher:
             if self._holding and self._in_client:  # nothing that is still in the client may go out
                 self._producer.purge()
                 self._producer.poll(0)
-        finally:
-            self._outcomes.drain()
+        finally:  # whoever takes the outcomes may fail; the next look is due all the same
             self._poll_in(_POLL_S if self._in_client else _IDLE_POLL_S)
+            self._outcomes.drain()
 
     # --- the client
 

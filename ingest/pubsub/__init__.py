@@ -2,6 +2,7 @@
 
 from ingest.pubsub.feed import Feed
 from ingest.pubsub.interests import Interests, Key
-from ingest.pubsub.protocol import PATH, StreamProtocol, Streams
+from ingest.pubsub.protocol import PATH, StreamProtocol
+from ingest.pubsub.streams import Streams
 
 __all__ = ["PATH", "Feed", "Interests", "Key", "StreamProtocol", "Streams"]

@@ -41,7 +41,8 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport = None  # type: ignore[assignment]
         self._open = False
         self._closing: asyncio.TimerHandle | None = None
-        self._paused = False
+        self._paused = False  # the other side does not read
+        self._holding = False  # what it sent before waits
         self._silent = 0
         self._parts: list[bytes] = []  # of a message in several frames
         self._opcode = Opcode.TEXT  # of that message
@@ -87,21 +88,24 @@ class Connection(asyncio.Protocol):
         self._react()
 
     def pause_writing(self) -> None:
-        """The other side does not read."""
+        """The other side does not read: nothing more is read from it, so that what it is answered stays bounded."""
         self._paused = True
+        self._balance()
 
     def resume_writing(self) -> None:
         """It reads again."""
         self._paused = False
+        self._balance()
 
     # what the node says
 
     def ping(self) -> None:
         """Ask whether it is there; cut it where the two pings before were not answered."""
-        self._silent += 1
+        if not self._holding:  # else its answer would not be heard
+            self._silent += 1
         if self._silent > 2:
             self._transport.abort()
-        elif self._open:
+        elif self._wire.state is State.OPEN:
             self._wire.send_ping(b"")
             self._flush()
 
@@ -112,6 +116,19 @@ class Connection(asyncio.Protocol):
     def _send(self, body: bytes) -> None:
         if self._open and self._wire.state is State.OPEN:
             self._transport.write(Frame(Opcode.TEXT, body).serialize(mask=False))
+
+    def _hold(self, holding: bool) -> None:
+        """Read no more (or again): what came before has to wait."""
+        self._holding = holding
+        self._balance()
+
+    def _balance(self) -> None:
+        if self._transport.is_closing():
+            return
+        if self._paused or self._holding:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
 
     def _close(self, code: int, reason: str) -> None:
         self._open = False
@@ -134,7 +151,8 @@ class Connection(asyncio.Protocol):
             elif isinstance(event, Frame) and event.opcode in (Opcode.TEXT, Opcode.BINARY, Opcode.CONT):
                 self._frame_received(event)
         self._flush()
-        if self._wire.close_expected() and self._closing is None:
+        over = self._wire.close_expected() or self._wire.state is State.CLOSED  # closed: it ended without a word
+        if over and self._closing is None:
             self._open = False
             self._closing = self._loop.call_later(_CLOSE_S, self._transport.abort)
 

@@ -49,6 +49,10 @@ class Feed(Generic[S]):
         if product not in self._tasks:
             self._tasks[product] = asyncio.create_task(self._follow(product), name=f"feed {product}")
 
+    def width(self, product: str) -> int | None:
+        """How many values a key of the product has at most; None where it is not followed, or not read yet."""
+        return self._rows.width(product) if product in self._tasks else None
+
     async def close(self) -> None:
         """Follow nothing any more."""
         tasks = list(self._tasks.values())

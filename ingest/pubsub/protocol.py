@@ -12,8 +12,8 @@ client → node                                                  node → client
 =============================================================  =====================================================
 
 ``subscribe`` replaces the keys of that product: a car on another road sends its new list. ``publish`` without ``id`` is
-not acknowledged. While the log is full nothing is read; a connection that does not read is told the newest of each key
-when it does. The connection itself is :mod:`ingest.pubsub.connection`.
+not acknowledged; an ``ID`` is a text or a number. While the log is full nothing is read, nor of one that does not read
+itself; that one is told the newest of each key when it does. The connection itself is :mod:`ingest.pubsub.connection`.
 """
 
 from __future__ import annotations
@@ -30,16 +30,15 @@ import orjson
 from websockets.http11 import Request
 
 from ingest.border import Admitted
-from ingest.collectors.door import CODES, Door, NotReady, presented_key
+from ingest.collectors.door import CODES, NotReady, presented_key
+from ingest.cut import member
 from ingest.errors import EventRefused, LogFull, LogUnavailable
 from ingest.events import Group
 from ingest.pubsub.connection import Connection
-from ingest.pubsub.feed import Feed
-from ingest.pubsub.interests import Interests, Key
-from lakehouse.contract.pipeline import Pipeline
+from ingest.pubsub.interests import Key
 
 if TYPE_CHECKING:
-    from uvicorn.server import ServerState
+    from ingest.pubsub.streams import Streams
 
 logger = logging.getLogger(__name__)
 
@@ -47,53 +46,6 @@ PATH = "/v1/stream"
 MAX_MESSAGE_BYTES = 1_100_000
 MAX_KEYS = 1_000  # of one connection
 _BUFFER_BYTES = 262_144  # unsent bytes of a connection from which on it is told only the newest, later
-_PING_S = 20.0
-
-
-class Streams:
-    """Every publish/subscribe connection of a node.
-
-    Args:
-        door: keys, limits, tokens, and the sources that may be published to: those that take events by HTTP.
-        interests: who wants what.
-        pipeline: its products with a channel may be subscribed to.
-        most: connections at a time.
-
-    Attributes:
-        feed: set by the node once it is made.
-        connections: there are now.
-    """
-
-    def __init__(
-        self,
-        door: Door,
-        interests: Interests[StreamProtocol],
-        pipeline: Pipeline,
-        most: int,
-    ) -> None:
-        self.door = door
-        self.interests = interests
-        self.pipeline = pipeline
-        self.most = most
-        self.feed: Feed[StreamProtocol]
-        self.connections: set[StreamProtocol] = set()
-
-    def tell(self, subscriber: StreamProtocol, product: str, keys: Sequence[Key]) -> None:
-        """Keys of a product changed; for :class:`Feed`."""
-        subscriber.tell(product, keys)
-
-    def protocol(
-        self, config: object, server_state: ServerState, app_state: dict[str, Any], _loop: object = None
-    ) -> StreamProtocol:
-        """What uvicorn calls for an upgrade request."""
-        return StreamProtocol(self, server_state.connections)
-
-    async def keep_alive(self) -> None:
-        """Ping every connection now and then; one that answers nothing from one ping to the next but one is cut."""
-        while True:
-            await asyncio.sleep(_PING_S)
-            for connection in list(self.connections):
-                connection.ping()
 
 
 class StreamProtocol(Connection):
@@ -184,23 +136,22 @@ class StreamProtocol(Connection):
         except (LogFull, LogUnavailable) as error:
             logger.info("a publisher waits: %s", error)
             self._held.append(message)
-            self._transport.pause_reading()
+            self._hold(True)
             self._tasks["held"] = self._loop.create_task(self._take_held())
 
     async def _take_held(self) -> None:
-        """Take what waits for room in the log, in order; then read on."""
+        """Take what waits for the node, or for its log, in order; then read on."""
         while self._held:
             try:
                 self._handle(self._held[0])
                 self._held.popleft()
-            except (LogFull, LogUnavailable):
-                await self._any_log().room()
-                await asyncio.sleep(0.01)
-        if not self._transport.is_closing():
-            self._transport.resume_reading()
-
-    def _any_log(self) -> Any:
-        return next(iter(self._streams.door.intakes.values())).log
+            except NotReady as error:
+                await (error.intake.until_ready() if error.intake is not None else self._streams.until_ready(0))
+            except LogFull as error:
+                await self._streams.until_ready(error.size)
+            except LogUnavailable:
+                await self._streams.until_ready(0)
+        self._hold(False)
 
     def _handle(self, message: bytes) -> None:
         try:
@@ -210,14 +161,18 @@ class StreamProtocol(Connection):
             detail = f"not JSON: {error}"
         else:
             detail = "a message is an object with publish or subscribe"
-        if isinstance(content, dict) and isinstance(content.get("publish"), str):
-            self._publish(content)
-        elif isinstance(content, dict) and isinstance(content.get("subscribe"), str):
-            self._subscribe(content)
+        fields = content if isinstance(content, dict) else {}
+        number = fields.get("id")
+        if not isinstance(number, str | int | float | None):  # it is sent back: what it may be is bounded
+            self._refuse(None, EventRefused("an id is a text or a number", 400))
+        elif isinstance(fields.get("publish"), str):
+            self._publish(fields, message)
+        elif isinstance(fields.get("subscribe"), str):
+            self._subscribe(fields)
         else:
-            self._refuse(content.get("id") if isinstance(content, dict) else None, EventRefused(detail, 400))
+            self._refuse(number, EventRefused(detail, 400))
 
-    def _publish(self, content: dict[str, Any]) -> None:
+    def _publish(self, content: dict[str, Any], message: bytes) -> None:
         name, number = content["publish"], content.get("id")
         door = self._streams.door
         intake = door.intakes.get(name)
@@ -226,14 +181,13 @@ class StreamProtocol(Connection):
                 raise EventRefused(f"there is no source {name!r} that takes events here", 404, code="unknown-source")
             caller = door.gate.admit(intake.border.source, self._key)
             self._limited = door.gate.hold(intake.border.source, caller, self._limited)
-            if reason := door.not_ready():
-                raise NotReady(reason)
+            door.check_ready(intake)
             door.gate.spend(intake.border.source, caller, 1)
         except EventRefused as refused:
             door.count(name if intake is not None else "", refused)
             self._refuse(number, refused)
             return
-        event = orjson.dumps(content.get("event"))
+        event = member(message, "event")
         admitted = intake.border.admit(event, tenant=caller.tenant, max_bytes=caller.max_event_bytes)
         group = None
         if admitted.refusal is None or door.gate.keep_reject(name):
@@ -280,9 +234,7 @@ class StreamProtocol(Connection):
         declared = self._streams.pipeline.products.get(product)
         if declared is None or not declared.channel:
             raise EventRefused(f"there is no product {product!r} to subscribe to", 404)
-        intake = self._streams.door.intakes.get(declared.source)
-        if intake is not None:  # where keys are asked for, a key sees what comes of the sources it sends to
-            self._streams.door.gate.admit(intake.border.source, self._key)
+        self._streams.door.gate.show(declared, self._streams.pipeline, self._key)
         if not isinstance(given, list):
             raise EventRefused("keys is a list of keys, each a list of values", 400)
         parts = [key if isinstance(key, list) else [key] for key in given]
@@ -290,6 +242,9 @@ class StreamProtocol(Connection):
             raise EventRefused("a key is a list of texts or whole numbers", 400)
         if len({len(key) for key in parts}) > 1:
             raise EventRefused("the keys of a subscription name equally many columns", 400)
+        width = self._streams.feed.width(product)
+        if width is not None and any(len(key) > width for key in parts):
+            raise EventRefused(f"a key of {product!r} has {width} values at most", 400)
         others = self._streams.interests.count(self)
         if len(parts) > MAX_KEYS or others > 4 * MAX_KEYS:
             raise EventRefused(f"a connection may want {MAX_KEYS} keys of a product at most", 413)

@@ -18,7 +18,7 @@ from lakehouse.contract.settings import Settings, load_settings
 
 if TYPE_CHECKING:
     from ingest.audit import SourceAudit, Step
-    from lakehouse.maintain.look import Backlog
+    from lakehouse.maintain.backlog import Backlog
 
 
 def audit(
@@ -73,14 +73,9 @@ def audit(
 
 def retention(backlog: Backlog | None) -> str:
     """``ok``, ``warn`` or ``alarm``: how near Kafka's retention is to what bronze has not taken."""
-    from lakehouse.maintain.look import ALARM, ALARM_SHARE, OK, WARN, WARN_SHARE
+    from lakehouse.maintain.backlog import OK
 
-    if backlog is None:
-        return OK
-    share = backlog.oldest_s / backlog.retention_s if backlog.retention_s > 0 else 0.0
-    if backlog.lost or share >= ALARM_SHARE:
-        return ALARM
-    return WARN if share >= WARN_SHARE else OK
+    return OK if backlog is None else backlog.health
 
 
 def _backlogs(settings: Settings, loaded: Any, found: list[SourceAudit]) -> dict[str, Backlog | None]:
@@ -95,9 +90,7 @@ def _backlogs(settings: Settings, loaded: Any, found: list[SourceAudit]) -> dict
     except MillraceError:
         topics = Topics("")
     bronze = Lake(settings.lake).bronze
-    return {
-        one.source: topics.backlog(loaded.sources[one.source], progress(bronze(one.source)).offsets) for one in found
-    }
+    return {one.source: topics.backlog(loaded.sources[one.source], progress(bronze(one.source))) for one in found}
 
 
 def _as_dict(one: SourceAudit, backlog: Backlog | None) -> dict[str, Any]:
@@ -126,6 +119,8 @@ def _show(one: SourceAudit, backlog: Backlog | None) -> None:
     out.print(text, style={"ok": "", "warn": "yellow", "alarm": "red"}[retention(backlog)])
     if backlog.lost:
         out.print(f"{backlog.lost:,} records are gone that bronze never took", style="red")
+    if backlog.anew:
+        out.print("the topic began anew: bronze's offsets say nothing of it", style="red")
 
 
 def _show_way(steps: list[Step], event: str, as_json: bool) -> None:
@@ -169,6 +164,6 @@ def _write_metrics(path: Path, found: list[SourceAudit], backlogs: dict[str, Bac
         if backlog is not None:
             lag.labels(one.source).set(backlog.records)
             oldest.labels(one.source).set(backlog.oldest_s)
-            share.labels(one.source).set(backlog.oldest_s / backlog.retention_s if backlog.retention_s > 0 else 0.0)
+            share.labels(one.source).set(backlog.share)
             lost.labels(one.source).set(backlog.lost)
     write_to_textfile(str(path), registry)

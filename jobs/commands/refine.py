@@ -19,7 +19,8 @@ def refine(
     metrics_port: Annotated[int, typer.Option(help="Port of /metrics on the loopback address; 0: none.")] = 0,
 ) -> None:
     """Validate and enrich what front collectors took in (TOPIC.raw), and put it into the sources' topics."""
-    from ingest.refine import RefineNode, serve_metrics
+    from ingest.refine import RefineNode
+    from ingest.refine_metrics import serve_metrics
     from jobs.broker import resolve_kafka
     from lakehouse.contract.pipeline import load_pipeline
 

@@ -30,7 +30,8 @@ def tables(
 ) -> None:
     """List the lake's tables: size, files, versions, lag, retention, and what is not as it should be."""
     from lakehouse.contract.pipeline import load_pipeline
-    from lakehouse.maintain.look import ALARM, look
+    from lakehouse.maintain.backlog import ALARM
+    from lakehouse.maintain.look import look
 
     settings = load_settings(lake=lake, pipeline=pipeline, kafka__bootstrap=kafka)
     loaded = load_pipeline(settings.pipeline_folder())

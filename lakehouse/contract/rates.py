@@ -23,9 +23,13 @@ class TokenBucket:
 
     def take(self, count: int, now: float) -> float:
         """Take so many; 0, or the seconds after which it is worth another try (then none were taken)."""
+        wait = self.wait(now)
+        if not wait:
+            self._left -= count
+        return wait
+
+    def wait(self, now: float) -> float:
+        """0 where something may be taken, else the seconds after which it is worth another try."""
         self._left = min(self.rate, self._left + (now - self._then) * self.rate)
         self._then = now
-        if self._left <= 0:
-            return max(0.001, -self._left / self.rate)
-        self._left -= count
-        return 0.0
+        return max(0.001, -self._left / self.rate) if self._left <= 0 else 0.0

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 
 from lakehouse.contract.errors import EnvironmentProblem
-from lakehouse.contract.java import MINIMUM_JAVA, find_java, jvm_proxy_flags
+from lakehouse.contract.java import MINIMUM_JAVA, find_java, jvm_proxy_flags, log_flags
 
 
 def fake_java(home: Path, version: str) -> None:
@@ -55,3 +56,15 @@ def test_proxies_of_the_environment() -> None:
         "-Dhttp.nonProxyHosts=localhost|*.example",
     ]
     assert jvm_proxy_flags({}) == []
+
+
+def test_a_jvm_logs_as_its_process_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for kind in ("text", "json"):
+        monkeypatch.setenv("MILLRACE_LOG", kind)
+        [flag] = log_flags()
+        file = Path(unquote(urlsplit(flag.removeprefix("-Dlog4j2.configurationFile=")).path))
+        lines = file.read_text(encoding="utf-8").splitlines()
+        found[kind] = [line for line in lines if not line.startswith("#") and ".layout." not in line]
+    assert found["text"] == found["json"], "they differ in how a line looks, and in nothing else"
+    assert "logger.native.level = error" in found["json"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -163,6 +164,22 @@ def test_taken_port_is_named(tmp_path: Path) -> None:
         port = held.getsockname()[1]
         with pytest.raises(EnvironmentProblem, match=str(port)):
             EmbeddedBroker(tmp_path, port=port).start()
+
+
+def test_with_json_logs_every_line_is_an_object(own: EmbeddedBroker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLRACE_LOG", "json")
+    with socket.socket() as held:
+        port = int(own.settle().rsplit(":", 1)[1])
+        monkeypatch.setattr("ingest.broker._is_free", lambda _: True)  # somebody takes it just after we looked
+        held.bind(("127.0.0.1", port))
+        with pytest.raises(EnvironmentProblem, match="Address already in use"):
+            own.start()
+    lines = (own.folder / "broker.log").read_text(encoding="utf-8").split("\n")
+    said = [json.loads(line) for line in lines if line]
+    assert {"at", "level", "logger", "message", "process"} <= set.intersection(*map(set, said))
+    errors = [line for line in said if "error" in line]
+    assert errors and {line["level"] for line in errors} == {"ERROR"}
+    assert any("BindException" in line["error"] and "\n\tat " in line["error"] for line in errors)
 
 
 def test_a_broker_that_cannot_start_says_why(own: EmbeddedBroker) -> None:

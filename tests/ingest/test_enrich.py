@@ -11,16 +11,19 @@ from pathlib import Path
 import orjson
 import pytest
 from kafka import KafkaProducer
+from websockets.asyncio.client import connect
 
-from ingest import enrich
+from ingest import enrich, reference_topic
 from ingest.border import Border
 from ingest.broker import EmbeddedBroker
 from ingest.enrich import Enricher, read_rows
 from ingest.publish import ensure_topics
+from ingest.pubsub import PATH
 from lakehouse.contract.collector import EnrichSpec
 from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.pipeline import Pipeline
 from lakehouse.contract.source import Source
-from tests.ingest.conftest import eventually
+from tests.ingest.conftest import consume, eventually, pipeline_of, request, running_node, settings_of
 from tests.ingest.streams import SOURCE
 
 
@@ -93,7 +96,8 @@ async def test_a_file_that_changes_is_read_again(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.broker
-async def test_a_compacted_topic(broker: EmbeddedBroker, tmp_path: Path) -> None:
+async def test_a_compacted_topic(broker: EmbeddedBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference_topic, "_POLL_MS", 1)  # too short for the first records to be there
     topic = "enrich-people"
     await asyncio.to_thread(ensure_topics, broker.bootstrap, [replace(SOURCE, topic=topic)])
     producer = await asyncio.to_thread(lambda: KafkaProducer(bootstrap_servers=broker.bootstrap, metrics_enabled=False))
@@ -105,9 +109,11 @@ async def test_a_compacted_topic(broker: EmbeddedBroker, tmp_path: Path) -> None
     await asyncio.to_thread(put, "a", b'{"team":"red"}')
     await asyncio.to_thread(put, "b", b"rubbish")
     enricher = Enricher(source(people=EnrichSpec("{who}", topic=topic)), tmp_path, broker.bootstrap, at="border")
+    assert enricher.missing == "people"
     following = asyncio.create_task(enricher.run())
     async with asyncio.timeout(60):
         await enricher.complete()
+    assert enricher.missing == ""
     assert dict(enricher.headers({"who": "a"}))["people"] == '{"team":"red"}'
     version = enricher.references["people"].version
     assert version.startswith(f"{topic}@")
@@ -119,3 +125,33 @@ async def test_a_compacted_topic(broker: EmbeddedBroker, tmp_path: Path) -> None
     following.cancel()
     await asyncio.gather(following, return_exceptions=True)
     await asyncio.to_thread(producer.close)
+
+
+@pytest.mark.broker
+async def test_nothing_is_taken_before_its_reference_is_there(
+    broker: EmbeddedBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(enrich, "REFRESH_S", 0.05)
+    spec = {"people": EnrichSpec("{who}", topic="enrich-late-people")}
+    pipeline = pipeline_of("enrich-late", "http", enrich=spec)
+    pipeline = Pipeline({**pipeline.sources, "plain": replace(pipeline.sources["clicks"], name="plain", enrich={})})
+    json = {"content_type": "application/json"}
+    async with (
+        running_node(settings_of(tmp_path), pipeline, broker.bootstrap) as url,
+        connect(url.replace("http", "ws") + PATH) as publisher,
+    ):
+        status, headers, answer = await request(url, "POST", "/v1/clicks", b'{"id":1,"who":"a"}', **json)
+        assert (status, headers["retry-after"], answer["type"]) == (503, "1", "urn:millrace:problem:not-ready")
+        assert "people" in answer["detail"]
+        status, _, _ = await request(url, "POST", "/v1/plain", b'{"id":2,"who":"a"}', **json)
+        assert status == 202, "a source without it goes on"
+        await publisher.send('{"publish":"clicks","event":{"id":3,"who":"a"},"id":3}')
+        await asyncio.to_thread(ensure_topics, broker.bootstrap, [replace(SOURCE, topic="enrich-late-people")])
+        async with asyncio.timeout(60):
+            assert orjson.loads(await publisher.recv())["ack"] == 3, "it was held, and not refused"
+            status, _, _ = await request(url, "POST", "/v1/clicks", b'{"id":4,"who":"a"}', **json)
+        assert status == 202
+    records = await asyncio.to_thread(consume, broker.bootstrap, "enrich-late", 3)
+    assert {
+        orjson.loads(record.value)["id"]: dict(record.headers).get("people_version", b"")[:18] for record in records
+    } == {2: b"", 3: b"enrich-late-people", 4: b"enrich-late-people"}

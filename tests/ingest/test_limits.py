@@ -66,6 +66,19 @@ def test_a_key_has_a_rate_of_its_own() -> None:
         gate.spend(source(), caller, 1)
 
 
+def test_what_one_allowance_refuses_is_not_taken_from_the_other() -> None:
+    gate = Gate(clock=Clock())
+    shared = source(max_rate=10)
+    greedy = Caller(ApiKey("0" * 64, id="a", rate=1))
+    gate.spend(shared, greedy, 1)
+    for _ in range(50):
+        with pytest.raises(EventRefused, match="this key"):
+            gate.spend(shared, greedy, 1)
+    gate.spend(shared, ANYBODY, 9)
+    with pytest.raises(EventRefused, match="source 'clicks'"):
+        gate.spend(shared, Caller(ApiKey("0" * 64, id="b", rate=1)), 1)
+
+
 def test_connections_are_counted_once_and_given_back() -> None:
     gate = Gate(max_connections=3)
     narrow = source(max_connections=2)

@@ -15,7 +15,7 @@ import pytest
 
 from ingest.border import Admitted
 from ingest.errors import LogFull, LogUnavailable
-from ingest.log import AHEAD, MARK_INTERVAL_S, MessageLog
+from ingest.log import AHEAD, MARK_INTERVAL_S, MessageLog, least_limit
 from ingest.protocols import PROTOCOLS
 from lakehouse.contract.errors import EnvironmentProblem
 from tests.ingest.conftest import append, envelope, eventually, everything
@@ -116,6 +116,48 @@ async def test_full_refuses_and_recovers(open_log: OpenLog) -> None:
     append(log, lane, 1, 1000)
     assert lane.received == len(events) + 1, "what was refused was not counted"
     await log.close()
+
+
+async def test_a_large_event_waits_until_it_fits(open_log: OpenLog) -> None:
+    log = open_log(limit=100_000)
+    lane = log.lane("rsvps/ws/0", "rsvps")
+    events = [append(log, lane, n, 1000) for n in range(50)]
+    with pytest.raises(LogFull) as caught:
+        append(log, lane, 50, 60_000)
+    assert 60_000 < caught.value.size < 61_000
+    assert not log.full, "small ones are taken"
+    await asyncio.wait_for(log.room(), 60)
+    waiting = asyncio.ensure_future(log.room(caught.value.size))
+    assert events[-1].group is not None
+    await events[-1].group.wait()
+    assert not waiting.done()
+    log.acked(events, log.next_seq)
+    await asyncio.wait_for(waiting, 60)
+    for n in range(50, 53):  # each alone in a segment that nothing else comes into
+        large = append(log, lane, n, 60_000)
+        with pytest.raises(LogFull):
+            append(log, lane, n, 60_000)
+        log.acked([large], log.next_seq)
+    large = append(log, lane, 60, 60_000)
+    log.acked([large], log.next_seq)
+    await asyncio.wait_for(log.room(60_000), 60)  # nothing is outstanding, and nothing comes that would say so
+    await log.close()
+    closed = asyncio.ensure_future(log.room())
+    await asyncio.sleep(0.01)
+    assert not closed.done(), "it never takes any again"
+    closed.cancel()
+
+
+def test_the_least_bound_takes_the_event(tmp_path: Path) -> None:
+    async def check(size: int, number: int) -> None:
+        log = MessageLog.open(tmp_path / str(number), "n1", limit=least_limit(size))
+        lanes = [log.lane(f"rsvps/ws/{n}", "rsvps") for n in range(5)]
+        log.acked([append(log, lanes[0], 1, size)], log.next_seq)
+        append(log, lanes[0], 2, size)
+        await log.close()
+
+    for number, size in enumerate((1, 65_536, 1_000_000)):
+        asyncio.run(check(size, number))
 
 
 async def test_one_process_a_folder(open_log: OpenLog, tmp_path: Path) -> None:

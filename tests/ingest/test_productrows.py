@@ -75,6 +75,18 @@ def test_windows_newest_first_and_the_newest_alone(lake: Lake) -> None:
     assert b'"window_start":"2026-01-01T12:02:00Z"' in newest["Ulm", "0"]
 
 
+def test_keys_of_several_widths_each_find_their_own(lake: Lake) -> None:
+    table = [{"city": city, "zone": zone, "cars": zone} for city in ("Ulm", "Bonn") for zone in (1, 2)]
+    commit(lake, "traffic", table, key="city,zone")
+    rows = ProductRows(lake)
+    assert rows.width("traffic") is None
+    _, found = rows.by_keys("traffic", [("Ulm",), ("Bonn", "2"), ("Ulm", "1"), ("Ulm", "1", "x"), ("Kiel",)])
+    assert {key: sorted(row["cars"] for row in orjson.loads(body)) for key, body in found.items()} == {
+        ("Ulm",): [1, 2], ("Bonn", "2"): [2], ("Ulm", "1"): [1], ("Ulm", "1", "x"): [], ("Kiel",): [],
+    }  # fmt: skip
+    assert rows.width("traffic") == 2
+
+
 def test_partial_rows_are_folded(lake: Lake) -> None:
     fold = {"n": "sum", "most": "max"}
     commit(lake, "sums", [{"city": "Ulm", "n": 1, "most": 5}], key="city", fold=fold)

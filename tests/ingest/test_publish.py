@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -80,6 +80,28 @@ async def test_events_arrive_and_outcomes_say_where(
 
 
 _PARTITIONS: dict[bytes, set[int]] = {}
+
+
+async def test_outcomes_go_on_coming_after_they_could_not_be_taken(
+    broker: EmbeddedBroker, open_log: Callable[..., MessageLog]
+) -> None:
+    ensure_topics(broker.bootstrap, [source("publish-taken")])
+    log, outcomes = open_log(), list[Outcome]()
+    lane = log.lane("rsvps/http/0", "rsvps")
+
+    def deliver(batch: Sequence[Outcome]) -> None:
+        outcomes.extend(batch)
+        if len(outcomes) == 1:
+            raise TypeError("a fault of whoever takes them")
+
+    publisher = ConfluentPublisher(broker.bootstrap, KafkaSettings(linger_ms=500), {"rsvps": "publish-taken"})
+    await asyncio.to_thread(publisher.start, deliver)
+    publisher.send([append(log, lane, 1)])
+    await asyncio.to_thread(publisher._producer.flush, 60)  # the first is there, and nobody has been told
+    publisher.send([append(log, lane, 2)])
+    await eventually(lambda: len(outcomes) == 2)
+    await asyncio.to_thread(publisher.close, 2.0)
+    await log.close()
 
 
 async def test_order_within_a_key_outlives_a_client_that_fails(

@@ -18,8 +18,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from deltalake import CommitProperties, write_deltalake
-from kafka import KafkaProducer
+from kafka import KafkaAdminClient, KafkaProducer
+from kafka.admin import ConfigResource, ConfigResourceType
 
+from ingest import refine
 from ingest.broker import EmbeddedBroker
 from ingest.front import front_source
 from ingest.refine import RefineNode
@@ -177,3 +179,54 @@ async def test_what_somebody_else_put_into_the_raw_topic(broker: EmbeddedBroker,
     found = {Envelope.from_headers(r.headers).event_id: r for r in records}
     assert found["1"].value == event(1)
     assert sum(Envelope.from_headers(r.headers).reject is not None for r in records) == 2
+
+
+async def test_it_ends_while_kafka_does_not_take_what_it_sends(
+    broker: EmbeddedBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refine, "STOP_S", 0.1)
+    pipeline, settings = two_step("refine-stuck", tmp_path), settings_of(tmp_path / "lake")
+    refiner, stop, ready = (
+        RefineNode(settings, pipeline, node="r1", bootstrap=broker.bootstrap), asyncio.Event(), asyncio.Event(),
+    )  # fmt: skip
+    task = asyncio.create_task(refiner.run(ready.set, stop))
+    async with asyncio.timeout(60):
+        await ready.wait()
+    await asyncio.to_thread(_needs_two_replicas, broker.bootstrap, "refine-stuck")  # which one broker never has
+    producer = await asyncio.to_thread(lambda: KafkaProducer(bootstrap_servers=broker.bootstrap, metrics_enabled=False))
+    producer.send("refine-stuck.raw", value=event(1))
+    await asyncio.to_thread(producer.close)
+    await eventually(lambda: refiner.counts["clicks"]["read"] == 1)
+    stop.set()
+    async with asyncio.timeout(60):
+        await task
+
+
+def _needs_two_replicas(bootstrap: str, topic: str) -> None:
+    admin = KafkaAdminClient(bootstrap_servers=bootstrap)
+    try:
+        admin.alter_configs([ConfigResource(ConfigResourceType.TOPIC, topic, configs={"min.insync.replicas": "2"})])
+    finally:
+        admin.close()
+
+
+async def test_it_ends_while_there_is_no_kafka(tmp_path: Path) -> None:
+    """In a process of its own, since kafka-python leaves refused sockets to the garbage collector."""
+    folder = tmp_path / "away"
+    folder.mkdir()
+    (folder / "pipeline.toml").write_text(PIPELINE, encoding="utf-8")
+    command = ["refine", "--pipeline", str(folder), "--lake", str(tmp_path / "lake"), "--kafka", "127.0.0.1:1"]
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "jobs.cli", *command, stderr=asyncio.subprocess.PIPE
+    )
+    assert child.stderr is not None
+    try:
+        async with asyncio.timeout(60):
+            while b"next attempt" not in await child.stderr.readline():
+                pass
+            child.send_signal(signal.SIGTERM)
+            assert await child.wait() == 0
+    finally:
+        if child.returncode is None:
+            child.kill()
+            await child.wait()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from ingest.collectors.sse import SseCollector
 from ingest.log import MessageLog
@@ -106,6 +109,33 @@ async def test_other_answers_are_no_stream(open_log: OpenLog) -> None:
     assert "last-event-id: aé".encode() in asked[-1].lower()
 
 
+@pytest.mark.parametrize("odd", [b"7 ", b"7\t", b" ", b"7\x01", b"7\x0c7"])
+async def test_an_id_that_no_header_can_carry_is_not_asked_for(open_log: OpenLog, odd: bytes) -> None:
+    first = b"id: 6\ndata: " + event(6) + b"\n\nid: " + odd + b"\ndata: " + event(7) + b"\n\n"
+    async with (
+        saying(answer(first), answer(b"id: a b\ndata: " + event(8) + b"\n\n")) as (url, asked),
+        collecting(open_log(), lambda i: SseCollector(url, i, backoff_max_s=0.02)) as (_, kafka),
+    ):
+        await eventually(lambda: len(asked) >= 3)
+        await eventually(lambda: kafka.payloads()[:3] == [event(6), event(7), event(8)])
+    assert [request.lower().partition(b"last-event-id: ")[2].partition(b"\r")[0] for request in asked[:3]] == [
+        b"", b"6", b"a b",
+    ]  # fmt: skip
+
+
+async def test_an_id_of_an_older_log_that_no_header_can_carry_is_not_sent(open_log: OpenLog) -> None:
+    log = open_log()
+    lane = log.lane("clicks/test/0", "clicks")
+    lane.cursor, lane.last_at = "7 ", 1
+    async with (
+        saying(answer(b"data: " + event(8) + b"\n\n")) as (url, asked),
+        collecting(log, lambda i: SseCollector(url, i, backoff_max_s=0.02)) as (sse, kafka),
+    ):
+        await eventually(lambda: len(kafka.got) >= 1)
+        assert sse.status().gap_count >= 1
+    assert b"last-event-id" not in asked[0].lower()
+
+
 async def test_an_event_beyond_every_bound_is_kept_as_rejected(open_log: OpenLog) -> None:
     class Small(SseCollector):
         _most_bytes = 500  # type: ignore[assignment]
@@ -118,3 +148,22 @@ async def test_an_event_beyond_every_bound_is_kept_as_rejected(open_log: OpenLog
         await eventually(lambda: len(kafka.got) >= 2, 60)
     assert "more than 500 bytes" in (kafka.got[0].envelope.reject or "")
     assert kafka.got[1].payload == event(1)
+
+
+async def test_an_event_that_fits_only_later_is_waited_for_in_peace(open_log: OpenLog) -> None:
+    payloads = [b'{"id":%d,"who":"a","pad":"%b"}' % (n, b"x" * 40_000) for n in range(4)]
+    stream = answer(b"".join(b"id: %d\ndata: %b\n\n" % found for found in enumerate(payloads)))
+    log = open_log(limit=100_000)
+    async with (
+        saying(stream, answer(b"", status="204 No Content")) as (url, _),
+        collecting(log, lambda intake: SseCollector(url, intake, backoff_max_s=0.01)) as (_, kafka),
+    ):
+        kafka.acks = False
+        await eventually(lambda: bool(log._room))  # and the event loop runs meanwhile
+        await eventually(lambda: kafka.payloads() == payloads[:2])
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert len(log._room) == 1
+        kafka.acks = True
+        kafka.ack()
+        await eventually(lambda: kafka.payloads() == payloads)

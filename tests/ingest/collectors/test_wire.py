@@ -400,6 +400,29 @@ async def test_slow_clients_are_cut_off(tmp_path: Path) -> None:
         assert not served.publisher.got
 
 
+async def test_who_may_not_send_takes_no_room_from_those_who_may(tmp_path: Path) -> None:
+    path = tmp_path / "keys.toml"
+    key = new_key(path, ApiKey("0" * 64)).encode()
+    async with serving(tmp_path, gate=Gate(KeyRing(path)), max_event_bytes=100_000) as served:
+        head = post(b"").replace(b"Content-Length: 0", b"Content-Length: %d" % doors.MAX_BODY_BYTES)
+        strangers = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(33)]
+        for _, writer in strangers:
+            writer.write(head)
+        large = b'{"id":1,"who":"a","pad":"' + b"x" * 80_000 + b'"}'
+        request_ = post(large, b"X-API-Key: " + key)
+        assert [status for status, _ in await talk(served.port, request_[:500], request_[500:])] == [202]
+        for reader, writer in strangers:
+            answer = await asyncio.wait_for(reader.read(), 60)  # to its end: no other request is answered
+            assert answer.startswith(b"HTTP/1.1 401 ")
+            writer.write(b"x" * 300_000 + post(event(2)))  # what it sends all the same is thrown away
+            await writer.drain()
+            writer.close()
+        await eventually(lambda: served.gate.connections == 0)
+        assert len(served.publisher.got) == 1
+        assert served.gate.refused["clicks", "unauthorized"] == 33
+        assert served.gate.reserved == 0
+
+
 async def test_too_large_too_many_and_heads_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with serving(tmp_path, gate=Gate(max_connections=2)) as served:
         large = b"POST /v1/clicks HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"

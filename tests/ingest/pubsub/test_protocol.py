@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import socket
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,14 +18,19 @@ import pytest_asyncio
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+import ingest.node
 from ingest.broker import EmbeddedBroker
+from ingest.errors import BrokerUnavailable
 from ingest.keys import ApiKey, keys_path, new_key
-from ingest.pubsub import protocol
+from ingest.node import CollectorNode, run_collector
+from ingest.publish import ensure_topics
+from ingest.pubsub import protocol, streams
+from jobs.up import free_port
 from lakehouse.contract.collector import CollectorSpec
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline
 from lakehouse.contract.product import Product
-from tests.ingest.conftest import consume, event, get, pipeline_of, running_node, settings_of
+from tests.ingest.conftest import consume, event, eventually, get, pipeline_of, request, running_node, settings_of
 from tests.ingest.lakes import commit
 
 pytestmark = pytest.mark.broker
@@ -112,6 +118,37 @@ async def test_reports_and_hears_on_one_connection(node: Node) -> None:
         assert (await hear(car))["keys"] == 0
 
 
+async def test_an_event_is_kept_as_it_was_written(node: Node) -> None:
+    written = b'{"id": 1, "who": "a", "n": 0.12345678901234567890123, "m": 123456789012345678901234567890}'
+    deep = '{"id":2,"who":"a","deep":' + "[" * 300 + "]" * 300 + "}"
+    async with connect(node.url) as car:
+        await car.send('{"publish":"clicks","event":' + deep + ',"id":2}')
+        answer = await hear(car)
+        assert (answer["refused"], answer["status"], answer["code"]) == (2, 422, "too-deep")
+        await car.send(b'{"publish":"clicks","id":1,"event": %b }' % written, text=True)
+        assert (await hear(car))["ack"] == 1
+    status, _, answer = await request(
+        node.base, "POST", "/v1/clicks", f"[{deep},{event(3).decode()}]".encode(), Content_Type="application/json"
+    )
+    assert (status, [one["code"] for one in answer["rejected"]]) == (202, ["too-deep"])
+    records = await asyncio.to_thread(consume, node.bootstrap, node.topic, 3)
+    assert {written, event(3)} <= {record.value for record in records}
+
+
+async def test_keys_of_another_width_silence_nobody(node: Node) -> None:
+    async with connect(node.url) as car, connect(node.url) as wide, connect(node.url) as late:
+        await say(wide, subscribe="traffic", keys=[["A1", "x"]])  # before anybody knows how wide a key is
+        await hear(wide)
+        await say(car, subscribe="traffic", keys=[["A1"]])
+        await hear(car)
+        for cars in (5, 6):
+            await node.traffic(A1=cars)
+            await told(car, {"A1": cars})
+        await told(wide, {"A1": None})
+        await say(late, subscribe="traffic", keys=[["A1", "x"]], id=1)
+        assert (await hear(late))["detail"] == "a key of 'traffic' has 1 values at most"
+
+
 async def test_what_is_refused(node: Node) -> None:
     async with connect(node.url) as car:
         for message, status, says in (
@@ -127,12 +164,13 @@ async def test_what_is_refused(node: Node) -> None:
             ({"subscribe": "traffic", "keys": [["a"], ["a", "b"]], "id": 1}, 400, "equally many"),
             ({"subscribe": "traffic", "keys": [[str(n)] for n in range(1001)], "id": 1}, 413, "1000 keys"),
             ({"what": 1, "id": 1}, 400, "publish or subscribe"),
+            ({"publish": "clicks", "event": {"id": 1, "who": "a"}, "id": [1]}, 400, "a text or a number"),
             ([1], 400, "publish or subscribe"),
         ):
             await car.send(orjson.dumps(message).decode())
             answer = await hear(car)
             assert (answer["status"], says in answer["detail"]) == (status, True), answer
-            assert answer["refused"] == (1 if isinstance(message, dict) else None)
+            assert answer["refused"] == (1 if isinstance(message, dict) and message["id"] == 1 else None)
         await car.send("{")
         assert (await hear(car))["status"] == 400
         await say(car, publish="quiet", event={"id": 1, "who": "a"}, id=1)
@@ -155,6 +193,21 @@ async def test_what_is_refused(node: Node) -> None:
         assert caught.value.response.status_code == status
 
 
+async def test_what_cannot_be_answered_costs_nobody_else_an_answer(broker: EmbeddedBroker, tmp_path: Path) -> None:
+    settings = settings_of(tmp_path, group_commit_ms=200)  # long enough for both to be of one group
+    async with (
+        running_node(settings, roads("roads-deep"), broker.bootstrap) as url,
+        connect(url.replace("http", "ws") + protocol.PATH) as car,
+    ):
+        await car.send('{"publish":"clicks","event":{"id":1,"who":"a"},"id":' + "[" * 300 + "]" * 300 + "}")
+        status, _, _ = await request(url, "POST", "/v1/clicks", event(2), Content_Type="application/json")
+        assert status == 202
+        refused = await hear(car)
+        assert (refused["refused"], refused["status"]) == (None, 400)
+        await say(car, publish="clicks", event={"id": 3, "who": "a"}, id="next")
+        assert (await hear(car))["ack"] == "next"
+
+
 async def test_connections_are_bounded(node: Node) -> None:
     async with contextlib.AsyncExitStack() as cars:
         for _ in range(40):
@@ -173,9 +226,7 @@ async def test_one_that_does_not_read_is_told_the_newest_when_it_does(
 ) -> None:
     monkeypatch.setattr(protocol, "_BUFFER_BYTES", 4_096)
     keys = [[f"road {n} {'x' * 2_000}"] for n in range(150)]
-    narrow = socket.create_connection(("127.0.0.1", int(node.base.rpartition(":")[2])))
-    narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
-    async with connect(node.url, max_queue=1, sock=narrow) as car:
+    async with connect(node.url, max_queue=1, sock=narrow_to(node.base)) as car:
         await say(car, subscribe="traffic", keys=keys)
         await hear(car)
         for cars in range(1, 16):
@@ -190,6 +241,117 @@ async def test_one_that_does_not_read_is_told_the_newest_when_it_does(
             assert now >= newest.get(message["key"][0], 0), "never an older one"
             newest[message["key"][0]] = now
         assert heard < 15 * 150, "what was in between was left out"
+
+
+def narrow_to(url: str) -> socket.socket:
+    """A socket that takes little of what it does not read."""
+    narrow = socket.socket()
+    narrow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
+    narrow.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+    return narrow
+
+
+async def test_one_that_publishes_and_never_reads_is_not_read_either(broker: EmbeddedBroker, tmp_path: Path) -> None:
+    made: list[CollectorNode] = []
+    number = "x" * 20_000
+    async with (
+        running_node(settings_of(tmp_path), roads("roads-unread"), broker.bootstrap, made=made.append) as url,
+        connect(url.replace("http", "ws") + protocol.PATH, max_queue=1, sock=narrow_to(url)) as car,
+    ):
+
+        async def publish() -> None:
+            for n in range(2_000):
+                await say(car, publish="nothing", event={}, id=f"{n} {number}")
+
+        publishing = asyncio.create_task(publish())
+        (connection,) = made[0]._streams.connections
+        await eventually(lambda: not connection._transport.is_reading() or publishing.done())
+        assert not publishing.done()
+        assert connection._transport.get_write_buffer_size() < 2_000_000, "of 40,000,000"
+        heard = [str((await hear(car))["refused"]).partition(" ")[0] for _ in range(2_000)]
+        assert heard == [str(n) for n in range(2_000)]
+        await publishing
+
+
+async def test_one_that_ends_without_a_word_ends_alone(
+    broker: EmbeddedBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "_PING_S", 0.05)
+    monkeypatch.setattr(protocol, "_BUFFER_BYTES", 1_000_000_000)
+    made: list[CollectorNode] = []
+    async with (
+        running_node(settings_of(tmp_path), roads("roads-eof"), broker.bootstrap, made=made.append) as url,
+        connect(url.replace("http", "ws") + protocol.PATH) as other,
+    ):
+        raw = narrow_to(url)
+        car = await connect(url.replace("http", "ws") + protocol.PATH, max_queue=1, sock=raw)
+        connection = next(c for c in made[0]._streams.connections if not is_of(c, other))
+        while not connection._transport.get_write_buffer_size():
+            await say(car, publish="nothing", event={}, id="x" * 900_000)
+        raw.shutdown(socket.SHUT_WR)  # and it does not read what is left for it
+        await eventually(lambda: len(made[0]._streams.connections) == 1)
+        car.transport.abort()
+        await say(other, publish="clicks", event={"id": 1, "who": "a"}, id=1)
+        assert (await hear(other))["ack"] == 1
+        status, _, _ = await get(url, "/readyz")
+        assert status == 200
+
+
+def is_of(connection: protocol.StreamProtocol, client: ClientConnection) -> bool:
+    """Whether these are the two ends of one connection."""
+    return bool(connection._transport.get_extra_info("peername") == client.local_address)
+
+
+async def test_until_the_node_is_ready_a_publisher_is_held_and_not_asked_again_and_again(
+    broker: EmbeddedBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    away, handled, stop = threading.Event(), [0], asyncio.Event()
+
+    def ensure(*arguments: Any) -> None:
+        if not away.wait(60):
+            raise BrokerUnavailable(broker.bootstrap, "it is away")
+        ensure_topics(*arguments)
+
+    class Counted(protocol.StreamProtocol):
+        def _handle(self, message: bytes) -> None:
+            handled[0] += 1
+            super()._handle(message)
+
+    monkeypatch.setattr(ingest.node, "ensure_topics", ensure)
+    monkeypatch.setattr(streams, "StreamProtocol", Counted)
+    settings = settings_of(tmp_path)
+    settings = replace(settings, collect=replace(settings.collect, port=free_port()))
+    ready = asyncio.Event()
+    node = asyncio.create_task(
+        run_collector(settings, roads("roads-wait"), bootstrap=broker.bootstrap, ready=lambda _: ready.set(), stop=stop)
+    )
+    async with connected(f"ws://127.0.0.1:{settings.collect.port}{protocol.PATH}") as car:
+        for n in range(3):
+            await say(car, publish="clicks", event={"id": n, "who": "a"}, id=n)
+        await eventually(lambda: handled[0] > 0)
+        for _ in range(20):
+            status, _, _ = await get(f"http://127.0.0.1:{settings.collect.port}", "/readyz")
+            assert status == 503
+        assert handled[0] <= 2, "once as it came, and once to see whether the node is ready by now"
+        away.set()
+        assert [(await hear(car))["ack"] for _ in range(3)] == [0, 1, 2]
+        assert ready.is_set()
+    stop.set()
+    await node
+
+
+@contextlib.asynccontextmanager
+async def connected(url: str) -> AsyncIterator[ClientConnection]:
+    """A connection to a node that may not listen yet."""
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                car = await connect(url)
+                break
+            except OSError:
+                await asyncio.sleep(0.05)
+    async with car:
+        yield car
 
 
 async def test_while_the_log_is_full_nothing_is_read(broker: EmbeddedBroker, tmp_path: Path) -> None:
@@ -224,3 +386,34 @@ async def test_keys_say_who_may(broker: EmbeddedBroker, tmp_path: Path) -> None:
             assert (await hear(car))["ack"] == 1
         (record,) = await asyncio.to_thread(consume, broker.bootstrap, "roads-keys", 1)
         assert dict(record.headers)["tenant"] == b"acme"
+
+
+async def test_a_key_sees_what_comes_of_the_sources_it_may_send_to_and_nothing_else(
+    broker: EmbeddedBroker, tmp_path: Path
+) -> None:
+    settings, pipeline = settings_of(tmp_path), roads("roads-seen")
+    own = new_key(keys_path(settings), ApiKey("0" * 64, sources=("clicks",)))
+    every = new_key(keys_path(settings), ApiKey("0" * 64))
+    upstream = CollectorSpec("websocket", "ws://127.0.0.1:9/", "from")  # not by HTTP, and nothing comes of it
+    far = replace(pipeline.sources["clicks"], name="far", topic="roads-seen-far", collectors=(upstream,))
+    traffic = pipeline.products["traffic"]
+    products = {
+        "traffic": traffic,
+        "quiet_ones": replace(traffic, name="quiet_ones", source="quiet"),
+        "far_ones": replace(traffic, name="far_ones", source="far"),
+        "both": replace(traffic, name="both", operator="join", right="far", on=("who",)),
+    }
+    pipeline = Pipeline({**pipeline.sources, "far": far}, products)
+    async with running_node(settings, pipeline, broker.bootstrap) as url:
+        for product in products:
+            status, _, _ = await get(url, f"/v1/lookup/{product}/a")
+            assert status == 401
+        for key, seen in ((own, {"traffic"}), (every, set(products))):
+            headers = {"Authorization": f"Bearer {key}"}
+            async with connect(url.replace("http", "ws") + protocol.PATH, additional_headers=headers) as car:
+                for product in products:
+                    await say(car, subscribe=product, keys=["a"], id=1)
+                    answer = await hear(car)
+                    assert answer.get("status") == (None if product in seen else 403), product
+                    status, _, _ = await request(url, "GET", f"/v1/lookup/{product}/a", None, **headers)
+                    assert status == (404 if product in seen else 403), product
