@@ -57,9 +57,10 @@ def build(spark: SparkSession, bronze: Path, source: Source, version: int) -> Bu
     return Build(first, source)
 
 
-def copies(spark: SparkSession, bronze: Path, source: Source, version: int) -> DataFrame:
-    """All conformed rows of the bronze table at ``version``, an event as often as it is there."""
-    return conform(spark.read.format("delta").option("versionAsOf", version).load(str(bronze)), source)
+def clock_of(valid: DataFrame) -> int | None:
+    """The clock's value by these events (:class:`~lakehouse.gold.store.BatchMark`), or None where there are none."""
+    newest = valid.agg(F.max(F.unix_micros(F.least("event_time", "received_at")))).collect()[0][0]
+    return None if newest is None else int(newest)
 
 
 def run_partial(valid: DataFrame, view: str, operator: Operator) -> pa.Table:

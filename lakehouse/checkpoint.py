@@ -36,7 +36,7 @@ class Checkpoint:
 
 
 def offset_of(checkpoint: Path, batch: int) -> str:
-    """The Delta source's offset behind a batch (JSON), from the query's write-ahead log."""
+    """The only source's offset behind a batch (JSON), from the query's write-ahead log."""
     return (checkpoint / "offsets" / str(batch)).read_text(encoding="utf-8").splitlines()[-1]
 
 

@@ -8,6 +8,7 @@
         ├── BadProduct         a product's SQL is not of a kind we can keep up to date
         ├── BadSketch          a column holds no such sketch, or it cannot answer the question
         ├── BronzeGap          Kafka no longer holds events that bronze has not taken
+        ├── TopicReplaced      the topic began anew: offsets no longer say what bronze has taken
         ├── BronzeReplaced     bronze is not the table that checkpoints and products derive from
         ├── ExpectationHalt    an event fails an expectation that stops its source's query
         ├── QualityProblem     expectations of a table or batch cannot be looked at
@@ -84,6 +85,30 @@ class BronzeGap(LakehouseError):
         return (
             f"source {self.source}: Kafka no longer holds offsets that bronze has not taken ({self.detail}). "
             "Raise the topic's retention; to go on without them, start once with --accept-loss"
+        )
+
+
+class TopicReplaced(LakehouseError):
+    """The topic counts from the beginning again, so that an offset that bronze has taken stands for another event.
+
+    Attributes:
+        source: the source concerned.
+        topic: its topic.
+        detail: what tells that it began anew.
+    """
+
+    def __init__(self, source: str, topic: str, detail: str) -> None:
+        super().__init__(detail)
+        self.source = source
+        self.topic = topic
+        self.detail = detail
+
+    def __str__(self) -> str:
+        # One line: it may pass through Spark's own error on its way to the user.
+        return (
+            f"source {self.source}: topic {self.topic} began anew ({self.detail}), so its offsets no longer say which "
+            "events bronze has, and --accept-loss does not change that. Give the source another topic name, and copy "
+            "there, with its headers, what this one holds (docs/operations.md)"
         )
 
 

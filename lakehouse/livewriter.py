@@ -21,10 +21,10 @@ import pyarrow.compute as pc
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from lakehouse.batch import build, copies, rejected_rows, run_partial
+from lakehouse.batch import build, clock_of, rejected_rows, run_partial
 from lakehouse.bronze.query import SMALL_BATCH
 from lakehouse.bronze.seen import JUDGED, SeenIndex
-from lakehouse.checkpoint import Checkpoint, offset_behind, offset_of
+from lakehouse.checkpoint import Checkpoint, offset_behind, offset_of, place_of
 from lakehouse.contract.faults import crash_point
 from lakehouse.contract.lake import FILE_TOPIC
 from lakehouse.contract.pipeline import Source
@@ -36,10 +36,12 @@ from lakehouse.maintain import Maintenance
 from lakehouse.pace import Pace
 from lakehouse.quality.watch import Watch, warned_rows
 from lakehouse.silver.quarantine import Quarantine
+from lakehouse.slices import slices
 from lakehouse.stateful.whole import before, inside, takes_in_order, whole_versions
-from lakehouse.writer import BatchWriter, Marks, newest, side_by_side
+from lakehouse.writer import BatchWriter, Marks, side_by_side
 
 _READ = (*JUDGED, "received_at", "event_time")
+_JUDGED_BYTES = 128  # of a row, about, as it is fetched to be judged
 
 
 class LiveWriter(BatchWriter):
@@ -150,32 +152,39 @@ class LiveWriter(BatchWriter):
         done: Checkpoint | None = None,
         restore_rejected: bool = False,
     ) -> None:
-        """Build products, and the index where it is empty, from bronze up to ``version``."""
+        """Build products, and the index where it does not reach that far, from bronze up to ``version``."""
         whole = build(spark, bronze, self.source, version)
         events = whole.events.persist()
         try:
-            rejected = F.col("reason").isNotNull().alias("rejected")
-            rows = events.select(*_READ, rejected, *self.watch.columns).toArrow()
-            self.watch.check(rows)
+            self.watch.check_all(events)
             offset = done.bronze if done else offset_behind(version)
-            again = copies(spark, bronze, self.source, version) if self.source.dedupe_horizon else None
-            self.seen.judge(rows if again is None else again.select(*JUDGED).toArrow(), offset)
+            if place_of(self.seen.position()) < place_of(offset):
+                self._fill(spark, bronze, version, offset)
             ends = spark.read.format("delta").option("versionAsOf", version).load(str(bronze))
             ends = ends.groupBy("topic", "partition").agg(F.max("offset").alias("end"))
             ends = ends.where(~F.col("topic").startswith(FILE_TOPIC))
             through = {f"{r['topic']}/{r['partition']}": r["end"] + 1 for r in ends.collect()}
-            self._marks.clock = newest(self._of_first(rows.filter(pc.invert(rows["rejected"]))))
+            valid = self._counted(events)
+            self._marks.clock = clock_of(valid)
             number = done.batch if done else version
             mark = BatchMark(done.query if done else "build", number, offset, through, clock=self._marks.clock)
-            valid = self._counted(events)
             for store in stores:
                 store.replace(run_partial(valid, self.source.name, store.operator), mark)
                 crash_point("rebuild.after_first_replace")
             # A query that goes on keeps it already, and knows which batches it holds.
+            through_batch = (done.query, done.batch) if done else None
             if self.quarantine is not None and (done is None or restore_rejected):
-                self.quarantine.replace(rejected_rows(events, self.source), self.source.name)
+                self.quarantine.replace(rejected_rows(events, self.source), self.source.name, through_batch)
             if self.watch.warnings is not None and (done is None or restore_rejected or self.watch.restore):
-                self.watch.warnings.replace(warned_rows(events), self.source.name)
+                self.watch.warnings.replace(warned_rows(events), self.source.name, through_batch)
             self._marks.through.update(through)
         finally:
             events.unpersist()
+
+    def _fill(self, spark: SparkSession, bronze: Path, version: int, offset: str) -> None:
+        """Enter all of bronze in the index; the position last, so that what a crash breaks off is done again."""
+        rows = pa.table({})
+        for events in slices(spark, bronze, self.source, version, F.lit(_JUDGED_BYTES)):
+            rows = events.select(*JUDGED).toArrow()
+            self.seen.judge(rows, "")
+        self.seen.judge(rows.slice(0, 0), offset)

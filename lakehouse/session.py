@@ -1,6 +1,6 @@
 """The Spark session, tuned for short micro-batches on few cores.
 
-Every setting below was measured on the worked case (docs/decisions/0004-two-queries-a-source.md); a value in
+Every setting below was measured on the worked case (docs/decisions/0004-short-micro-batches.md); a value in
 ``[spark.conf]`` of the settings, or on spark-submit's command line, goes before it.
 """
 
@@ -11,11 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from pyspark.find_spark_home import _find_spark_home
 from pyspark.sql import SparkSession
 
+from lakehouse.contract.classdata import recording, sharing
 from lakehouse.contract.errors import EnvironmentProblem
 from lakehouse.contract.jars import jar_paths
-from lakehouse.contract.settings import Settings, conf_dir
+from lakehouse.contract.java import log_flags
+from lakehouse.contract.settings import Settings
 
 _JVM_OPTIONS = "-XX:ReservedCodeCacheSize=256m -XX:+UseSerialGC -Xss2m"
 # C1 alone: the first batch is ready in a quarter of the time, and less CPU goes into compiling at low rates.
@@ -77,10 +80,14 @@ _LOCAL_FILES = "com.globalmentor.apache.hadoop.fs.NakedLocalFileSystem"
 _LOCAL_FILES_JAR = "hadoop-bare-naked-local-fs"
 
 
-def build_session(settings: Settings, app: str) -> SparkSession:
+def build_session(settings: Settings, app: str, *, record_classes: Path | None = None) -> SparkSession:
     """A session with Delta and Kafka on its class path; fetches the jars where they are missing.
 
     Under spark-submit the master, memory and any setting given there are kept.
+
+    Args:
+        record_classes: where the JVM writes an archive of its classes when it ends
+            (:mod:`lakehouse.contract.classdata`); None: it uses the one that there is.
     """
     submitted = "SPARK_ENV_LOADED" in os.environ or "PYSPARK_GATEWAY_PORT" in os.environ
     builder = SparkSession.builder.appName(app)
@@ -93,9 +100,10 @@ def build_session(settings: Settings, app: str) -> SparkSession:
         builder = builder.config("spark.jars", f"{given['spark.jars']},{jars}")
     master = given.get("spark.master", settings.spark.master)
     java = java_options(settings)
+    classes = recording(record_classes) if record_classes else [] if submitted else sharing("spark", class_path())
     conf = {
         "spark.jars": jars,
-        "spark.driver.extraJavaOptions": f"{java} {_log4j()}",
+        "spark.driver.extraJavaOptions": " ".join([java, *log_flags(), *classes]),
         "spark.executor.extraJavaOptions": java,
         **(_LOOPBACK if _on_this_machine(master) else {}),
         **_TUNED,
@@ -108,6 +116,12 @@ def build_session(settings: Settings, app: str) -> SparkSession:
     session = builder.getOrCreate()
     session.sparkContext.setLogLevel("ERROR")
     return session
+
+
+def class_path() -> list[Path]:
+    """The jars that the driver's JVM starts with: Spark's own, by name, and the local file system's."""
+    spark = sorted((Path(_find_spark_home()) / "jars").glob("*.jar"))
+    return [*spark, *(jar for jar in jar_paths("spark") if jar.name.startswith(_LOCAL_FILES_JAR))]
 
 
 def java_options(settings: Settings) -> str:
@@ -168,8 +182,3 @@ def _onto_class_path(jars: Sequence[str]) -> bool:
             "Run: spark-submit --jars $(millrace jars) …",
         )
     return True
-
-
-def _log4j() -> str:
-    file: Path = conf_dir() / "log4j2.properties"
-    return f"-Dlog4j2.configurationFile={file.as_uri()}" if file.is_file() else ""

@@ -18,7 +18,7 @@ from lakehouse.contract.expectations import WARN
 from lakehouse.contract.lake import ALERTS, WARNINGS, Lake
 from lakehouse.contract.pipeline import Pipeline, Product, Source
 from lakehouse.contract.settings import Settings
-from lakehouse.errors import BronzeGap, LakehouseError, QueryFailed
+from lakehouse.errors import BronzeGap, LakehouseError, QueryFailed, TopicReplaced
 from lakehouse.live import start_live
 from lakehouse.livewriter import LiveWriter
 from lakehouse.lock import WriterLocks
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 LIVE = ("silver", "gold")
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception)\b.*: ")  # the last line of a Python traceback, a Java cause
+_BEGAN_ANEW = re.compile(r"Partition (?P<topic>\S+)-\d+ offset was changed from \d+ to \d+")  # Spark, of an end
 _CONDITION = re.compile(r"\[[A-Z][A-Z0-9_.]+\]|Error|Exception")
 
 
@@ -104,6 +105,7 @@ def run(
         TableBusy: another process writes one of the tables.
         QueryFailed: a query stopped by itself.
         BronzeGap: Kafka no longer holds what bronze has not taken.
+        TopicReplaced: a topic began anew, so that its offsets no longer say what bronze has.
     """
     lake = Lake(settings.lake)
     with WriterLocks(lake, stages.tables(pipeline), patience_s=2.0):
@@ -189,6 +191,8 @@ def _why(query: StreamingQuery) -> LakehouseError:
     if error is None:
         return QueryFailed(name, "STOPPED", "it was stopped from outside")
     text = str(error)
+    if anew := _BEGAN_ANEW.search(text):
+        return TopicReplaced(name.removeprefix("bronze-"), anew["topic"], anew[0])
     if "failOnDataLoss" in text or "KAFKA_DATA_LOSS" in text or "OffsetOutOfRange" in text:
         return BronzeGap(name.removeprefix("bronze-"), text.splitlines()[0])
     condition = getattr(error, "getCondition", lambda: None)() or type(error).__name__

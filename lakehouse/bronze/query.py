@@ -7,7 +7,8 @@ Steps of one micro-batch, and what a crash after each of them means:
    bronze itself says that it has these offsets.
 3. Spark notes in its checkpoint that the batch is done.
 
-A lost checkpoint is no loss: the query then starts from the offsets that bronze names.
+A lost checkpoint is no loss: the query then starts from the offsets that bronze names. They count for the topic that
+bronze took them from: one that began anew is refused.
 """
 
 from __future__ import annotations

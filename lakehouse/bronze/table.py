@@ -49,21 +49,26 @@ class Progress:
     Attributes:
         offsets: ``TOPIC/PARTITION`` to the next offset to take.
         bronze_at: microseconds since the epoch of the newest commit; 0 where there is none.
+        topics: name of a topic to the id under which its offsets count; not of those that commits from before there
+            was this name.
     """
 
     offsets: Mapping[str, int] = field(default_factory=dict)
     bronze_at: int = 0
+    topics: Mapping[str, str] = field(default_factory=dict)
 
     def to_metadata(self) -> str:
         """The JSON that a commit carries as its ``userMetadata``."""
-        return json.dumps({"offsets": dict(self.offsets), "bronze_at": self.bronze_at}, separators=(",", ":"))
+        found = {"offsets": dict(self.offsets), "bronze_at": self.bronze_at, "topics": dict(self.topics)}
+        return json.dumps(found, separators=(",", ":"))
 
     @classmethod
     def from_metadata(cls, text: str) -> Progress | None:
         """What :meth:`to_metadata` wrote, or None where it is somebody else's."""
         try:
             found = json.loads(text)
-            return cls({str(k): int(v) for k, v in found["offsets"].items()}, int(found["bronze_at"]))
+            topics = {str(k): str(v) for k, v in found.get("topics", {}).items()}
+            return cls({str(k): int(v) for k, v in found["offsets"].items()}, int(found["bronze_at"]), topics)
         except (ValueError, KeyError, TypeError, AttributeError):
             return None
 

@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 
 from lakehouse.contract.alerts import Alert
 from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.faults import crash_point
 from lakehouse.contract.lake import ALERTS, LOADS, NAME_PATTERN, QUALITY, QUARANTINE, WARNINGS, Lake
 from lakehouse.contract.pipeline import Pipeline, Product
 from lakehouse.contract.settings import QuerySettings
@@ -142,9 +143,10 @@ class Declared(Generic[T]):
         self._write(item).replace(self.folder / f"{item.name}.toml")
 
     def remove(self, name: str) -> None:
-        """Forget a declaration and its state."""
-        for suffix in (".toml", ".state.json"):
-            (self.folder / f"{name}{suffix}").unlink(missing_ok=True)
+        """Forget a declaration and, before it, its state: another of the name must not go on from there."""
+        (self.folder / f"{name}.state.json").unlink(missing_ok=True)
+        crash_point("forget.after_state")
+        (self.folder / f"{name}.toml").unlink(missing_ok=True)
 
     def state(self, name: str) -> State:
         """What the driver said last."""

@@ -15,11 +15,14 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
+import lmdb
 from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties
+from deltalake.exceptions import DeltaError
 from deltalake.transaction import AddAction, RemoveAction
 
 from lakehouse.bronze.clock import COMMIT_LOAD, BronzeClock
@@ -27,11 +30,24 @@ from lakehouse.bronze.table import create
 from lakehouse.contract.faults import crash_point
 from lakehouse.contract.lake import Lake
 from lakehouse.feeds.datafile import DataFile, write
-from lakehouse.feeds.errors import FileTaken
+from lakehouse.feeds.errors import CommitFailed, FileTaken
 from lakehouse.feeds.ledger import Done, Ledger
 from lakehouse.feeds.rows import Part, Sealer
 
 _OLD_S = 86_400.0  # a data file that waits for its commit this long has no loader any more
+
+
+@contextmanager
+def at_table(table: str) -> Iterator[None]:
+    """Around what is done with a table: what goes wrong in here is not the fault of the rows.
+
+    Raises:
+        CommitFailed: for every error of the system, of Delta and of the ledger.
+    """
+    try:
+        yield
+    except (OSError, DeltaError, lmdb.Error) as error:
+        raise CommitFailed(table, str(error)) from error
 
 
 class Committer:
@@ -68,8 +84,9 @@ class Committer:
             FileTaken: another loader was quicker with one of the files; nothing has been committed.
         """
         rows = self._sealer.rows(parts)
-        data = write(rows, self._ready / f"{uuid.uuid4().hex}.parquet") if rows.num_rows else None
+        ready = self._ready / f"{uuid.uuid4().hex}.parquet"
         try:
+            data = write(rows, ready) if rows.num_rows else None
             with self._clock.turn() as bronze_at:
                 self._delta.update_incremental()
                 self.ledger.catch_up(self._delta)
@@ -84,8 +101,7 @@ class Committer:
                 crash_point("load.after_commit")
                 self.ledger.note(done.values(), self._delta)
         finally:
-            if data is not None:
-                data.path.unlink(missing_ok=True)
+            ready.unlink(missing_ok=True)
         return self._delta.version()
 
     def close(self) -> None:

@@ -5,6 +5,7 @@
     LakehouseError
     └── FeedError
         ├── BadFile        a file cannot be read, or not to its end: which, where, why
+        ├── CommitFailed   a table does not take rows: which, why
         ├── FileTaken      another loader has loaded this part of the file meanwhile
         ├── LoaderDied     a worker process was killed
         └── PullFailed     a feed's address did not give a file: which, why
@@ -34,6 +35,26 @@ class BadFile(FeedError):
 
     def __str__(self) -> str:
         return f"{self.name}: {self.problem}"
+
+
+class CommitFailed(FeedError):
+    """A table, bronze or that of loads, could not be written, or does not tell what it holds.
+
+    Attributes:
+        table: its name; bronze's is the source's.
+        problem: why.
+    """
+
+    def __init__(self, table: str, problem: str) -> None:
+        super().__init__(table, problem)  # both: it comes out of a worker process
+        self.table = table
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return (
+            f"table {self.table} takes no rows: {self.problem}. What it had taken is in; mend that, and run "
+            f"the same command again to go on"
+        )
 
 
 class FileTaken(FeedError):

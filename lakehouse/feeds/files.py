@@ -19,6 +19,8 @@ from lakehouse.feeds.errors import BadFile
 
 FORMATS = ("auto", "csv", "tsv", "jsonl", "parquet")
 BLOCK = 1 << 22
+Mark = tuple[int, int, int]
+"""Size, time of change (ns) and inode of a file."""
 _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
 _UNFINISHED = (".part", ".tmp", ".crdownload", ".filepart")
 SUFFIXES = {
@@ -210,7 +212,6 @@ def _skip_line(stream: Stream, begun: bytes, limit: int) -> tuple[bytes, int, by
     return kept, length, b""
 
 
-def stat_mark(file: IO[bytes]) -> tuple[int, int]:
-    """Size and time of change: whether somebody still writes the file."""
-    found = os.fstat(file.fileno())
-    return found.st_size, found.st_mtime_ns
+def mark_of(found: os.stat_result) -> Mark:
+    """What differs when somebody writes the file, or puts another in its place."""
+    return found.st_size, found.st_mtime_ns, found.st_ino

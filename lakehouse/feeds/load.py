@@ -6,9 +6,13 @@ import logging
 import secrets
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from lakehouse.contract.lake import LOADS
+from lakehouse.feeds.commit import at_table
+from lakehouse.feeds.errors import CommitFailed
 from lakehouse.feeds.files import FeedFile
 from lakehouse.feeds.metrics import LoaderMetrics
 from lakehouse.feeds.model import FileReport, Job, Step, Tell
@@ -64,7 +68,9 @@ def load(
         metrics: counted into; written by who made them.
 
     Raises:
-        LoaderDied: a worker process was killed; the files that were finished are reported in the table all the same.
+        LoaderDied: a worker process was killed.
+        CommitFailed: bronze does not take rows.
+            With either, the files that were finished are reported in the table all the same.
     """
     name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
     metrics = metrics or LoaderMetrics()
@@ -88,13 +94,19 @@ def load(
             )
         tell(message)
 
-    reports: Sequence[FileReport] = finished
-    try:
-        reports = load_files(job, files, workers=workers, tell=heard)
-    finally:
+    def ended(reports: Sequence[FileReport]) -> Load:
         seconds = time.time() - deadline.began
         late = deadline.is_late(int(time.time() * 1e6))
         metrics.ended(job.source.name, seconds, late)
         if not job.trial:
-            keep(job.lake, name, job.source.name, reports, deadline)
-    return Load(name, job.source.name, reports, seconds, late)
+            with at_table(LOADS):
+                keep(job.lake, name, job.source.name, reports, deadline)
+        return Load(name, job.source.name, reports, seconds, late)
+
+    try:
+        reports = load_files(job, files, workers=workers, tell=heard)
+    except BaseException:
+        with suppress(CommitFailed):  # where bronze takes nothing, this table may not either
+            ended(finished)
+        raise
+    return ended(reports)

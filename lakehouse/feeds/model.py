@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Source
+from lakehouse.feeds.files import Mark
 
 STATES = ("loaded", "already", "failed", "refused", "would load")
 """What becomes of a file: its rows are in; they were in; it cannot be read to its end; too many bad rows; a trial."""
@@ -60,6 +61,7 @@ class FileReport:
         reason: why it failed or was refused.
         bronze_version: bronze version that holds its last row of this run; -1 for none.
         started_at, finished_at: microseconds since the epoch.
+        mark: of the file that was read, which another may have replaced since; None where it could not be opened.
     """
 
     name: str
@@ -75,6 +77,7 @@ class FileReport:
     bronze_version: int = -1
     started_at: int = 0
     finished_at: int = 0
+    mark: Mark | None = None
 
     @property
     def ok(self) -> bool:

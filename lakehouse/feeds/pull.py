@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -24,6 +25,7 @@ import httpx
 
 from lakehouse.contract.feed import FeedSpec
 from lakehouse.contract.lake import Lake
+from lakehouse.feeds.cutoff import Cutoff
 from lakehouse.feeds.errors import PullFailed
 
 log = logging.getLogger(__name__)
@@ -31,7 +33,6 @@ log = logging.getLogger(__name__)
 TRIES = 4
 _HOPS = 5
 _STALL_S = 30.0
-_BLOCK = 1 << 18
 _AGAIN = {408, 425, 429, 500, 502, 503, 504}
 
 
@@ -43,7 +44,7 @@ class Known:
         looked_at: seconds since the epoch; 0: never.
         etag, modified: of the file that has been loaded.
         part_etag: of the file whose beginning lies here.
-        met_at: when the file that is being fetched or loaded was first met; 0: none is.
+        met_at: when the address first offered something that is not loaded yet; 0: it offers nothing new.
     """
 
     looked_at: float = 0.0
@@ -60,7 +61,8 @@ class Pulled:
     Attributes:
         path: where it lies until it is loaded.
         known: to be kept once it is.
-        met_at: when the address first offered it, seconds since the epoch: the SLA counts from here.
+        met_at: when the address first offered it, or one before it that was never loaded, seconds since the epoch: the
+            SLA counts from here, however many attempts it takes.
     """
 
     path: Path
@@ -76,6 +78,7 @@ class Puller:
         source: whose feeds they are.
         now: seconds since the epoch.
         sleep: waits between two tries.
+        stop: ends a download, and the waiting for another try.
     """
 
     def __init__(
@@ -84,12 +87,14 @@ class Puller:
         source: str,
         *,
         now: Callable[[], float] = time.time,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], object] | None = None,
+        stop: threading.Event | None = None,
     ) -> None:
         self._folder = lake.state / "loads" / source / "feeds"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._now = now
-        self._sleep = sleep
+        self._stop = stop or threading.Event()
+        self._sleep = sleep or self._stop.wait
 
     def due(self, feed: FeedSpec) -> float:
         """Seconds until the feed is to be looked at; 0 or less: now."""
@@ -101,19 +106,23 @@ class Puller:
         Raises:
             PullFailed: it gives no file, or one that is too large or too slow; what came is kept, to go on from.
         """
-        deadline = self._now() + feed.timeout_s
-        for number in range(1, TRIES + 1):
-            try:
-                return self._try(feed, deadline)
-            except httpx.HTTPError as error:
-                failed = PullFailed(feed.name, f"{type(error).__name__}: {error}")
-            except PullFailed as error:
-                failed = error
-            if not failed.passing or number == TRIES or self._now() >= deadline:
-                break
-            log.info("%s; trying again", failed)
-            self._sleep(min(2.0**number, 30.0))
-        self._keep(feed, replace(self._known(feed), looked_at=self._now()))
+        with Cutoff(feed.timeout_s, self._stop) as cutoff:
+            for number in range(1, TRIES + 1):
+                try:
+                    return self._try(feed, cutoff)
+                except httpx.HTTPError as error:
+                    failed = PullFailed(feed.name, f"{type(error).__name__}: {error}")
+                except PullFailed as error:
+                    failed = error
+                if cutoff.shut:
+                    problem = "stopped" if self._stop.is_set() else f"the download took longer than {feed.timeout}"
+                    failed = PullFailed(feed.name, problem, passing=False)
+                if not failed.passing or number == TRIES:
+                    break
+                log.info("%s; trying again", failed)
+                self._sleep(min(2.0**number, 30.0, cutoff.left_s))
+        if not self._stop.is_set():
+            self._keep(feed, replace(self._known(feed), looked_at=self._now()))
         raise failed
 
     def loaded(self, feed: FeedSpec, pulled: Pulled) -> None:
@@ -121,7 +130,7 @@ class Puller:
         self._keep(feed, pulled.known)
         pulled.path.unlink(missing_ok=True)
 
-    def _try(self, feed: FeedSpec, deadline: float) -> Pulled | None:
+    def _try(self, feed: FeedSpec, cutoff: Cutoff) -> Pulled | None:
         known = self._known(feed)
         part = self._folder / f"{feed.name}.part"
         have = part.stat().st_size if part.exists() and known.part_etag else 0
@@ -132,11 +141,12 @@ class Puller:
             headers["If-None-Match"] = known.etag
         elif known.modified:
             headers["If-Modified-Since"] = known.modified
-        with httpx.Client(timeout=httpx.Timeout(_STALL_S, pool=None), trust_env=not feed.private) as client:
-            response = _open(client, feed, headers)
+        timeout = httpx.Timeout(min(_STALL_S, max(cutoff.left_s, 0.1)), pool=None)
+        with httpx.Client(timeout=timeout, trust_env=not feed.private) as client:
+            response = _open(client, feed, headers, cutoff)
             try:
                 if response.status_code == 304:
-                    self._keep(feed, replace(known, looked_at=self._now()))
+                    self._keep(feed, replace(known, looked_at=self._now(), met_at=0.0))
                     return None
                 if response.status_code == 416:  # there is nothing behind what we have: begin again
                     part.unlink(missing_ok=True)
@@ -144,17 +154,17 @@ class Puller:
                 if response.status_code not in (200, 206):
                     passing = response.status_code in _AGAIN
                     raise PullFailed(feed.name, f"the server answers {response.status_code}", passing=passing)
-                return self._take(feed, response, part, have, deadline)
+                return self._take(feed, response, part, have, cutoff)
             finally:
                 response.close()
 
-    def _take(self, feed: FeedSpec, response: httpx.Response, part: Path, have: int, deadline: float) -> Pulled:
+    def _take(self, feed: FeedSpec, response: httpx.Response, part: Path, have: int, cutoff: Cutoff) -> Pulled:
         known = self._known(feed)
         etag, modified = response.headers.get("etag", ""), response.headers.get("last-modified", "")
         if response.status_code == 200:
             have = 0
             strong = etag if etag and not etag.startswith("W/") else ""
-            known = replace(known, part_etag=strong, met_at=self._now())
+            known = replace(known, part_etag=strong, met_at=known.met_at or self._now())
             self._keep(feed, known)
         length = response.headers.get("content-length", "")
         total = have + int(length) if length.isdigit() else None
@@ -162,16 +172,16 @@ class Puller:
             raise _too_large(feed)
         with part.open("r+b" if have else "wb") as file:
             file.seek(have)
-            for block in response.iter_raw(_BLOCK):
+            for block in response.iter_raw():  # as they come: a slow server must not fill a larger one for hours
                 have += len(block)
                 if have > feed.max_bytes:
                     raise _too_large(feed)
-                if self._now() > deadline:
-                    raise PullFailed(feed.name, f"the download took longer than {feed.timeout}", passing=False)
+                if cutoff.shut:
+                    break
                 file.write(block)
             file.flush()
             os.fsync(file.fileno())
-        if total is not None and have < total:
+        if cutoff.shut or (total is not None and have < total):
             raise PullFailed(feed.name, f"the download broke off after {have} of {total} bytes")
         whole = part.with_suffix(".whole")
         part.replace(whole)
@@ -194,7 +204,7 @@ def _too_large(feed: FeedSpec) -> PullFailed:
     return PullFailed(feed.name, f"the file has more than the {feed.max_bytes} bytes allowed", passing=False)
 
 
-def _open(client: httpx.Client, feed: FeedSpec, headers: dict[str, str]) -> httpx.Response:
+def _open(client: httpx.Client, feed: FeedSpec, headers: dict[str, str], cutoff: Cutoff) -> httpx.Response:
     """The answer behind all redirects, its body not read."""
     url = httpx.URL(feed.url)
     for _ in range(_HOPS):
@@ -202,7 +212,8 @@ def _open(client: httpx.Client, feed: FeedSpec, headers: dict[str, str]) -> http
             raise PullFailed(feed.name, f"it leads to {url.scheme}:, which is not fetched", passing=False)
         if not feed.private:
             _check_host(feed, url)
-        response = client.send(client.build_request("GET", url, headers=headers), stream=True)
+        request = client.build_request("GET", url, headers=headers, extensions={"trace": cutoff.trace})
+        response = client.send(request, stream=True)
         if not feed.private:
             _check_peer(feed, response, url)
         if not response.has_redirect_location:

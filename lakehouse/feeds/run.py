@@ -22,7 +22,9 @@ log = logging.getLogger(__name__)
 
 GROUP_BYTES = 1 << 24
 GROUP_FILES = 200
-_TOLD = 1_000  # messages between the workers and us; a worker waits when nobody listens
+_TOLD = 1_000  # messages between the workers and us
+_LOOK_S = 0.05
+_PATIENCE_S = 10.0
 
 _loader: FileLoader | None = None  # of a worker process
 
@@ -34,10 +36,11 @@ def load_files(
 
     Args:
         workers: processes; with one, the work is done in this process.
-        tell: hears of progress and of each finished file, in this process.
+        tell: hears of progress and of each finished file, in this process, from one thread.
 
     Raises:
         LoaderDied: a worker process was killed. What it had committed is in.
+        CommitFailed: bronze does not take rows. What it had taken before is in.
     """
     reports: list[FileReport] = []
 
@@ -53,6 +56,10 @@ def load_files(
                 loader.load(group)
     else:
         _in_processes(job, groups, min(workers, len(groups)), heard)
+    known = {report.name for report in reports}
+    for file in files:
+        if str(file.path) not in known:
+            heard(_unheard_of(file))
     order = {str(file.path): number for number, file in enumerate(files)}
     return sorted(reports, key=lambda report: order.get(report.name, -1))
 
@@ -70,31 +77,71 @@ def grouped(files: Sequence[FeedFile]) -> list[list[FeedFile]]:
     return groups
 
 
+def _unheard_of(file: FeedFile) -> FileReport:
+    reason = "the worker that had it has not reported it; load it again to see whether it is in"
+    return FileReport(str(file.path), "", "", file.size, 0, 0, 0, 0.0, "failed", reason)
+
+
 def _in_processes(job: Job, groups: list[list[FeedFile]], workers: int, tell: Tell) -> None:
     context = multiprocessing.get_context("spawn")  # a fork would share delta-rs's threads, which it must not
     told: Queue[Step | FileReport] = context.Queue(_TOLD)
+    listener = _Listener(told, tell)
     pool = ProcessPoolExecutor(workers, context, _start, (job, told, os.getpid()))
     try:
         running: set[Future[None]] = {pool.submit(_load, group) for group in groups}
         while running:
-            _listen(told, tell, 0.05)
-            done, running = wait(running, timeout=0, return_when=FIRST_COMPLETED)
+            done, running = wait(running, timeout=_LOOK_S, return_when=FIRST_COMPLETED)
+            listener.check()
             for one in done:
                 one.result()
-        _listen(told, tell, 0.2)
     except BrokenProcessPool:
         raise LoaderDied from None
     finally:
         pool.shutdown(cancel_futures=True)
+        listener.finish()
         told.close()
+    listener.check()
 
 
-def _listen(told: Queue[Step | FileReport], tell: Tell, patience_s: float) -> None:
-    try:
+class _Listener:
+    """Hears the workers in a thread of its own: none of them has to wait, whatever the others come to.
+
+    Args:
+        told: what they say.
+        tell: hears it, in that thread.
+    """
+
+    def __init__(self, told: Queue[Step | FileReport], tell: Tell) -> None:
+        self._told = told
+        self._tell = tell
+        self._error: BaseException | None = None
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._listen, name="load-listen", daemon=True)
+        self._thread.start()
+
+    def check(self) -> None:
+        """Raise what ``tell`` has raised."""
+        if self._error is not None:
+            raise self._error
+
+    def finish(self) -> None:
+        """Hear what is left; all workers have ended. One that was killed may have left half a message."""
+        self._ended.set()
+        self._thread.join(_PATIENCE_S)
+
+    def _listen(self) -> None:
         while True:
-            tell(told.get(timeout=patience_s))
-    except Empty:
-        return
+            try:
+                message = self._told.get(timeout=_LOOK_S)
+            except Empty:
+                if self._ended.is_set():
+                    return
+                continue
+            if self._error is None:
+                try:
+                    self._tell(message)
+                except BaseException as error:  # noqa: BLE001 - raised where the load was asked for
+                    self._error = error
 
 
 def _start(job: Job, told: Queue[Step | FileReport], parent: int) -> None:

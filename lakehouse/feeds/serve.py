@@ -57,19 +57,22 @@ def watch_inbox(
     """
     metrics = metrics or LoaderMetrics()
     tried: set[FeedFile] = set()  # of a trial, or files that cannot be moved away
-    waiting = inbox.count()
+    left = inbox.paths()
     while not stop.is_set():
         ready = [file for file in inbox.look() if file not in tried][:_FILES_AT_ONCE]
         if ready:
             done = load(job, ready, workers=workers, allowed_s=allowed_s, metrics=metrics)
-            tried.update(ready if job.trial else ())
-            if not job.trial:
-                inbox.put_away(done.reports)
+            left -= {file.path for file in ready}
+            if job.trial:
+                tried.update(ready)
+            else:
+                left |= inbox.put_away(done.reports)
             _write(metrics, job)
-            waiting -= len(ready)
             yield done
-        if once and waiting <= 0:
-            return
+        if once:
+            left &= inbox.paths()  # others may be taken away
+            if not left:
+                return
         stop.wait(_LOOK_S)
 
 
@@ -88,11 +91,7 @@ def run_feeds(
         metrics: as of :func:`watch_inbox`.
     """
     metrics = metrics or LoaderMetrics()
-
-    def pause(seconds: float) -> None:
-        stop.wait(seconds)
-
-    pullers = {job.source.name: Puller(job.lake, job.source.name, sleep=pause) for job in jobs}
+    pullers = {job.source.name: Puller(job.lake, job.source.name, stop=stop) for job in jobs}
     while not stop.is_set():
         for job in jobs:
             for feed in job.source.feeds:

@@ -7,7 +7,6 @@ share the work; that rows count once does not depend on it (lakehouse.feeds.comm
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 from collections.abc import Iterable
@@ -19,9 +18,10 @@ from typing import IO
 import pyarrow as pa
 
 from lakehouse.bronze.table import COLUMNS
-from lakehouse.feeds.commit import Committer
+from lakehouse.feeds.claims import Claims
+from lakehouse.feeds.commit import Committer, at_table
 from lakehouse.feeds.errors import BadFile, FileTaken
-from lakehouse.feeds.files import FeedFile, fingerprint_of, format_of, stat_mark
+from lakehouse.feeds.files import FeedFile, Mark, fingerprint_of, format_of, mark_of
 from lakehouse.feeds.ledger import Done
 from lakehouse.feeds.model import FileReport, Job, Step, Tell
 from lakehouse.feeds.readers import read
@@ -44,7 +44,7 @@ class FileLoader:
         self._tell = tell
         self._sealer = Sealer(job.source, tenant=job.tenant, node=job.node)
         self._committer = None if job.trial else Committer(job.lake, job.source.name, self._sealer)
-        self._claims = _Claims(job)
+        self._claims = Claims(job)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="load-commit")
         self._chunk: list[Part] = []
         self._rows = self._bytes = 0
@@ -66,12 +66,21 @@ class FileLoader:
             self._committer.close()
 
     def load(self, files: Iterable[FeedFile]) -> None:
-        """Load the files; those that another loader is at come last, when it has finished with them."""
-        later = [file for file in files if not self._one(file, wait=False)]
-        self._settle()
-        for file in later:
-            self._one(file, wait=True)
+        """Load the files; those that another loader is at come last, when it has finished with them.
+
+        Raises:
+            CommitFailed: bronze does not take rows. Of files that were not reported, nothing more is known than bronze
+                says of them; they can be loaded again.
+        """
+        try:
+            later = [file for file in files if not self._one(file, wait=False)]
             self._settle()
+            for file in later:
+                self._one(file, wait=True)
+                self._settle()
+        except BaseException:
+            self._forget()
+            raise
 
     def _one(self, file: FeedFile, *, wait: bool) -> bool:
         """Read one file; False where another loader is at it."""
@@ -86,33 +95,34 @@ class FileLoader:
         return True
 
     def _opened(self, reading: _Reading, opened: IO[bytes], *, wait: bool) -> bool:
-        mark = stat_mark(opened)
+        reading.mark = mark_of(os.fstat(opened.fileno()))
         reading.done = Done(fingerprint_of(opened))
         file = reading.done.file
-        if file in self._met:  # the same content under another name
-            reading.done = self._met[file].done
-            reading.from_row, reading.format = reading.done.rows, self._met[file].format
-            self._report(reading, "already")
+        if file in self._met:  # the same content under another name, which is in when that one is
+            reading.done, reading.format, reading.twin = self._met[file].done, self._met[file].format, True
+            reading.from_row = reading.done.rows
+            self._ended.append(reading)
             return True
         if not self._claims.take(file, wait=wait):
             return False
         self._met[file] = reading
         if self._committer is not None:
-            reading.done = self._committer.look(file)
+            with at_table(self._job.source.name):
+                reading.done = self._committer.look(file)
         reading.from_row = reading.done.rows
         reading.format = format_of(reading.file.path, opened, self._job.kind)
         if reading.done.ended:
             self._claims.release(file)
             self._report(reading, "already")
         else:
-            self._read(reading, opened, mark)
+            self._read(reading, opened)
         return True
 
-    def _read(self, reading: _Reading, opened: IO[bytes], mark: tuple[int, int]) -> None:
+    def _read(self, reading: _Reading, opened: IO[bytes]) -> None:
         job, name, size = self._job, str(reading.file.path), reading.file.size
         options = {"encoding": job.encoding, "delimiter": job.delimiter}
         for segment in read(name, opened, reading.format, job.source, reading.done, **options):
-            if stat_mark(opened) != mark:
+            if mark_of(os.fstat(opened.fileno())) != reading.mark:
                 raise BadFile(name, "it was written to while it was read; load it again when it is complete")
             part = self._sealer.seal(name, reading.done, segment, time.time_ns() // 1000)
             rows = part.after.rows
@@ -162,7 +172,8 @@ class FileLoader:
         """In the writer's thread."""
         while parts:
             try:
-                return committer.commit(parts)
+                with at_table(self._job.source.name):
+                    return committer.commit(parts)
             except FileTaken as error:
                 self._taken.add(error.fingerprint)
                 parts = [part for part in parts if part.before.file != error.fingerprint]
@@ -175,11 +186,20 @@ class FileLoader:
             version = writing.result()
         for reading in self._waiting:
             self._claims.release(reading.done.file)
-            if reading.done.file in self._taken:
+            if reading.twin:
+                self._report(reading, "already")
+            elif reading.done.file in self._taken:
                 self._report(reading, "already", "another loader has loaded it meanwhile")
             else:
                 self._report(reading, "would load" if self._job.trial else "loaded", version=version)
         self._waiting = []
+
+    def _forget(self) -> None:
+        """Let go of all files that are not reported: what had been read of them is not in bronze."""
+        self._chunk, self._rows, self._bytes = [], 0, 0
+        self._waiting, self._ended = [], []
+        self._met.clear()
+        self._claims.release_all()
 
     def _settle(self) -> None:
         self._flush()
@@ -189,6 +209,7 @@ class FileLoader:
         """Leave a file where it is; the rows before that place are good, and stay."""
         self._settle()
         if reading.done.file:
+            self._met.pop(reading.done.file, None)
             self._claims.release(reading.done.file)
         self._report(reading, state, reason)
 
@@ -209,6 +230,7 @@ class FileLoader:
                 bronze_version=version,
                 started_at=int(reading.began * 1e6),
                 finished_at=int(now * 1e6),
+                mark=reading.mark,
             )
         )
 
@@ -219,41 +241,8 @@ class _Reading:
 
     file: FeedFile
     done: Done = field(default_factory=lambda: Done(""))
+    mark: Mark | None = None
     format: str = ""
     from_row: int = 0
+    twin: bool = False  # its content is another file's
     began: float = field(default_factory=time.time)
-
-
-class _Claims:
-    """Who is at which file: a lock on the byte that the fingerprint names, freed by the system with its process."""
-
-    def __init__(self, job: Job) -> None:
-        self._file: int | None = None
-        if not job.trial:
-            path = job.lake.state / "loads" / job.source.name / "claims"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-
-    def take(self, file: str, *, wait: bool) -> bool:
-        """Claim a file; False where another process has it, and there is no waiting."""
-        if self._file is None:
-            return True
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB), 1, _byte(file))
-        except BlockingIOError:
-            return False
-        return True
-
-    def release(self, file: str) -> None:
-        """Give a claim back."""
-        if self._file is not None:
-            fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _byte(file))
-
-    def close(self) -> None:
-        """Give all back."""
-        if self._file is not None:
-            os.close(self._file)
-
-
-def _byte(file: str) -> int:
-    return int(file[:15], 16)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline
 from lakehouse.errors import LakehouseError
+from lakehouse.maintain.backlog import Ask, RetentionWatch
 from lakehouse.maintain.care import LOOK_EVERY_S, SWEEP_EVERY_S, Maintenance
 from lakehouse.maintain.job import maintain
 from lakehouse.maintain.products import FOLD_ROWS
@@ -23,19 +24,23 @@ log = logging.getLogger(__name__)
 
 
 class Caretaker:
-    """A thread of the driver that takes care where nobody else does.
+    """A thread of the driver that takes care where nobody else does, and watches how near retention is.
 
     Args:
         lake: the lake.
         pipeline: as of :class:`Maintenance`.
+        ask: the broker, as of :class:`RetentionWatch`; None: the driver has none.
         now: seconds.
     """
 
-    def __init__(self, lake: Lake, pipeline: Pipeline, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, lake: Lake, pipeline: Pipeline, ask: Ask | None = None, now: Callable[[], float] = time.monotonic
+    ) -> None:
         self._lake = lake
         self._pipeline = pipeline
         self._now = now
         self._maintenance = Maintenance(lake, now, pipeline)
+        self._watch = RetentionWatch(lake, pipeline, ask, now) if ask is not None else None
         self._rounded = now()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="caretaker", daemon=True)
@@ -56,6 +61,8 @@ class Caretaker:
     def turn(self) -> list[str]:
         """Look once; returns what was done to tables that nobody keeps."""
         said: list[str] = []
+        if self._watch is not None:
+            self._watch.turn()
         if self._now() - self._rounded >= SWEEP_EVERY_S:
             try:
                 for done in maintain(self._lake, self._pipeline, fold_rows=FOLD_ROWS, bronze=False):

@@ -13,12 +13,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, date, datetime
 
 from deltalake import CommitProperties, DeltaTable
 
 from lakehouse.bronze.clock import BronzeClock
-from lakehouse.bronze.table import Progress, progress
+from lakehouse.bronze.table import progress
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.maintain.readers import readers_of, unread_since
 
@@ -54,7 +55,7 @@ def compact(lake: Lake, table: TableRef, *, target: int = SMALL, many: int = MAN
 def bronze_turn(lake: Lake, table: TableRef) -> Iterator[CommitProperties]:
     """The turn to commit to bronze; gives what the commit must say: how far the table is, as before."""
     with BronzeClock(lake, table).turn() as bronze_at:
-        reached = Progress(progress(table).offsets, bronze_at)
+        reached = replace(progress(table), bronze_at=bronze_at)
         yield CommitProperties(custom_metadata={"userMetadata": reached.to_metadata()})
 
 

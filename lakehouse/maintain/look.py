@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from deltalake import DeltaTable
@@ -14,33 +14,14 @@ from lakehouse.bronze.table import progress
 from lakehouse.contract import lake as names
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Pipeline, Source
+from lakehouse.maintain.backlog import ALARM, OK, WARN, Ask, health_of, span
 from lakehouse.maintain.bronze import SMALL
 from lakehouse.maintain.logs import kept_ms, oldest_version
 from lakehouse.maintain.readers import readers_of, unread_since
 from lakehouse.quality.unknown import noted
 
-OK, WARN, ALARM = "ok", "warn", "alarm"
 MANY_SMALL = 1_000
-# Of a retention: from this share on it is told, so that it is known before it bites.
-WARN_SHARE, ALARM_SHARE = 0.5, 0.8
 LATE_S = 60.0  # a product this far behind bronze is not kept up at this moment
-
-
-@dataclass(frozen=True, slots=True)
-class Backlog:
-    """What of a topic bronze has not taken.
-
-    Attributes:
-        records: how many.
-        oldest_s: age of the oldest of them, seconds.
-        lost: records that the topic no longer holds and bronze never took.
-        retention_s: how long the topic keeps records.
-    """
-
-    records: int
-    oldest_s: float
-    lost: int
-    retention_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +62,14 @@ class TableFacts:
 def look(
     lake: Lake,
     pipeline: Pipeline,
-    backlog: Callable[[Source, Mapping[str, int]], Backlog | None] = lambda *_: None,
+    backlog: Ask = lambda *_: None,
     *,
     now: Callable[[], float] = time.time,
 ) -> list[TableFacts]:
     """Facts of all tables that exist.
 
     Args:
-        backlog: asked what of a source's topic lies behind these offsets; None where no broker answers.
+        backlog: asked of each source.
     """
     return [_facts(lake, pipeline, table, backlog, now) for table in lake.tables()]
 
@@ -97,7 +78,7 @@ def _facts(
     lake: Lake,
     pipeline: Pipeline,
     table: TableRef,
-    backlog: Callable[[Source, Mapping[str, int]], Backlog | None],
+    backlog: Ask,
     now: Callable[[], float],
 ) -> TableFacts:
     try:
@@ -152,15 +133,15 @@ class _Told:
 
     def share(self, age_s: float, retention_s: float, remark: str) -> None:
         """Say it where an age comes near a retention."""
-        if retention_s > 0 and age_s >= retention_s * WARN_SHARE:
-            self.add(ALARM if age_s >= retention_s * ALARM_SHARE else WARN, remark)
+        if (health := health_of(age_s, retention_s)) != OK:
+            self.add(health, remark)
 
 
 def _bronze(
     lake: Lake,
     table: TableRef,
     source: Source,
-    backlog: Callable[[Source, Mapping[str, int]], Backlog | None],
+    backlog: Ask,
     told: _Told,
     log_s: float,
     now: Callable[[], float],
@@ -168,18 +149,15 @@ def _bronze(
     for reader in readers_of(lake, table):
         waiting = unread_since(table, reader, now)
         if waiting is not None:
-            remark = f"query {reader.query} has not read for {_span(waiting)} what its log keeps for {_span(log_s)}"
+            remark = f"query {reader.query} has not read for {span(waiting)} what its log keeps for {span(log_s)}"
             told.share(waiting, log_s, f"{remark}: start it; if it is gone for good, remove {reader.checkpoint}")
     if unknown := noted(lake, source.name):
         told.add(WARN, f"payloads have fields that the schema has not: {', '.join(unknown[:10])}")
-    found = backlog(source, progress(table).offsets)
+    found = backlog(source, progress(table))
     if found is None:
         return None, None
-    if found.lost:
-        told.add(ALARM, f"the topic no longer holds {found.lost} records that bronze never took")
-    kept = _span(found.retention_s)
-    remark = f"records have waited {_span(found.oldest_s)} in the topic, which keeps them for {kept}: run the pipeline"
-    told.share(found.oldest_s, found.retention_s, remark)
+    for health, remark in found.remarks():
+        told.add(health, remark)
     return found.records, found.oldest_s if found.records else 0.0
 
 
@@ -204,7 +182,7 @@ def _product(
         except FileNotFoundError:
             told.add(ALARM, "bronze's log no longer reaches back to where it is: it will be built again")
     if since is not None and since > LATE_S:
-        told.add(WARN, f"it is {_span(since)} behind bronze: is the pipeline running?")
+        told.add(WARN, f"it is {span(since)} behind bronze: is the pipeline running?")
     return behind, since if behind else 0.0
 
 
@@ -213,11 +191,3 @@ def _next_version(offset: object) -> int | None:
         return int(json.loads(str(offset))["reservoirVersion"])
     except (ValueError, KeyError, TypeError):
         return None
-
-
-def _span(seconds: float) -> str:
-    """A length of time for people."""
-    for unit, size in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"

@@ -11,6 +11,7 @@ import time
 
 from deltalake import CommitProperties, write_deltalake
 
+from lakehouse.contract.faults import crash_point
 from lakehouse.gold.store import ProductStore
 
 log = logging.getLogger(__name__)
@@ -33,9 +34,11 @@ def tidy(store: ProductStore, *, many: int = MANY_FILES, fold_rows: int = FOLD_R
     if files < many:
         return ""
     done = "folded"
+    crash_point("care.before_commit")
     if not (store.folded and fold(store, fold_rows)):
         store.delta().optimize.compact(target_size=SMALL, commit_properties=_marked(store))
         done = "compacted"
+    crash_point("care.after_commit")
     after = len(store.delta().file_uris())
     log.info("%s %s: %d files into %d in %.2f s", store.table.name, done, files, after, time.monotonic() - began)
     return done

@@ -60,6 +60,20 @@ class Watch:
             place = f"{row['topic']}/{row['partition']}/{row['offset']}"
             raise ExpectationHalt(self._source.name, row["halted"], row["event_id"], place)
 
+    def check_all(self, events: DataFrame) -> None:
+        """:meth:`check`, of more events than are to be fetched.
+
+        Args:
+            events: first copies, conformed.
+
+        Raises:
+            ExpectationHalt: as :meth:`check`.
+        """
+        if self._halts:
+            bad = events.where(F.col("halted").isNotNull() & ~F.col("event_id").isin(sorted(self._accepted)))
+            first = bad.orderBy("bronze_at", "partition", "offset").limit(1)
+            self.check(first.select("topic", "partition", "offset", "bronze_at", *self.columns).toArrow())
+
     def warned(self, first: pa.Table) -> bool:
         """Whether any of these events is to be noted."""
         return self.warnings is not None and first["warned"].null_count < first.num_rows

@@ -19,6 +19,7 @@ from pyspark.sql import SparkSession
 from lakehouse.bronze.clock import BronzeClock
 from lakehouse.bronze.table import touch
 from lakehouse.contract.errors import MillraceError
+from lakehouse.contract.faults import crash_point
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline
 from lakehouse.contract.queries import OWNER, Declared, QuerySpec, State
@@ -163,11 +164,14 @@ class AddedQueries:
         shutil.rmtree(seen / query_name(spec.name), ignore_errors=True)
         live = self._live.get(spec.relation)
         position = copy_index(live, seen / query_name(spec.name)) if live is not None else ""
+        crash_point("added.after_copy")
         if position:
             start = int(json.loads(position)["reservoirVersion"])
             touch(self._lake.bronze(spec.relation).path)  # the version behind the newest is none to stream from yet
+            crash_point("added.after_touch")
         with BronzeClock(self._lake, self._lake.bronze(spec.relation)).turn() as now:
             self._declared.tell(spec.name, State("starting", since=now, start_version=start))
+            crash_point("added.after_note")
 
     def _look_after(self, running: _Running) -> None:
         if running.live is None or running.live.query.isActive:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 
+from lakehouse.contract.faults import crash_point
 from lakehouse.contract.lake import PROPERTY_PIPELINE, Lake
 from lakehouse.contract.queries import OWNER, Declared, QuerySpec
 
@@ -16,12 +17,16 @@ def query_name(name: str) -> str:
 def forget(lake: Lake, name: str, *, drop: bool) -> None:
     """Remove a query's checkpoint, index, state and declaration; its table too, where ``drop`` says so.
 
+    The declaration goes last: it says that the query is removed, so that after a crash the next driver begins again.
     The caller holds the table's lock.
     """
     shutil.rmtree(lake.checkpoint(query_name(name)), ignore_errors=True)
+    crash_point("forget.after_checkpoint")
     shutil.rmtree(lake.state / "seen" / query_name(name), ignore_errors=True)
+    crash_point("forget.after_index")
     if drop and is_ours(lake, name):
         shutil.rmtree(lake.table("gold", name).path, ignore_errors=True)
+    crash_point("forget.after_table")
     Declared(lake, QuerySpec).remove(name)
 
 

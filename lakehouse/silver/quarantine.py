@@ -84,11 +84,17 @@ class Quarantine:
             reason = event.pop("reason")
             _lines.say(logging.INFO, "is in quarantine", reason, **event)
 
-    def replace(self, rows: pa.Table, source: str) -> None:
-        """Put a batch build in place of all rows of this source; a table that is absent is there with them, or not."""
+    def replace(self, rows: pa.Table, source: str, done: tuple[str, int] | None = None) -> None:
+        """Put a batch build in place of all rows of this source; a table that is absent is there with them, or not.
+
+        Args:
+            done: query and batch up to which the rows are; later ones that were in are to come again.
+        """
         rows = rows.select(COLUMNS.names).cast(COLUMNS)
+        properties = CommitProperties(app_transactions=[Transaction(*done)]) if done else None
         if self._table.exists():
-            write_deltalake(self._open(), rows, mode="overwrite", predicate=f"source = '{source}'")
+            predicate = f"source = '{source}'"
+            write_deltalake(self._open(), rows, mode="overwrite", predicate=predicate, commit_properties=properties)
         else:
             self._table.path.mkdir(parents=True, exist_ok=True)
             write_deltalake(
@@ -97,6 +103,7 @@ class Quarantine:
                 mode="overwrite",
                 name=self._table.name,
                 description=self._description,
+                commit_properties=properties,
             )
             self._configure()
         self._batches.clear()

@@ -127,15 +127,17 @@ _LG_SMALLEST = 3
 
 
 class _Top:
-    columns: tuple[str, ...] = ("sketch",)
+    columns: tuple[str, ...] = ("sketch", "unseen")
 
     def __init__(self, parameters: Row) -> None:
         self._sketch = datasketches.frequent_strings_sketch(_LG_SMALLEST)
         self._empty = True
+        self._unseen = 0
 
     def add(self, row: Row) -> None:
         if row["sketch"] is None:
             return
+        self._unseen += row.get("unseen", 0)  # a table from before there was one
         found = datasketches.frequent_strings_sketch.deserialize(row["sketch"])
         if self._empty:  # a sketch says itself how much it may track
             self._sketch, self._empty = found, False
@@ -147,11 +149,11 @@ class _Top:
         sketch = self._sketch
         if question.item is not None:
             item = question.item
-            bounds = (sketch.get_lower_bound(item), sketch.get_upper_bound(item))
+            bounds = (sketch.get_lower_bound(item), sketch.get_upper_bound(item) + self._unseen)
             return [Answer(item, sketch.get_estimate(item), *bounds)]
         found = sketch.get_frequent_items(datasketches.frequent_items_error_type.NO_FALSE_NEGATIVES)
         best = sorted(found, key=lambda item: (-item[1], item[0]))[: question.n]
-        return [Answer(item, estimate, lower, upper) for item, estimate, lower, upper in best]
+        return [Answer(item, estimate, lower, upper + self._unseen) for item, estimate, lower, upper in best]
 
     def serialize(self) -> dict[str, bytes]:
         return {"sketch": self._sketch.serialize()}

@@ -111,8 +111,9 @@ class SketchTable:
             if column not in by:
                 raise BadSketch(f"table {self.ref.name} has no groups by {column!r}; it has: {', '.join(by) or 'none'}")
             condition &= ds.field(column).cast(pa.string()) == value
-        columns = [_START, _END, *merged_of(self.property).columns]
-        rows = self._delta.to_pyarrow_dataset().to_table(columns=columns, filter=condition)
+        data = self._delta.to_pyarrow_dataset()
+        columns = [_START, _END, *(name for name in merged_of(self.property).columns if name in data.schema.names)]
+        rows = data.to_table(columns=columns, filter=condition)
         return self._side_by_side(rows, start) if self.parameters.get("slide") and rows.num_rows else rows
 
     def _side_by_side(self, rows: pa.Table, start: datetime | None) -> pa.Table:

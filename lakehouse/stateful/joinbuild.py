@@ -14,8 +14,9 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 from pyspark.sql.window import Window
 
-from lakehouse.batch import build, copies
+from lakehouse.batch import build, clock_of
 from lakehouse.bronze.table import COLUMNS
+from lakehouse.contract.lake import FILE_TOPIC
 from lakehouse.contract.pipeline import Product, Source
 from lakehouse.silver.conform import ENVELOPE_COLUMNS, conform, payload_schema
 from lakehouse.stateful.join import VIEW, Join
@@ -82,14 +83,12 @@ class JoinBuild:
         sides: the sources.
         left: its valid events.
         right: its valid events.
-        raw: conformed rows of each side with all their copies.
         through: ``TOPIC/PARTITION`` to the offset behind the last one that bronze holds.
     """
 
     sides: Sides
     left: DataFrame
     right: DataFrame
-    raw: tuple[DataFrame, DataFrame]
     through: dict[str, int]
 
     def partial(self, operator: Join) -> pa.Table:
@@ -116,22 +115,10 @@ class JoinBuild:
         pairs.select(*(F.col(f"`{name}`") for name in names)).createOrReplaceTempView(VIEW)
         return pairs.sparkSession.sql(operator.partial_sql()).toArrow()
 
-    def rows(self) -> pa.Table:
-        """All events, for the index."""
-        found = [side_rows(events, self.sides, side).toArrow() for side, events in enumerate((self.left, self.right))]
-        return pa.concat_tables(found)
-
-    def copies(self, side: int) -> DataFrame:
-        """What the index of seen events of a side has to know: all copies where there is a horizon, else the first."""
-        if self.sides.source(side).dedupe_horizon:
-            return self.raw[side].where(F.col("reason").isNull())
-        return self.left if side == LEFT else self.right
-
     def clock(self) -> int | None:
         """See :class:`~lakehouse.gold.store.BatchMark`."""
-        times = [events.select(F.least("event_time", "received_at").alias("at")) for events in (self.left, self.right)]
-        newest = times[0].union(times[1]).agg(F.max(F.unix_micros("at")).alias("at")).collect()[0]["at"]
-        return None if newest is None else int(newest)
+        left, right = (events.select("event_time", "received_at") for events in (self.left, self.right))
+        return clock_of(left.union(right))
 
 
 @contextmanager
@@ -141,13 +128,9 @@ def joined_build(
     """Both sides at these versions of bronze; kept in memory meanwhile."""
     built = [build(spark, tables[side], sides.source(side), versions[side]).events.persist() for side in (0, 1)]
     try:
-        raw = (
-            copies(spark, tables[0], sides.left, versions[0]),
-            copies(spark, tables[1], sides.right, versions[1]),
-        )
         through = {place: end for side in (0, 1) for place, end in _ends(tables[side], versions[side]).items()}
         left, right = (events.where(F.col("reason").isNull()) for events in built)
-        yield JoinBuild(sides, left, right, raw, through)
+        yield JoinBuild(sides, left, right, through)
     finally:
         for events in built:
             events.unpersist()
@@ -159,6 +142,8 @@ def _ends(table: Path, version: int) -> dict[str, int]:
     for batch in rows.to_batches(columns=["topic", "partition", "offset"]):
         ends = pa.table(batch).group_by(["topic", "partition"]).aggregate([("offset", "max")]).to_pylist()
         for end in ends:
+            if end["topic"].startswith(FILE_TOPIC):
+                continue  # as Marks.of has it
             place = f"{end['topic']}/{end['partition']}"
             found[place] = max(found.get(place, 0), end["offset_max"] + 1)
     return found

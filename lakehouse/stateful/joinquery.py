@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from deltalake import DeltaTable
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
 from lakehouse.bronze.horizon import seen_index
@@ -37,12 +38,14 @@ from lakehouse.gold.store import BatchMark, ProductStore
 from lakehouse.maintain import Maintenance
 from lakehouse.running import RunningQuery
 from lakehouse.silver.conform import conform
+from lakehouse.slices import slices
 from lakehouse.stateful.join import Join
 from lakehouse.stateful.joinbuild import Sides, changes_sql, event_schema, joined_build, side_rows
 from lakehouse.stateful.joinindex import LEFT, RIGHT, Change, JoinIndex
 from lakehouse.writer import BatchWriter, Marks
 
 log = logging.getLogger(__name__)
+_ENTRY_BYTES = 256  # of a fetched event, about, beside its payload
 
 
 def query_name(product: str) -> str:
@@ -166,6 +169,10 @@ class JoinWriter(BatchWriter):
         count_batch(self.folder.name, rows.num_rows, copies=valid.num_rows - first.num_rows, rejected=refused)
         self._maintenance.after_batch([self.store])
 
+    def enter(self, valid: pa.Table, side: int, batch: int, place: str) -> None:
+        """Enter events of one side in its index of seen events, and the first copies in that of the join."""
+        self.index.enter(self._first(valid, side, place), batch, place, changes=False)
+
     def _first(self, valid: pa.Table, side: int, place: str) -> pa.Table:
         """First copies of one side."""
         rows = valid.filter(pc.equal(valid["side"], side))
@@ -232,10 +239,8 @@ class _Start:
         with joined_build(spark, writer.sides, writer.tables, through) as build:
             if index:
                 writer.clear()
-                rows = build.rows()
-                for side, seen in enumerate(writer.seen):
-                    seen.judge(build.copies(side).select(*JUDGED).toArrow(), f"{query}/{batch}")
-                writer.index.enter(rows, batch, f"{query}/{batch}", changes=False)
+                for side in (LEFT, RIGHT):
+                    self._fill(spark, side, through[side], batch, f"{query}/{batch}")
             writer.marks.through = dict(build.through)
             writer.marks.clock = build.clock()
             if product:
@@ -243,6 +248,16 @@ class _Start:
                 place = position_of(writer.positions)
                 mark = BatchMark(query, number, place, dict(writer.marks.through), clock=writer.marks.clock)
                 writer.store.replace(build.partial(writer.operator), mark)
+
+    def _fill(self, spark: SparkSession, side: int, version: int, batch: int, place: str) -> None:
+        """Enter one side in both indexes; the positions last, so that what a crash breaks off is done again."""
+        writer, valid = self._writer, F.col("reason").isNull()
+        width = F.lit(_ENTRY_BYTES) + F.coalesce(F.octet_length("payload"), F.lit(0))
+        rows = pa.table({})
+        for events in slices(spark, writer.tables[side], writer.sides.source(side), version, width):
+            rows = side_rows(events.where(valid), writer.sides, side).toArrow()
+            writer.enter(rows, side, batch, "")
+        writer.enter(rows.slice(0, 0), side, batch, place)
 
     def _noted(self) -> tuple[int, int] | None:
         try:

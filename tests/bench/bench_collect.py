@@ -261,7 +261,7 @@ def run(folder: Path, quick: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print the table, and one JSON object as the last line."""
+    """Print the table, and one JSON object as the last line; exit status 1 where an acknowledged event was lost."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer events, once each")
     parser.add_argument("--folder", type=Path, default=Path.cwd(), help="on the disk to be measured")
@@ -272,6 +272,7 @@ def main() -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(json.dumps(found))
+    sys.exit(1 if found["lost"] else 0)
 
 
 if __name__ == "__main__":

@@ -6,18 +6,19 @@ Steps, one after the other on an idle machine, each with the real broker, Spark 
    batch to the commit of the last product that holds them all. Bronze and three products.
 2. ``plain``: the plain job (:mod:`tests.bench.plain_spark_job`: readStream → groupBy → foreachBatch MERGE, default
    settings) on the same topic: one of those products, no record, no dedupe; from its query's start to its last MERGE.
+   Then a trickle: its latency from an event's sending to the end of the MERGE that holds it.
 3. ``sustained``: events come at ``--rate`` for ``--seconds`` while the pipeline runs, after ``--warm`` events in which
    the JVM compiles what it runs; events over the time from the first one's sending to the commit of the last product
    that holds the last.
-4. ``growth``: latency of a trickle on an empty lake, and on the lake that step 1 filled (1,000 times the rows): from an
-   event's sending to the commit of the slowest product that holds it.
+4. ``growth``: latency of a trickle on a lake of a few rows, and on the lake that step 1 filled (1,000 times as many):
+   from an event's sending to the commit of the slowest product that holds it.
 5. ``loader``: the batch loader (:mod:`tests.bench.bench_loader`).
 
 ``--case meetup`` sends RSVPs of 1.4 KB to the worked case, ``--case clicks`` page views of 200 bytes to a pipeline of
 three products. The driver runs with ``spark.optimise`` unless ``--quick`` is given. After each of 1, 3 and 4 the
 products are counted: no event may be missing, none may count twice. CPU is of the whole driver process with its JVM.
 ``--folder`` keeps topics and lakes between runs, so that the steps can be run one by one (``--steps fill``, then
-``--steps catch-up``, …). The last line is one JSON object.
+``--steps catch-up``, …). The last line is one JSON object; ``floors`` in it says which of :data:`FLOORS` were met.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,13 @@ from lakehouse.contract.pipeline import Pipeline, load_pipeline
 from tests.bench.lakehouse_cases import CASES
 
 PATIENCE_S = 900.0
+Commit = tuple[float, dict[str, int]]  # when it was made, ms since the epoch; TOPIC/PARTITION to the next offset
 STEPS = ("fill", "catch-up", "plain", "sustained", "growth", "loader")
+FLOORS: dict[str, Callable[[float], bool]] = {
+    "sustained_events_s": lambda found: found >= 35_000,
+    "loader_rows_s": lambda found: found >= 100_000,
+    "latency_growth": lambda found: found <= 1.2,
+}
 err = Console(stderr=True)
 
 
@@ -121,21 +128,26 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             steps: dict[str, Callable[[], dict[str, Any]]] = {
                 "fill": lambda: fill(site, options.events),
                 "catch-up": lambda: catch_up(site),
-                "plain": lambda: plain(site, folder),
+                "plain": lambda: plain(site, folder, options.trickle),
                 "sustained": lambda: sustained(folder, site, options.rate, options.seconds, options.warm),
-                "growth": lambda: growth(folder, site, options.trickle, options.events),
+                "growth": lambda: growth(folder, site, options.trickle),
             }
             for step, run in steps.items():
                 if step in options.steps:
-                    for key, value in run().items():
-                        found[key] = found.get(key, 0) + value if key in ("lost", "twice") else value
+                    _add(found, run())
         finally:
             broker.stop()
     if "loader" in options.steps:
         from tests.bench import bench_loader
 
-        found |= bench_loader.measure(folder / "loader")
+        _add(found, bench_loader.measure(folder / "loader"))
+    found["floors"] = {name: met(found[name]) for name, met in FLOORS.items() if name in found}
     return found
+
+
+def _add(found: dict[str, Any], more: Mapping[str, Any]) -> None:
+    for key, value in more.items():
+        found[key] = found.get(key, 0) + value if key in ("lost", "twice") else value
 
 
 def fill(site: Site, events: int) -> dict[str, Any]:
@@ -173,32 +185,47 @@ def catch_up(site: Site) -> dict[str, Any]:
     }
 
 
-def plain(site: Site, folder: Path) -> dict[str, Any]:
+def plain(site: Site, folder: Path, trickle: float) -> dict[str, Any]:
     """Step 2."""
     err.print("The plain job on the same topic …")
     commits, ready = folder / "commits.jsonl", folder / "ready"
     command = [sys.executable, "-m", "tests.bench.plain_spark_job", "--lake", str(folder / "plain")]
     command += ["--kafka", site.bootstrap, "--commits", str(commits), "--ready", str(ready), "--case", site.case]
     command += ["--topic", site.topic]
-    ends = {place.rpartition("/")[2]: end for place, end in site.sent[0].ends(site.topic).items()}
+
+    def commits_made() -> list[Commit]:
+        rows = [json.loads(line) for line in commits.read_text().splitlines()] if commits.exists() else []
+        return [(row["at_ms"], {f"{site.topic}/{p}": end for p, end in row["ends"].items()}) for row in rows]
+
+    def wait_for(sent: Sent) -> None:
+        ends = sent.ends(site.topic)
+
+        def reached() -> bool:
+            made = commits_made()
+            return bool(made) and all(made[-1][1].get(place, 0) >= end for place, end in ends.items())
+
+        _until(reached)
+
     job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         _until(ready.exists)
         began, cpu = time.time() * 1000, _cpu_s(job.pid)
-
-        def reached() -> bool:
-            rows = [json.loads(line) for line in commits.read_text().splitlines()] if commits.exists() else []
-            return bool(rows) and all(rows[-1]["ends"].get(p, 0) >= end for p, end in ends.items())
-
-        _until(reached)
-        ended = json.loads(commits.read_text().splitlines()[-1])["at_ms"]
+        wait_for(site.sent[0])
+        ended = commits_made()[-1][0]
         used = _cpu_s(job.pid) - cpu
+        sent = feed(site, int(trickle * 30), rate=trickle, seed=31)
+        wait_for(sent)
+        latency = float(np.median(_reached_ms(site.topic, commits_made(), sent) - sent.sent_ms))
     finally:
         _end(job)
     events = len(site.sent[0].offset)
     rate = events / (ended - began) * 1000
-    err.print(f"  {rate:,.0f} events/s, {used / events * 1e6:.0f} CPU s a million events")
-    return {"plain_spark_events_s": round(rate), "plain_spark_cpu_s_per_million": round(used / events * 1e6, 1)}
+    err.print(f"  {rate:,.0f} events/s, {used / events * 1e6:.0f} CPU s a million events, p50 {latency:,.0f} ms")
+    return {
+        "plain_spark_events_s": round(rate),
+        "plain_spark_cpu_s_per_million": round(used / events * 1e6, 1),
+        "plain_spark_latency_ms": round(latency),
+    }
 
 
 def sustained(folder: Path, site: Site, rate: float, seconds: float, warm: int) -> dict[str, Any]:
@@ -231,9 +258,13 @@ def sustained(folder: Path, site: Site, rate: float, seconds: float, warm: int) 
     }
 
 
-def growth(folder: Path, site: Site, rate: float, rows: int) -> dict[str, Any]:
+def growth(folder: Path, site: Site, rate: float) -> dict[str, Any]:
     """Step 4: rows of the trickle before the measuring are a thousandth of those in the lake."""
-    few = max(1, rows // 1000)
+    bronze = site.lake.bronze(CASES[site.case].source)
+    rows = DeltaTable(str(bronze.path)).to_pyarrow_dataset().count_rows() if bronze.exists() else 0
+    few = rows // 1000
+    if few < 100:
+        raise SystemExit(f"the lake has {rows:,} rows, too few to compare with: run fill and catch-up before growth")
     empty = _site(folder, site.case, f"empty-{time.time_ns()}", site.bootstrap)
     latency = {}
     for name, place in (("empty", empty), ("full", site)):
@@ -250,6 +281,7 @@ def growth(folder: Path, site: Site, rate: float, rows: int) -> dict[str, Any]:
         "latency_growth": round(latency["full"] / latency["empty"], 3),
         "latency_empty_ms": round(latency["empty"]),
         "latency_full_ms": round(latency["full"]),
+        "latency_full_rows": rows,
         "lost": lost + again[0],
         "twice": twice + again[1],
     }
@@ -321,7 +353,7 @@ def _cpu_s(pid: int) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def _commits(table: Path) -> list[tuple[float, dict[str, int]]]:
+def _commits(table: Path) -> list[Commit]:
     """When each commit that says how far it reaches was made (ms since the epoch), and how far."""
     found = []
     for file in sorted((table / "_delta_log").glob("[0-9]*.json")):
@@ -354,16 +386,19 @@ def _wait_for(site: Site, sent: Sent) -> float:
 
 
 def _latency_ms(site: Site, sent: Sent) -> npt.NDArray[np.float64]:
-    slowest = np.zeros(len(sent.offset))
-    for table in site.products():
-        commits = _commits(table)
-        at = np.array([when for when, _ in commits])
-        for partition in np.unique(sent.partition):
-            place = f"{site.topic}/{partition}"
-            reach = np.maximum.accumulate([through.get(place, 0) for _, through in commits])
-            mine = sent.partition == partition
-            slowest[mine] = np.maximum(slowest[mine], at[np.searchsorted(reach, sent.offset[mine], side="right")])
-    return slowest - sent.sent_ms
+    slowest = np.max([_reached_ms(site.topic, _commits(table), sent) for table in site.products()], axis=0)
+    return np.asarray(slowest - sent.sent_ms)
+
+
+def _reached_ms(topic: str, commits: Sequence[Commit], sent: Sent) -> npt.NDArray[np.float64]:
+    """When each event was in, ms since the epoch."""
+    found = np.zeros(len(sent.offset))
+    at = np.array([when for when, _ in commits])
+    for partition in np.unique(sent.partition):
+        reach = np.maximum.accumulate([through.get(f"{topic}/{partition}", 0) for _, through in commits])
+        mine = sent.partition == partition
+        found[mine] = at[np.searchsorted(reach, sent.offset[mine], side="right")]
+    return found
 
 
 def _first_batch_ms(site: Site) -> float:

@@ -6,6 +6,8 @@ its own. ``--end-to-end`` then runs the pipeline's Spark driver over what was lo
 the commit of ``catalogue`` that holds the last offer: loading and products one after the other, so the rate of both
 side by side is no lower. ``--compiled`` lets Spark compile its queries and the JVM optimise, which the settings leave
 out because they make short batches slower. The last line is one JSON object; ``loader_rows_s`` is that of JSON lines.
+Bronze is counted after each: ``lost`` offers are not in it, ``twice`` rows are too many; exit status 1 where there are
+any.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import duckdb
 from deltalake import DeltaTable
 from rich.console import Console
 
@@ -56,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.end_to_end:
         found["offers_end_to_end_s"] = end_to_end(options.rows, compiled=options.compiled, **sizes)
     sys.stdout.write(json.dumps(found) + "\n")
+    sys.exit(1 if found["lost"] or found["twice"] else 0)
 
 
 def measure(
@@ -63,10 +67,12 @@ def measure(
 ) -> dict[str, float]:
     """Rows a second into bronze, by format; prints them, and returns ``loader_rows_s`` with the others.
 
+    ``lost`` and ``twice``, of all formats together, are what bronze has not and what it has too often.
+
     Args:
         folder: for the files and lakes; made where absent, and left empty.
     """
-    found: dict[str, float] = {}
+    found: dict[str, float] = {"lost": 0, "twice": 0}
     for kind in formats:
         place = folder / kind
         size = write(place / "in", rows, files, kind)
@@ -74,10 +80,14 @@ def measure(
         done = _load(place, workers)
         cpu = _cpu_s() - before
         rate = done.new_rows / done.seconds
+        lost, twice = count(Lake(place / "lake"), rows)
+        found["lost"] += lost
+        found["twice"] += twice
         found["loader_rows_s" if kind == "jsonl" else f"loader_{kind.replace('.', '_')}_rows_s"] = round(rate)
         err.print(
             f"{kind:>9}: {done.new_rows:,} rows, {size / 1e6:,.0f} MB in {done.seconds:.1f} s: {rate:,.0f} rows/s; "
-            f"{cpu / done.new_rows * 1e6:.1f} s of CPU a million rows; {workers} workers",
+            f"{cpu / done.new_rows * 1e6:.1f} s of CPU a million rows; {workers} workers; "
+            f"lost {lost}, twice {twice}",
             soft_wrap=True,
         )
         shutil.rmtree(place)
@@ -106,6 +116,15 @@ def write(folder: Path, rows: int, files: int, kind: str) -> int:
         else:
             pq.write_table(pa.Table.from_pylist(made), path)
     return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def count(lake: Lake, rows: int) -> tuple[int, int]:
+    """Of so many offers, each of an id of its own: how many bronze has not, and rows that it has beyond the others."""
+    offers = DeltaTable(str(lake.bronze("offers").path)).to_pyarrow_dataset()
+    held = duckdb.connect().register("bronze", offers)
+    told = held.execute("SELECT count(*), count(DISTINCT event_id) FROM bronze").fetchone()
+    assert told is not None
+    return rows - told[1], told[0] - told[1]
 
 
 def end_to_end(rows: int, *, files: int = 16, workers: int = 2, compiled: bool = False) -> float:

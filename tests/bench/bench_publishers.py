@@ -152,7 +152,7 @@ def run(folder: Path, idle: int, busy: int, seconds: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print what was found, and one JSON object as the last line."""
+    """Print what was found, and one JSON object as the last line; exit status 1 where an event was lost."""
     if sys.argv[1:2] == ["--serve"]:
         serve(Path(sys.argv[2]), sys.argv[3], COLLECTOR_CORE)
         return
@@ -168,6 +168,7 @@ def main() -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     print(json.dumps(found))
+    sys.exit(1 if found["lost"] else 0)
 
 
 if __name__ == "__main__":

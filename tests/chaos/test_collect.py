@@ -1,8 +1,9 @@
 """Collector and broker killed, the link cut, the disk full: what was acknowledged is kept, counts once, and in order.
 
-Two kills of the collector and a full disk run with the other tests, and look into Kafka; ``make chaos`` runs twenty of
-each and looks into bronze and a product (:mod:`tests.chaos.bronze` says what is asserted there). A failure is repeated
-with CHAOS_SEED=N, which a test prints with what it found.
+Senders take turns at the ways in: an event a request, up to 50 a request, up to 50 under way on a WebSocket. Two
+kills of the collector and a full disk run with the other tests, and look into Kafka; ``make chaos`` runs twenty of
+each (and eight kills with the plain Kafka client) and looks into bronze and a product (:mod:`tests.chaos.bronze` says
+what is asserted there). A failure is repeated with CHAOS_SEED=N, which a test prints with what it found.
 """
 
 from __future__ import annotations
@@ -11,16 +12,13 @@ import asyncio
 import contextlib
 import functools
 import json
-import logging
 import os
 import random
-import resource
 import shutil
 import signal
 import subprocess
-import sys
-from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -31,107 +29,11 @@ from jobs.up import free_port
 from lakehouse.contract.envelope import Envelope
 from tests.chaos.bronze import check_bronze
 from tests.chaos.proxy import Link
+from tests.chaos.rig import KEYS, Rig
 from tests.ingest.conftest import consume, event, eventually
 from tests.ingest.conftest import request as ask
 
 pytestmark = pytest.mark.broker
-log = logging.getLogger(__name__)
-
-NODE = """
-import asyncio, dataclasses, logging, resource, sys
-logging.disable()
-from pathlib import Path
-from ingest.node import run_collector
-from tests.ingest.conftest import pipeline_of, settings_of
-folder, bootstrap, topic, port, log_bytes, file_bytes = sys.argv[1:]
-if int(file_bytes):
-    import signal
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the bound then fails, as on a full disk
-    resource.setrlimit(resource.RLIMIT_FSIZE, (int(file_bytes), resource.RLIM_INFINITY))
-settings = settings_of(Path(folder), log_bytes=int(log_bytes))
-settings = dataclasses.replace(settings, collect=dataclasses.replace(settings.collect, port=int(port)))
-asyncio.run(run_collector(settings, pipeline_of(topic, "http"), bootstrap=bootstrap, stop=asyncio.Event()))
-"""
-LOG_BYTES = 64 * 1024 * 1024
-KEYS = 7
-
-
-class Rig:
-    """A collector in a process of its own, and senders that note what was acknowledged.
-
-    Each key has one sender, which sends an event again until it is acknowledged, and only then the next: so the order
-    of first appearance within a key is known whatever happens.
-    """
-
-    def __init__(
-        self, folder: Path, bootstrap: str, topic: str, *, file_bytes: int = 0, log_bytes: int = LOG_BYTES
-    ) -> None:
-        self._arguments = [str(folder), bootstrap, topic]
-        self._file_bytes = file_bytes
-        self._log_bytes = log_bytes
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.child: asyncio.subprocess.Process | None = None
-        self.acknowledged: list[int] = []
-        self.sent: Counter[int] = Counter()
-        self.refused = 0
-        self._stopping = False
-
-    async def start(self) -> None:
-        arguments = [*self._arguments, str(self.port), str(self._log_bytes), str(self._file_bytes)]
-        self.child = await asyncio.create_subprocess_exec(sys.executable, "-c", NODE, *arguments)
-
-    @property
-    def resident_mb(self) -> float:
-        """Memory of the collector."""
-        assert self.child is not None
-        status = Path(f"/proc/{self.child.pid}/status").read_text()
-        return int(status.partition("VmRSS:")[2].split()[0]) / 1024
-
-    async def kill(self) -> None:
-        if self.child is not None and self.child.returncode is None:
-            self.child.kill()
-            await self.child.wait()
-
-    def allow(self) -> None:
-        """The disk has room again."""
-        assert self.child is not None
-        resource.prlimit(self.child.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-
-    async def more(self, count: int) -> None:
-        """Return when so many more events were acknowledged."""
-        wanted = len(self.acknowledged) + count
-        await eventually(lambda: len(self.acknowledged) >= wanted, 120)
-
-    @contextlib.asynccontextmanager
-    async def sending(self) -> AsyncIterator[None]:
-        senders = [asyncio.create_task(self._send(key)) for key in range(KEYS)]
-        try:
-            yield
-        finally:
-            self._stopping = True
-            async with asyncio.timeout(120):
-                await asyncio.gather(*senders)
-
-    async def _send(self, key: int) -> None:
-        number = key
-        while True:
-            self.sent[number] += 1
-            try:
-                status, _, _ = await ask(self.url, "POST", "/v1/clicks", event(number), content_type="application/json")
-            except OSError:
-                status = 0
-            except Exception as error:  # noqa: BLE001 - http.client has many for an answer that is cut off
-                log.debug("%s", error)
-                status = 0
-            if status == 202:
-                self.acknowledged.append(number)
-                number += KEYS
-                if self._stopping:
-                    return
-            else:
-                self.refused += status in (429, 503)
-                await asyncio.sleep(0.02)
 
 
 async def check_all(request: pytest.FixtureRequest, folder: Path, bootstrap: str, topic: str, rig: Rig) -> None:
@@ -142,7 +44,7 @@ async def check_all(request: pytest.FixtureRequest, folder: Path, bootstrap: str
         spark = request.getfixturevalue("spark")
         work = functools.partial(check_bronze, spark, folder, bootstrap, topic, rig.acknowledged, rig.sent)
         seen = await asyncio.to_thread(work)
-        found = {"test": request.node.name, "acknowledged": len(set(rig.acknowledged)), **asdict(seen)}
+        found = {"test": request.node.name, "acknowledged": len(set(rig.acknowledged)), **rig.by_way, **asdict(seen)}
         print(json.dumps(found | {"lost": 0, "counted_twice": 0}))
 
 
@@ -168,16 +70,18 @@ def dice(name: str) -> random.Random:
     return random.Random(seed)
 
 
-def times(short: int) -> list[object]:
-    return [pytest.param(short, id="short"), pytest.param(20, marks=pytest.mark.chaos, id="many")]
+MANY = [
+    pytest.param(20, "auto", marks=pytest.mark.chaos, id="many"),
+    pytest.param(8, "kafka-python", marks=pytest.mark.chaos, id="many-kafka-python"),
+]
 
 
-@pytest.mark.parametrize("kills", times(2))
+@pytest.mark.parametrize(("kills", "client"), [pytest.param(2, "auto", id="short"), *MANY])
 async def test_the_collector_is_killed(
-    request: pytest.FixtureRequest, broker: EmbeddedBroker, tmp_path: Path, kills: int
+    request: pytest.FixtureRequest, broker: EmbeddedBroker, tmp_path: Path, kills: int, client: str
 ) -> None:
     chance, topic = dice("collector"), f"chaos-collector-{kills}"
-    rig = Rig(tmp_path, broker.bootstrap, topic)
+    rig = Rig(tmp_path, broker.bootstrap, topic, client=client)
     await rig.start()
     try:
         async with rig.sending():
@@ -246,16 +150,16 @@ class Advertising(EmbeddedBroker):
         path.write_text("\n".join(lines) + "\n")
 
 
-@pytest.mark.chaos
-async def test_the_broker_is_killed(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kills", "client"), MANY)
+async def test_the_broker_is_killed(request: pytest.FixtureRequest, tmp_path: Path, kills: int, client: str) -> None:
     chance = dice("broker")
     broker = EmbeddedBroker(tmp_path / "kafka", heap_mb=192, die_with_parent=True)
     bootstrap = await asyncio.to_thread(broker.start, 180)
-    rig = Rig(tmp_path / "lake", bootstrap, "chaos-broker")
+    rig = Rig(tmp_path / "lake", bootstrap, "chaos-broker", client=client)
     await rig.start()
     try:
         async with rig.sending():
-            for _ in range(20):
+            for _ in range(kills):
                 await rig.more(chance.randrange(1, 200))
                 await asyncio.to_thread(broker.kill)
                 await rig.more(chance.randrange(1, 50))  # into the log meanwhile

@@ -320,7 +320,9 @@ class Site:
         return lambda: through(self.lake, self.pipeline, targets, *names)
 
     @contextlib.contextmanager
-    def running(self, spark: SparkSession, stages: Stages | None = None) -> Iterator[Callable[[], bool]]:
+    def running(
+        self, spark: SparkSession, stages: Stages | None = None, *, accept_loss: bool = False
+    ) -> Iterator[Callable[[], bool]]:
         """The queries in this process; yields a check that they run. Whatever ended them is raised."""
         stop, started = threading.Event(), threading.Event()
         errors: list[BaseException] = []
@@ -335,6 +337,7 @@ class Site:
                     bootstrap=self.bootstrap,
                     stop=stop,
                     started=started.set,
+                    accept_loss=accept_loss,
                 )
             except BaseException as error:  # noqa: BLE001 - raised below
                 errors.append(error)

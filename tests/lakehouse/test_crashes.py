@@ -1,6 +1,8 @@
 """The whole crash matrix: kill -9 at every point of the write path, at the first, second and third time it is passed.
 
-`make crashes`; a minute a kill beside other work on two cores. test_stream.py kills once at each point, by default.
+`make crashes`; a minute a kill beside other work on two cores. Joins are in stateful/test_joinquery.py. By default one
+driver is killed, between two products of a batch (test_stream.py), and what needs no Spark (care, queries that are
+cleared away, loads).
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ from pyspark.sql import SparkSession
 
 from ingest.broker import EmbeddedBroker
 from jobs.broker import ensure_topics
-from lakehouse.contract.faults import CRASH_POINTS, REBUILD_CRASH_POINTS
+from lakehouse.contract.faults import ADDED_CRASH_POINTS, CRASH_POINTS, REBUILD_CRASH_POINTS
 from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.replay import digest, verify
 from tests.lakehouse.lakes import Sent, Site, assert_exact, eventually, mixture, site
+from tests.lakehouse.queries.test_added import CITIES, Queries, by_city
 from tests.lakehouse.test_evolution import redeclared
 from tests.lakehouse.test_stream import ALL_EQUAL, driver
 
@@ -128,6 +131,27 @@ def test_products_that_remember_at_every_point(
     assert all(table.to_pyarrow_dataset().count_rows() > 3 for table in rows.values())
     found = {f.table: f.equal for f in verify(spark, place.settings, place.pipeline)}
     assert found == {"visits": True, "sevens": True, "prices": True, "quarantine": True}
+
+
+def test_a_query_that_is_added_and_killed_as_it_begins(new_site: Callable[[], Site], spark: SparkSession) -> None:
+    """Events count in it from when it began; copies of earlier ones do not, whatever was noted when it died."""
+    place, early = new_site(), mixture(0, 80)
+    queries = Queries(place)
+    place.send(early)
+    place.run_until_arrived(spark)
+    queries.add("new_cities", CITIES)
+    for point in ADDED_CRASH_POINTS:
+        killed_at(place, point)
+    assert queries.declared.state("new_cities").since
+    place.send([*early[:20], *mixture(1_000, 60)])
+    with place.running(spark) as alive:
+        before, everything = by_city(early), by_city(place.records)
+        late = {
+            city: (n - before.get(city, (0, 0))[0], total - before.get(city, (0, 0))[1])
+            for city, (n, total) in everything.items()
+        }
+        eventually(lambda: queries.cities("new_cities") == late, alive=alive)
+        assert {f.table: f.equal for f in verify(spark, place.settings, place.pipeline)}["new_cities"]
 
 
 def killed_at(place: Site, point: str, send: Callable[[], None] = lambda: None) -> None:

@@ -18,13 +18,15 @@ from ingest.broker import EmbeddedBroker
 from jobs.backlog import Topics
 from jobs.broker import ensure_topics
 from jobs.cli import app
+from lakehouse.bronze.table import Progress
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline
 from lakehouse.errors import LakehouseError
 from lakehouse.lock import WriterLocks
+from lakehouse.maintain.backlog import ALARM, OK, WARN, Backlog
 from lakehouse.maintain.care import leading
 from lakehouse.maintain.job import maintain
-from lakehouse.maintain.look import ALARM, OK, WARN, Backlog, TableFacts, look
+from lakehouse.maintain.look import TableFacts, look
 from lakehouse.quality.accepted import accepted
 from tests.lakehouse.lakes import mixture, pipeline_in, produce
 from tests.lakehouse.test_maintain import bronze, reading, store_with
@@ -67,6 +69,7 @@ def test_what_comes_near_a_retention_is_told_before_it_bites(tmp_path: Path, cli
         "records have waited 15 minutes in the topic, which keeps them for 17 minutes: run the pipeline",
     )
     assert "no longer holds 7 records" in facts(lake, clicks, Backlog(0, 0.0, 7, 1000.0))["clicks"].remarks[0]
+    assert "began anew" in facts(lake, clicks, Backlog(0, 0.0, 0, 1000.0, anew=True))["clicks"].remarks[0]
     log_s = facts(lake, clicks)["clicks"].log_s
     old = time.time() - 0.9 * log_s
     os.utime(table.path / "_delta_log" / f"{2:020d}.json", (old, old))
@@ -102,17 +105,22 @@ def test_how_far_bronze_is_behind_its_topic(tmp_path: Path, broker: EmbeddedBrok
     pipeline = pipeline_in(tmp_path, topic)
     source = pipeline.sources["clicks"]
     topics = Topics(broker.bootstrap)
-    assert topics.backlog(source, {}) is None  # there is no topic
+    assert topics.backlog(source, Progress()) is None  # there is no topic
     ensure_topics(pipeline, broker.bootstrap)
-    assert topics.backlog(source, {}) == Backlog(0, 0.0, 0, 7 * 86_400.0)
+    assert topics.backlog(source, Progress()) == Backlog(0, 0.0, 0, 7 * 86_400.0)
     records = mixture(0, 20)
     produce(broker.bootstrap, topic, records)
-    found = topics.backlog(source, {f"{topic}/0": 2})
+    found = topics.backlog(source, Progress({f"{topic}/0": 2}))
     assert found is not None
     assert (found.records, found.lost) == (len(records) - 2, 0)
     assert 0 < found.oldest_s < 600
-    assert Topics("127.0.0.1:1").backlog(source, {}) is None
-    assert Topics("").backlog(source, {}) is None
+    assert not found.anew
+    for done in (Progress({f"{topic}/0": 500}), Progress({f"{topic}/0": 1}, topics={topic: "AAAAAAAAAAAAAAAAAAAAAA"})):
+        anew = topics.backlog(source, done)
+        assert anew is not None
+        assert (anew.anew, anew.records, anew.lost, anew.health) == (True, len(records), 0, ALARM)
+    assert Topics("127.0.0.1:1").backlog(source, Progress()) is None
+    assert Topics("").backlog(source, Progress()) is None
 
 
 def test_the_commands(tmp_path: Path, clicks: Pipeline) -> None:

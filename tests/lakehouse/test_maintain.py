@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import closing
@@ -16,8 +19,9 @@ import pytest
 from deltalake import CommitProperties, DeltaTable, write_deltalake
 
 from lakehouse.bronze.table import Progress, create, progress
+from lakehouse.contract.faults import CARE_CRASH_POINTS
 from lakehouse.contract.lake import LOADS, PROPERTY_POSITIONS, Lake, TableRef
-from lakehouse.contract.pipeline import Product
+from lakehouse.contract.pipeline import Product, Source
 from lakehouse.declaration import product_declaration, source_declaration
 from lakehouse.errors import TableBusy
 from lakehouse.feeds.model import FileReport
@@ -25,6 +29,7 @@ from lakehouse.feeds.report import Deadline, keep
 from lakehouse.gold.store import BatchMark, ProductStore
 from lakehouse.lock import WriterLocks
 from lakehouse.maintain import Maintenance, products
+from lakehouse.maintain.backlog import RETENTION_SHARE, WATCH_EVERY_S, Backlog
 from lakehouse.maintain.beside import Caretaker
 from lakehouse.maintain.bronze import compact, end_retention, may_clean
 from lakehouse.maintain.care import LOOK_EVERY_S, SWEEP_EVERY_S, TIDY_EVERY_S, leading
@@ -100,6 +105,44 @@ def test_a_product_is_put_together_by_its_writer_and_it_goes_on(tmp_path: Path) 
     store.apply(partial(0, TOTALS), BatchMark("q", 6, "{}", {}, 1))
     assert counts(store) == [2, 2, 3]
     assert tidy(ProductStore(TOTALS, Lake(tmp_path).table("gold", "absent"), "p")) == ""
+
+
+CARE = """
+import sys
+from pathlib import Path
+from lakehouse.contract.lake import Lake
+from lakehouse.maintain.products import tidy
+from tests.lakehouse.test_maintain import PER_CITY, TOTALS, ProductStore
+product = {"per_city": PER_CITY, "totals": TOTALS}[sys.argv[2]]
+tidy(ProductStore(product, Lake(Path(sys.argv[1])).table(product.layer, product.name), "p"), many=2)
+"""
+
+
+@pytest.mark.parametrize("point", CARE_CRASH_POINTS)
+@pytest.mark.parametrize("product", [PER_CITY, TOTALS], ids=["folded", "compacted"])
+def test_a_writer_that_is_killed_in_its_care_goes_on(tmp_path: Path, point: str, product: Product) -> None:
+    store = store_with(Lake(tmp_path), product, 12)
+    before, mark, version = counts(store), store.mark(), store.delta().version()
+    done = subprocess.run(
+        [sys.executable, "-c", CARE, str(tmp_path), product.name],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "MILLRACE_CRASH_AT": point},
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL
+    after = ProductStore(product, store.table, "p")  # of the next driver
+    assert after.delta().version() == version + (point == "care.after_commit")
+    found = after.mark()
+    assert found is not None
+    assert mark is not None
+    assert (found.query, found.batch, found.through) == (mark.query, mark.batch, mark.through)
+    assert counts(after) == before
+    after.apply(partial(0, product), BatchMark("q", 11, "{}", {}, 1))  # the batch in hand, once more
+    assert counts(after) == before
+    assert bool(tidy(after, many=2)) == (point == "care.before_commit")
+    after.apply(partial(0, product), BatchMark("q", 12, "{}", {}, 1))
+    assert sum(counts(after)) == sum(before) + 1
 
 
 def test_a_product_says_how_long_a_position_lives_and_keeps_it(tmp_path: Path) -> None:
@@ -277,6 +320,35 @@ def test_a_driver_looks_after_what_none_of_its_queries_keeps(tmp_path: Path, mon
     assert counts(taken) == [1, 1, 1]
     assert not [text for text in said if text.startswith("totals")], "its writer runs, and looks after it itself"
     assert [text for text in said if text.startswith("broken: failed")], "one that cannot be read stops no other"
+
+
+def test_what_comes_near_a_topics_retention_alarms_by_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lake, pipeline = Lake(tmp_path / "lake"), pipeline_in(tmp_path / "p", "clicks")
+    table = bronze(lake, 3)
+    asked: list[Progress] = []
+    found: list[Backlog | None] = [
+        Backlog(5, 10.0, 0, 100.0),
+        Backlog(5, 50.0, 0, 100.0),
+        Backlog(5, 80.0, 0, 100.0),
+        None,
+    ]
+
+    def ask(_: Source, done: Progress) -> Backlog | None:
+        asked.append(done)
+        return found[len(asked) - 1]
+
+    said: list[tuple[list[str], list[float]]] = []
+    now = [0.0]
+    with closing(Caretaker(lake, pipeline, ask, now=lambda: now[0])) as care:
+        for _ in found:
+            caplog.clear()
+            care.turn()
+            care.turn()  # nothing is due
+            shares = [sample.value for sample in next(iter(RETENTION_SHARE.collect())).samples]
+            said.append(([record.levelname for record in caplog.records if record.name.endswith(".backlog")], shares))
+            now[0] += WATCH_EVERY_S
+    assert asked == [progress(table)] * 4
+    assert said == [([], [0.1]), (["WARNING"], [0.5]), (["ERROR"], [0.8]), ([], [])]
 
 
 def report(number: int) -> FileReport:

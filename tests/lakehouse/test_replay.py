@@ -78,6 +78,7 @@ def lossy(batches: int) -> pa.Table:
                 "window_start": pa.array([AT], TIMESTAMP),
                 "window_end": pa.array([AT + timedelta(minutes=1)], TIMESTAMP),
                 "sketch": [sketch.serialize()],
+                "unseen": [0],
             }
         )
         held = TOP.merge(held, partial)

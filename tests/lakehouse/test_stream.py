@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -15,19 +16,26 @@ from pathlib import Path
 
 import pytest
 from deltalake import DeltaTable
-from kafka import KafkaAdminClient
+from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
+from kafka.errors import KafkaError
 from pyspark.sql import SparkSession
 
 from ingest.broker import EmbeddedBroker
+from jobs.broker import ensure_topics
+from lakehouse.bronze.table import progress
 from lakehouse.contract.faults import CRASH_POINTS
-from lakehouse.errors import QueryFailed, TableBusy
+from lakehouse.errors import QueryFailed, TableBusy, TopicReplaced
 from lakehouse.lock import WriterLocks
 from lakehouse.replay import digest, verify
 from tests.lakehouse.lakes import (
+    Sent,
     Site,
     assert_exact,
+    ends,
     eventually,
     mixture,
+    pipeline_in,
+    produce,
     result,
     site,
 )
@@ -153,6 +161,73 @@ def test_a_query_that_fails_says_which_and_why(new_site: Callable[[], Site], spa
     assert_exact(place.lake, place.pipeline, place.records)
 
 
+def made_again(place: Site) -> None:
+    """The topic as it is after its broker's disk was lost: of the same name, and empty."""
+    admin = KafkaAdminClient(bootstrap_servers=place.bootstrap)
+
+    def created() -> bool:
+        try:  # it is gone some time after the broker has said so
+            admin.create_topics({place.topic: {"num_partitions": 2, "replication_factor": 1}})
+        except KafkaError:
+            return False
+        return True
+
+    admin.delete_topics([place.topic])
+    eventually(created, 60)
+    eventually(lambda: not ends(place.bootstrap, place.topic), 60)
+    admin.close()
+
+
+def copied(place: Site, topic: str) -> None:
+    """What docs/operations.md says to do: all records of the site's topic to another one, with their headers."""
+    found = ends(place.bootstrap, place.topic)
+    reader = KafkaConsumer(bootstrap_servers=place.bootstrap, auto_offset_reset="earliest", metrics_enabled=False)
+    writer = KafkaProducer(bootstrap_servers=place.bootstrap, acks="all")
+    try:
+        reader.assign([TopicPartition(place.topic, number) for number in range(len(found))])
+        left = sum(found.values())
+        while left:
+            for records in reader.poll(timeout_ms=1_000).values():
+                for one in records:
+                    writer.send(topic, one.value, one.key, headers=one.headers, partition=one.partition)
+                left -= len(records)
+        writer.flush(60)
+    finally:
+        writer.close()
+        reader.close()
+
+
+def test_a_topic_that_begins_anew_is_refused_until_the_source_has_another(
+    new_site: Callable[[], Site], spark: SparkSession, tmp_path: Path
+) -> None:
+    place = new_site()
+    place.send(mixture(0, 80))
+    with pytest.raises(TopicReplaced, match="offset was changed from"), place.running(spark) as alive:
+        eventually(place.arrived(), alive=alive)
+        made_again(place)
+        eventually(lambda: not alive())
+    bronze = place.lake.bronze("clicks")
+    taken = progress(bronze).offsets
+    others: list[Sent] = []
+    for count in (20, 200):  # ends before what bronze has taken, and behind it
+        new = mixture(5_000 + len(others), count)
+        others += new
+        produce(place.bootstrap, place.topic, new)
+        found = ends(place.bootstrap, place.topic)
+        assert {found[at] > end for at, end in taken.items()} == {count == 200}
+        with pytest.raises(TopicReplaced, match="its id was"), place.running(spark, accept_loss=count == 20):
+            pytest.fail("it started")
+    assert progress(bronze).offsets == taken
+    pipeline = pipeline_in(place.pipeline.path.parent, f"{place.topic}-again")
+    ensure_topics(pipeline, place.bootstrap)
+    moved = Site(place.settings, pipeline, place.bootstrap, place.records + others)
+    copied(place, moved.topic)
+    moved.run_until_arrived(spark)
+    assert_exact(moved.lake, moved.pipeline, moved.records)
+    rows = DeltaTable(str(bronze.path)).to_pyarrow_table(columns=["topic", "partition", "offset"])
+    assert rows.num_rows == len(moved.records)
+
+
 def driver(place: Site, crash_at: str) -> subprocess.Popen[bytes]:
     """All stages in a process of their own."""
     command = [sys.executable, "jobs/run_pipeline.py", "--lake", str(place.lake.root)]
@@ -203,25 +278,43 @@ def test_stages_in_drivers_of_their_own_by_spark_submit(new_site: Callable[[], S
     binaries = Path(sys.executable).parent
     environ = {**os.environ, "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}", "MILLRACE_SPARK_REHEARSE": "false"}
     environ.pop("SPARK_HOME", None)
-    drivers = []
-    for name in ("bronze", "silver", "gold"):
+    drivers: list[subprocess.Popen[bytes]] = []
+
+    def submit(name: str, crash_at: str = "") -> subprocess.Popen[bytes]:
         command = [str(binaries / "spark-submit"), "--driver-memory", "512m", *QUICK, f"jobs/run_{name}.py"]
         command += ["--lake", str(place.lake.root), "--pipeline", place.settings.pipeline]
         if name == "bronze":
             command += ["--kafka", place.bootstrap]
+        changed = {**environ, "MILLRACE_CRASH_AT": crash_at}
         with (place.lake.root.parent / f"{name}.log").open("ab") as log:
-            drivers.append(
-                subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log, start_new_session=True)
-            )
+            return subprocess.Popen(command, cwd=ROOT, env=changed, stdout=log, stderr=log, start_new_session=True)
+
     try:
+        drivers += [submit("bronze"), submit("silver")]
+        killed = submit("gold", "live.after_first_commit")  # kill -9 between two products of one batch
+        drivers.append(killed)
+        number = 100
+        while killed.poll() is None:
+            place.send(mixture(number := number + 20, 20))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                killed.wait(1)
+        assert killed.returncode == 128 + signal.SIGKILL  # as Java tells it of its Python
+        drivers[-1] = submit("gold")
         alive = lambda: all(process.poll() is None for process in drivers)  # noqa: E731
         eventually(place.arrived(), 600, alive)
-        place.send(mixture(30, 60))
+        last = mixture(30, 60)
+        place.send(last)
         eventually(place.arrived(), 600, alive)
-        for query in ("bronze-clicks", "silver-clicks", "gold-clicks"):
-            log = place.lake.root.parent / f"{query.partition('-')[0]}.log"
-            taken = f'millrace_lakehouse_events_total{{query="{query}",what="taken"}}'
-            eventually(lambda log=log, taken=taken: metrics_of(log).get(taken) == len(place.records), 60, alive)
+        every = len(place.records)
+        for name, least in (("bronze", every), ("silver", every), ("gold", len(last))):  # its counts died with it
+
+            def told(name: str = name, least: int = least) -> bool:
+                taken = f'millrace_lakehouse_events_total{{query="{name}-clicks",what="taken"}}'
+                return least <= metrics_of(place.lake.root.parent / f"{name}.log").get(taken, 0) <= every
+
+            eventually(told, 60, alive)
+        share = 'millrace_lakehouse_retention_share{source="clicks"}'
+        eventually(lambda: metrics_of(place.lake.root.parent / "bronze.log").get(share, 1.0) < 0.1, 60, alive)
     finally:
         for process in drivers:
             os.killpg(process.pid, signal.SIGTERM)

@@ -12,6 +12,10 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from lakehouse.contract.lake import FILE_TOPIC
+
+_DIGITS = 15  # of a fingerprint: 60 bits
+_HEXADECIMAL = frozenset("0123456789abcdef")
 Column = npt.NDArray[Any]
 Indices = npt.NDArray[np.intp]
 TYPES = ("<u8", "<u8", "<i8", "<i8", "<i8", "<u4")
@@ -124,5 +128,13 @@ def merged_column(parts: Sequence[Entries], number: int, order: Indices) -> Colu
 
 
 def place_of(name: str) -> int:
-    """A topic or file name as 63 bits that are the same in every process."""
+    """A topic or file name as 63 bits that are the same in every process.
+
+    Files, of which one commit may hold many, sort as their names do, which are fingerprints: a rebuild of products from
+    bronze sorts copies by name, and has to choose the same.
+    """
+    if name.startswith(FILE_TOPIC):
+        digits = name.removeprefix(FILE_TOPIC)[:_DIGITS]
+        if len(digits) == _DIGITS and _HEXADECIMAL.issuperset(digits):
+            return int(digits, 16)
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1

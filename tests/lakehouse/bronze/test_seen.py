@@ -258,6 +258,15 @@ def test_a_copy_is_an_index_of_its_own(tmp_path: Path) -> None:
     index.close()
 
 
+def test_copies_in_two_files_of_one_commit_are_ordered_by_the_files_names(tmp_path: Path) -> None:
+    files = [f"file:{hashlib.blake2b(str(n).encode(), digest_size=16).hexdigest()}" for n in range(40)]
+    rows = table([(1, 0, 0, 5)] * len(files)).set_column(1, "topic", pa.array(files))
+    index = RunIndex(tmp_path)
+    verdict = index.judge(rows, "p")
+    assert [name for name, first in zip(files, verdict.first, strict=True) if first] == [min(files)]
+    index.close()
+
+
 def crash_batches() -> list[list[Row]]:
     """400 batches of 50 events, many of them seen before."""
     made = np.random.default_rng(5)

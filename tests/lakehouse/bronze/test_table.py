@@ -37,9 +37,13 @@ def append(table: TableRef, count: int, first: int = 0, metadata: str | None = N
     write_deltalake(str(table.path), rows, mode="append", commit_properties=properties)
 
 
-@given(st.dictionaries(st.text(), st.integers(0, 2**62)), st.integers(0, 2**62))
-def test_progress_as_metadata(offsets: dict[str, int], bronze_at: int) -> None:
-    assert Progress.from_metadata(Progress(offsets, bronze_at).to_metadata()) == Progress(offsets, bronze_at)
+@given(st.dictionaries(st.text(), st.integers(0, 2**62)), st.integers(0, 2**62), st.dictionaries(st.text(), st.text()))
+def test_progress_as_metadata(offsets: dict[str, int], bronze_at: int, topics: dict[str, str]) -> None:
+    made = Progress(offsets, bronze_at, topics)
+    assert Progress.from_metadata(made.to_metadata()) == made
+    assert Progress.from_metadata(json.dumps({"offsets": offsets, "bronze_at": bronze_at})) == Progress(
+        offsets, bronze_at
+    )
 
 
 @pytest.mark.parametrize("text", ["", "x", "[]", "{}", '"a"', '{"offsets": 1, "bronze_at": 1}', '{"offsets": {}}'])

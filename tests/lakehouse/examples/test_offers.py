@@ -25,6 +25,7 @@ from lakehouse.contract.envelope import Envelope, fingerprint
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, load_pipeline
 from lakehouse.contract.settings import Settings, conf_dir, load_settings
+from lakehouse.feeds.direct import write_rows
 from lakehouse.feeds.files import find
 from lakehouse.feeds.load import load
 from lakehouse.feeds.model import Job
@@ -106,6 +107,8 @@ def test_feeds_and_stream_make_one_catalogue(tmp_path: Path, broker: EmbeddedBro
     assert written.malformed > 0
     # By the stream: offers of the files again, newer versions of some, and one merchant more.
     streamed = [offer(SEED, m, n, v, START_MS) for m in range(3, MERCHANTS + 1) for n in range(10) for v in (2, 5)]
+    # Written directly: newer versions of some, and another merchant.
+    written_directly = [offer(SEED, m, n, 7, START_MS) for m in (2, MERCHANTS + 2) for n in range(5)]
     stop, started = threading.Event(), threading.Event()
     errors: list[BaseException] = []
 
@@ -129,6 +132,9 @@ def test_feeds_and_stream_make_one_catalogue(tmp_path: Path, broker: EmbeddedBro
         files = find([tmp_path / "in"])
         for start in range(0, len(files), 6):  # a commit each, among those of the stream
             assert load(Job(lake, source, chunk_rows=50), files[start : start + 6]).ok
+        payloads = [json.dumps(one).encode() for one in written_directly]
+        assert write_rows(lake, source, "job of today", payloads) > 0
+        assert write_rows(lake, source, "job of today", payloads) == -1
         sender.join()
         offsets = ends(broker.bootstrap, source.topic)
         eventually(lambda: progress(lake.bronze("offers")).offsets == offsets, 300, driver.is_alive)
@@ -144,7 +150,7 @@ def test_feeds_and_stream_make_one_catalogue(tmp_path: Path, broker: EmbeddedBro
         set(times(DeltaTable(str(lake.bronze("offers").path))))
     )
     rows = [row for m in range(MERCHANTS) for turn in feed_rows(SEED, m, OFFERS, ROUNDS, START_MS) for row in turn]
-    everything = [*(row for row in rows if row is not None), *streamed]
+    everything = [*(row for row in rows if row is not None), *streamed, *written_directly]
     check_catalogue(lake, everything)
     check_merchants(lake, everything)
     check_staging(lake, pipeline, everything)

@@ -18,7 +18,8 @@ from lakehouse.bronze.table import COLUMNS, Progress, create, progress
 from lakehouse.contract.lake import Lake
 from lakehouse.feeds.commit import Committer
 from lakehouse.feeds.datafile import write
-from lakehouse.feeds.errors import FileTaken
+from lakehouse.feeds.direct import write_rows
+from lakehouse.feeds.errors import CommitFailed, FileTaken
 from lakehouse.feeds.ledger import Done, Ledger
 from lakehouse.feeds.rows import Part, Sealer, Segment
 from tests.lakehouse.feeds.feeds import SOURCE
@@ -224,3 +225,21 @@ def test_a_turn_that_failed_frees_the_table(lake: Lake) -> None:
         raise RuntimeError
     with clock.turn() as at:
         assert at > 0
+
+
+def test_rows_written_directly_are_in_once(lake: Lake) -> None:
+    rows = [b'{"merchant":"m","offer":"1","version":1}', b"{broken"]
+    version = write_rows(lake, SOURCE, "job of today", rows, node="job-1")
+    assert DeltaTable(str(lake.bronze("offers").path)).version() == version
+    assert write_rows(lake, SOURCE, "job of today", rows) == -1
+    shutil.rmtree(lake.state / "loads" / "offers" / "ledger")  # lost: the rows say it
+    assert write_rows(lake, SOURCE, "job of today", rows) == -1
+    found = table_of(lake).sort_by("offset").to_pylist()
+    assert [row["payload"] for row in found] == rows
+    assert found[0]["event_id"] == "m:1:1"
+    assert (found[0]["origin"], found[0]["collector"]) == ("job of today", "job-1")
+    assert found[1]["reject"].startswith("not JSON")
+    (lake.bronze("offers").path / "_delta_log").rename(lake.root / "moved")
+    (lake.bronze("offers").path / "_delta_log").write_text("not a folder")
+    with pytest.raises(CommitFailed, match="offers takes no rows"):
+        write_rows(lake, SOURCE, "another", rows)

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pyarrow.parquet as pq
+import pytest
+from deltalake import DeltaTable
+
+from lakehouse.feeds.errors import CommitFailed
 from lakehouse.feeds.inbox import Inbox
+from lakehouse.feeds.metrics import LoaderMetrics
+from lakehouse.feeds.model import FileReport
 from lakehouse.feeds.serve import watch_inbox
 from tests.lakehouse.feeds.feeds import bronze, ids, job, offers, write_jsonl
 
@@ -59,3 +70,137 @@ def test_it_ends_when_told(tmp_path: Path) -> None:
     stop = threading.Event()
     stop.set()
     assert list(watch_inbox(job(tmp_path), Inbox(tmp_path, 0.0), stop)) == []
+
+
+def full_at_first(monkeypatch: pytest.MonkeyPatch, owner: type, method: str) -> None:
+    """The disk is full when the method is called first, and has room afterwards."""
+    real = getattr(owner, method)
+
+    def failing(*args: Any, **options: Any) -> Any:
+        monkeypatch.setattr(owner, method, real)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(owner, method, failing)
+
+
+def test_a_disk_that_stays_full_is_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    write_jsonl(tmp_path / "in/a.jsonl", offers(5))
+    (tmp_path / "in/b.parquet").write_bytes(b"no")
+    monkeypatch.setattr(pq.ParquetWriter, "write_table", full)
+    monkeypatch.setattr("lakehouse.feeds.report.write_deltalake", full)
+    with pytest.raises(CommitFailed, match="table offers takes no rows"):
+        list(watch_inbox(job(tmp_path), Inbox(tmp_path / "in", 0.0), threading.Event(), once=True))
+    assert sorted(path.name for path in (tmp_path / "in").iterdir()) == ["a.jsonl", "b.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"), [(pq.ParquetWriter, "write_table"), (DeltaTable, "create_write_transaction")]
+)
+def test_what_bronze_does_not_take_is_not_called_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, method: str
+) -> None:
+    folder = tmp_path / "in"
+    for merchant in range(3):
+        write_jsonl(folder / f"{merchant}.jsonl", offers(5, merchant=merchant))
+    write_jsonl(folder / "9.jsonl", offers(5, merchant=0))  # the same content as the first
+    made = job(tmp_path, chunk_rows=1)
+    full_at_first(monkeypatch, owner, method)
+    with pytest.raises(CommitFailed, match=r"offers takes no rows: .*No space left"):
+        list(watch_inbox(made, Inbox(folder, 0.0), threading.Event(), once=True))
+    loads = made.lake.table("silver", "loads")
+    assert not loads.exists() or not DeltaTable(str(loads.path)).to_pyarrow_table().num_rows
+    assert bronze(made).num_rows == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["0.jsonl", "1.jsonl", "2.jsonl", "9.jsonl"]
+    assert list((made.lake.state / "loads" / "offers" / "ready").iterdir()) == []
+
+    (done,) = watch_inbox(made, Inbox(folder, 0.0), threading.Event(), once=True)
+    assert sorted(report.state for report in done.reports) == ["already", "loaded", "loaded", "loaded"]
+    rows = [row for merchant in range(3) for row in offers(5, merchant=merchant)]
+    assert sorted(bronze(made)["event_id"].to_pylist()) == ids(rows)
+
+
+class Meanwhile(LoaderMetrics):
+    """Does something as soon as the first file is reported, before it is put away."""
+
+    def __init__(self, act: Callable[[], object]) -> None:
+        super().__init__()
+        self._acts = [act]
+
+    def file(self, source: str, report: FileReport) -> None:
+        super().file(source, report)
+        while self._acts:
+            self._acts.pop()()
+
+
+def test_a_file_that_replaces_one_being_loaded_is_loaded_too(tmp_path: Path) -> None:
+    folder, other = tmp_path / "in", tmp_path / "a.jsonl"
+    write_jsonl(folder / "a.jsonl", offers(5, version=1))
+    write_jsonl(other, offers(5, version=2))
+    made = job(tmp_path)
+    meanwhile = Meanwhile(lambda: other.rename(folder / "a.jsonl"))
+    loads = list(watch_inbox(made, Inbox(folder, 0.0), threading.Event(), once=True, metrics=meanwhile))
+    assert [[report.state for report in done.reports] for done in loads] == [["loaded"], ["loaded"]]
+    assert sorted(bronze(made)["event_id"].to_pylist()) == ids([*offers(5, version=1), *offers(5, version=2)])
+    (put_away,) = (folder / "done").iterdir()
+    assert put_away.read_bytes().count(b'"version": 2') == 5
+
+
+def test_a_third_file_of_the_name_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, path = tmp_path / "in", tmp_path / "in/a.jsonl"
+    write_jsonl(path, offers(5, version=1))
+    write_jsonl(tmp_path / "a.jsonl", offers(5, version=2))
+    rename = Path.rename
+
+    def third(self: Path, target: Path) -> Path:
+        moved = rename(self, target)
+        if self == path:
+            monkeypatch.setattr(Path, "rename", rename)
+            write_jsonl(path, offers(5, version=3))
+        return moved
+
+    def second() -> None:
+        (tmp_path / "a.jsonl").replace(path)
+        monkeypatch.setattr(Path, "rename", third)
+
+    made = job(tmp_path)
+    list(watch_inbox(made, Inbox(folder, 0.0), threading.Event(), once=True, metrics=Meanwhile(second)))
+    list(watch_inbox(made, Inbox(folder, 0.0), threading.Event(), once=True))
+    rows = [row for version in (1, 2, 3) for row in offers(5, version=version)]
+    assert sorted(bronze(made)["event_id"].to_pylist()) == ids(rows)
+
+
+def test_once_means_the_files_that_were_there(tmp_path: Path) -> None:
+    folder, looks = tmp_path / "in", [0]
+    for name in ("first", "slow"):
+        write_jsonl(folder / f"{name}.jsonl", offers(5, merchant=len(name)))
+
+    def now() -> float:
+        looks[0] += 1
+        if looks[0] == 1:
+            write_jsonl(folder / "late.jsonl", offers(5, merchant=9))  # ready at the second look, as the first one is
+        elif looks[0] == 2:
+            write_jsonl(folder / "slow.jsonl", offers(6, merchant=4))  # still being written
+        return looks[0] * 10.0
+
+    loads = list(watch_inbox(job(tmp_path), Inbox(folder, 2.0, now=now), threading.Event(), once=True))
+    found = [sorted(Path(report.name).name for report in done.reports) for done in loads]
+    assert found == [["first.jsonl", "late.jsonl"], ["slow.jsonl"]]
+
+
+def test_once_does_not_wait_for_what_is_taken_away(tmp_path: Path) -> None:
+    folder, looks = tmp_path / "in", [0]
+    for name in ("first", "slow"):
+        write_jsonl(folder / f"{name}.jsonl", offers(5, merchant=len(name)))
+
+    def now() -> float:
+        looks[0] += 1
+        assert looks[0] < 20, "it waits for a file that is gone"
+        if looks[0] == 2:
+            (folder / "slow.jsonl").unlink()
+        return looks[0] * 10.0
+
+    (done,) = watch_inbox(job(tmp_path), Inbox(folder, 2.0, now=now), threading.Event(), once=True)
+    assert [Path(report.name).name for report in done.reports] == ["first.jsonl"]

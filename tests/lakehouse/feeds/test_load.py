@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -18,11 +20,13 @@ import pytest
 from deltalake import DeltaTable
 
 from lakehouse.contract.lake import Lake
+from lakehouse.feeds.errors import CommitFailed
 from lakehouse.feeds.files import FeedFile, find
 from lakehouse.feeds.load import load
 from lakehouse.feeds.model import FileReport, Step
 from lakehouse.feeds.report import Deadline
-from lakehouse.feeds.run import GROUP_FILES, grouped
+from lakehouse.feeds.run import GROUP_FILES, grouped, load_files
+from lakehouse.feeds.worker import FileLoader
 from tests.lakehouse.feeds.feeds import SOURCE, bronze, ids, job, offers, payloads, run, write_jsonl
 
 ROOT = Path(__file__).parents[3]
@@ -150,6 +154,35 @@ def test_a_trial_writes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "lake").exists()
 
 
+def test_a_copy_of_a_file_that_is_not_in_is_not_in_either(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_jsonl(tmp_path / f"in/{name}.jsonl", [{"offer": "of nobody"}])
+    reports = run(job(tmp_path, max_rejects=0.5), tmp_path / "in")
+    assert {report.state for report in reports.values()} == {"refused"}
+
+
+def test_a_loader_goes_on_after_a_commit_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a worker process does, which is given the next files."""
+    rows = large(tmp_path / "in.jsonl", 30_000)
+    told: list[Step | FileReport] = []
+    real = DeltaTable.create_write_transaction
+
+    def failing(*args: Any, **options: Any) -> None:
+        monkeypatch.setattr(DeltaTable, "create_write_transaction", real)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(DeltaTable, "create_write_transaction", failing)
+    with FileLoader(job(tmp_path, chunk_rows=500), told.append) as loader:
+        with pytest.raises(CommitFailed) as caught:
+            loader.load(find([tmp_path / "in.jsonl"]))
+        assert not any(isinstance(one, FileReport) for one in told)
+        loader.load(find([tmp_path / "in.jsonl"]))
+    (report,) = (one for one in told if isinstance(one, FileReport))
+    assert (report.state, report.rows) == ("loaded", len(rows))
+    assert sorted(bronze(job(tmp_path), ["event_id"])["event_id"].to_pylist()) == ids(rows)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
 def test_a_file_with_too_many_bad_rows_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"merchant":"m","offer":"o","version":1}\n{}\n{}\n')
     report = run(job(tmp_path, max_rejects=0.5), tmp_path / "a.jsonl")["a.jsonl"]
@@ -260,3 +293,39 @@ def test_a_killed_worker_is_told_and_loses_nothing(tmp_path: Path) -> None:
     assert set(bronze(job(tmp_path))["event_id"].to_pylist()) >= set(ids(rows))
     counted = bronze(job(tmp_path), ["topic", "offset"])
     assert len(set(zip(counted["topic"].to_pylist(), counted["offset"].to_pylist(), strict=True))) == counted.num_rows
+
+
+def test_a_worker_that_fails_leaves_no_other_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the others say has no end that a queue of one place could hold, and is heard all the same."""
+    monkeypatch.setattr("lakehouse.feeds.run._TOLD", 1)
+    for number in range(GROUP_FILES):
+        write_jsonl(tmp_path / f"in/{number}.jsonl", offers(2, merchant=number))
+    no_name = FeedFile(tmp_path / "no\0name", 1 << 30)  # the first group; no system opens such a file
+    told: list[Step | FileReport] = []
+    raised: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            load_files(job(tmp_path), [no_name, *find([tmp_path / "in"])], workers=2, tell=told.append)
+        except ValueError as error:
+            raised.append(error)
+
+    loading = threading.Thread(target=work, daemon=True)
+    loading.start()
+    loading.join(60)
+    assert not loading.is_alive()
+    assert "null byte" in str(raised[0])
+    assert sum(isinstance(one, FileReport) for one in told) == GROUP_FILES
+
+
+def test_who_listens_badly_is_told_and_ends_the_load(tmp_path: Path) -> None:
+    for number in range(2):
+        large(tmp_path / f"in/{number}.jsonl", 30_000)
+        with (tmp_path / f"in/{number}.jsonl").open("a") as file:
+            file.write(f'{{"n":{number}}}\n')
+
+    def tell(_: Step | FileReport) -> None:
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        load_files(job(tmp_path), find([tmp_path / "in"]), workers=2, tell=tell)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +18,7 @@ from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.feed import FeedSpec
 from lakehouse.contract.lake import Lake
 from lakehouse.feeds.errors import PullFailed
-from lakehouse.feeds.pull import Puller
+from lakehouse.feeds.pull import Pulled, Puller
 from lakehouse.feeds.serve import run_feeds
 from tests.lakehouse.feeds.feeds import SOURCE, bronze, ids, job, offers
 
@@ -29,6 +32,7 @@ class Upstream:
         cut: answers so many bytes of the next request and closes.
         status: answers this to the next request.
         move: answers a redirect to there.
+        drip: sends a byte now and then and never ends: of the ``headers``, or of the ``body``.
     """
 
     body: bytes | None = b""
@@ -36,6 +40,7 @@ class Upstream:
     cut: int | None = None
     status: int | None = None
     move: str = ""
+    drip: str = ""
     length: bool = True
     asked: list[dict[str, str]] = field(default_factory=list)
     url: str = ""
@@ -43,7 +48,7 @@ class Upstream:
 
 @pytest.fixture
 def upstream() -> Iterator[Upstream]:
-    found = Upstream()
+    found, over = Upstream(), threading.Event()
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -54,7 +59,9 @@ def upstream() -> Iterator[Upstream]:
             headers = {name.lower(): text for name, text in self.headers.items()}
             found.asked.append(headers)
             status, found.status = found.status, None
-            if status is not None or found.body is None:
+            if found.drip:
+                self._drip()
+            elif status is not None or found.body is None:
                 self._say(status or 404, b"")
             elif found.move and self.path != "/moved":
                 self._say(302, b"", Location=found.move)
@@ -65,6 +72,15 @@ def upstream() -> Iterator[Upstream]:
                 self._say(206, found.body[start:])
             else:
                 self._say(200, found.body)
+
+        def _drip(self) -> None:
+            self.close_connection = True
+            length = "Content-Length: 1000000\r\n" if found.length else ""
+            self.wfile.write(b"HTTP/1.1 200 OK\r\n" + length.encode())
+            self.wfile.write(b"X-Slow: " if found.drip == "headers" else b"\r\n")
+            with contextlib.suppress(OSError):  # until the other side has gone
+                while not over.wait(0.02):
+                    self.wfile.write(b"x")
 
         def _say(self, status: int, body: bytes, **headers: str) -> None:
             cut, found.cut = (found.cut, None) if body else (None, found.cut)
@@ -83,17 +99,17 @@ def upstream() -> Iterator[Upstream]:
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     yield found
+    over.set()
     server.shutdown()
     thread.join()
     server.server_close()
 
 
 def puller(root: Path, now: float | None = None) -> Puller:
-    clock = (lambda: now) if now is not None else None
-    return Puller(Lake(root), "offers", sleep=lambda _: None, **({"now": clock} if clock else {}))
+    return Puller(Lake(root), "offers", sleep=lambda _: None, now=time.time if now is None else lambda: now)
 
 
-def feed(upstream: Upstream, **options: object) -> FeedSpec:
+def feed(upstream: Upstream, **options: Any) -> FeedSpec:
     return FeedSpec(upstream.url, private=True, **options)
 
 
@@ -196,6 +212,83 @@ def test_what_is_fetched_is_loaded(tmp_path: Path, upstream: Upstream) -> None:
     upstream.body = None
     upstream.etag = '"gone"'
     assert [one.problem for one in run_feeds([made], threading.Event(), once=True)] == ["the server answers 404"]
+
+
+def in_time(fetch: Callable[[], object]) -> BaseException:
+    """What it raises, within a minute."""
+    raised: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            fetch()
+        except PullFailed as error:
+            raised.append(error)
+
+    fetching = threading.Thread(target=work, daemon=True)
+    fetching.start()
+    fetching.join(60)
+    assert not fetching.is_alive()
+    return raised[0]
+
+
+@pytest.mark.parametrize(("drip", "length"), [("headers", True), ("body", True), ("body", False)])
+def test_a_server_that_drips_does_not_keep_the_feed_for_ever(
+    tmp_path: Path, upstream: Upstream, drip: str, length: bool
+) -> None:
+    upstream.drip, upstream.length = drip, length
+    spec = feed(upstream, timeout="1 second")
+    assert "the download took longer than 1 second" in str(in_time(lambda: puller(tmp_path).fetch(spec)))
+    assert len(upstream.asked) == 1
+    assert puller(tmp_path).due(spec) > 0
+    assert not list(tmp_path.rglob("*.whole"))
+
+
+def test_a_download_ends_when_it_is_told_to(tmp_path: Path, upstream: Upstream) -> None:
+    upstream.drip, stop = "body", threading.Event()
+    made = job(tmp_path, source=replace(SOURCE, feeds=(feed(upstream),)))
+
+    def run() -> None:
+        (outcome,) = run_feeds([made], stop)
+        raise PullFailed(outcome.feed, outcome.problem)
+
+    def asked() -> None:
+        while not upstream.asked:
+            stop.wait(0.02)
+        stop.set()
+
+    threading.Thread(target=asked, daemon=True).start()
+    assert str(in_time(run)) == "feed offers.jsonl: stopped"
+    assert Puller(made.lake, "offers").due(made.source.feeds[0]) <= 0  # it is looked at again at once
+
+
+def test_the_sla_counts_from_when_a_file_was_first_offered(tmp_path: Path, upstream: Upstream) -> None:
+    clock = [1_000_000.0]
+
+    def fetch() -> Pulled | None:
+        return Puller(Lake(tmp_path), "offers", now=lambda: clock[0], sleep=lambda _: None).fetch(spec)
+
+    spec = feed(upstream)
+    upstream.body, upstream.cut, upstream.etag = b"a" * 1_000, 10, 'W/"1"'  # no way to go on with the beginning
+    first = fetch()
+    clock[0] += 600.0
+    upstream.etag = 'W/"2"'
+    again = fetch()  # the first was never loaded
+    assert first is not None and again is not None
+    assert (first.met_at, again.met_at) == (1_000_000.0, 1_000_000.0)
+    Puller(Lake(tmp_path), "offers").loaded(spec, again)
+    clock[0] += 600.0
+    assert fetch() is None
+    upstream.etag = 'W/"3"'
+    newer = fetch()
+    assert newer is not None
+    assert newer.met_at == clock[0]
+    clock[0] += 600.0
+    upstream.etag = 'W/"2"'  # taken back before it was loaded
+    assert fetch() is None
+    upstream.etag = 'W/"4"'
+    newest = fetch()
+    assert newest is not None
+    assert newest.met_at == clock[0]
 
 
 def test_addresses_that_are_none() -> None:

@@ -69,9 +69,9 @@ def top_n(events: list[Event], seconds: int) -> pa.Table:
         sketch = datasketches.frequent_strings_sketch(10)
         for event in some:
             sketch.update(str(event.item))
-        return [{"sketch": sketch.serialize()}]
+        return [{"sketch": sketch.serialize(), "seen": len(some)}]
 
-    return table(events, seconds, rows, {"sketch": pa.binary()})
+    return table(events, seconds, rows, {"sketch": pa.binary(), "seen": pa.int64()})
 
 
 def quantiles(events: list[Event], seconds: int) -> pa.Table:

@@ -66,3 +66,20 @@ def test_sources_share_the_table(tmp_path: Path) -> None:
     assert ids(lake) == ["b", "d"]
     one.apply(rejected("e"), "q1", 2)
     assert ids(lake) == ["b", "d", "e"]
+
+
+def test_a_batch_behind_those_that_were_filled_in_comes_again(tmp_path: Path) -> None:
+    lake = Lake(tmp_path)
+    kept = Quarantine(lake.quarantine())
+    kept.apply(rejected("a"), "q", 5)
+    kept.apply(rejected("b"), "q", 6)  # and a crash before the query has noted it
+    for again in (kept, Quarantine(lake.quarantine())):
+        again.replace(rejected("a"), "clicks", ("q", 5))
+        again.apply(rejected("a"), "q", 5)
+        again.apply(rejected("b"), "q", 6)
+        assert ids(lake) == ["a", "b"]
+    absent = Lake(tmp_path / "other")
+    made = Quarantine(absent.quarantine())
+    made.replace(rejected("a"), "clicks", ("q", 5))
+    made.apply(rejected("a"), "q", 5)
+    assert ids(absent) == ["a"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -23,7 +24,6 @@ from lakehouse.stateful.joinindex import JoinIndex
 from lakehouse.stateful.look import remembered
 from tests.lakehouse.examples.play import START_MS, Event, Example
 from tests.lakehouse.examples.test_ads import click_through, rates, time_to_click
-from tests.lakehouse.lakes import eventually
 
 pytestmark = pytest.mark.spark
 ROOT = Path(__file__).parents[3]
@@ -59,7 +59,7 @@ class AbortedError(RuntimeError):
     """Stands for the end of the process: nothing after it runs."""
 
 
-@pytest.mark.chaos
+@pytest.mark.soak  # make crashes
 def test_aborted_at_every_step_and_with_state_lost(
     tmp_path: Path, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,29 +112,31 @@ def test_aborted_at_every_step_and_with_state_lost(
     assert example.verified(spark) == {"click_through": True, "time_to_click": False}
 
 
-@pytest.mark.chaos
-def test_killed_at_every_step(tmp_path: Path, spark: SparkSession) -> None:
+@pytest.mark.soak  # make crashes
+@pytest.mark.parametrize("time", [1, 2])
+def test_killed_at_every_step(tmp_path: Path, spark: SparkSession, time: int) -> None:
     example = Example(tmp_path, "ads", repeats=0.1, layers=("gold",))
     upstream = scene()
     sent: list[Event] = []
     command = [sys.executable, "jobs/run_gold.py", "--lake", str(example.lake.root), "--pipeline", "ads"]
-    for point in JOIN_CRASH_POINTS:
+
+    def send() -> None:
         events = take(upstream, 80)
-        sent += events
+        sent.extend(events)
         example.write(events)
-        changed = {"MILLRACE_SPARK_REHEARSE": "false", "MILLRACE_SPARK_DRIVER_MEMORY": "1g", "MILLRACE_CRASH_AT": point}
+
+    for point in JOIN_CRASH_POINTS:
+        send()
+        changed = {"MILLRACE_SPARK_REHEARSE": "false", "MILLRACE_SPARK_DRIVER_MEMORY": "1g"}
+        environ = {**os.environ, **changed, "MILLRACE_CRASH_AT": f"{point}:{time}"}
         with (tmp_path / "driver.log").open("ab") as log:
-            process = subprocess.Popen(
-                command, cwd=ROOT, env={**os.environ, **changed}, stdout=log, stderr=log, start_new_session=True
-            )
+            process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log, start_new_session=True)
         try:
-            if point == JOIN_CRASH_POINTS[0]:  # the first batch is a build: something must come after it
-                joins = example.lake.state / "checkpoints" / "join-click_through"
-                eventually((joins / "metadata").exists, 300, lambda p=process: p.poll() is None)
-            events = take(upstream, 80)
-            sent += events
-            example.write(events)
-            assert process.wait(300) == -signal.SIGKILL, point
+            while process.poll() is None:  # the first batch is a build: others must come after it
+                send()
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(1)
+            assert process.returncode == -signal.SIGKILL, point
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,120 @@
+"""What of its topics bronze has not taken, and how near the topics' retention is to it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client import Gauge
+
+from lakehouse.bronze.table import Progress, progress
+from lakehouse.contract.lake import Lake
+from lakehouse.contract.pipeline import Pipeline, Source
+
+log = logging.getLogger(__name__)
+
+OK, WARN, ALARM = "ok", "warn", "alarm"
+# Of a retention: from this share on it is told, so that it is known before it bites.
+WARN_SHARE, ALARM_SHARE = 0.5, 0.8
+WATCH_EVERY_S = 600.0
+
+RETENTION_SHARE = Gauge(
+    "millrace_lakehouse_retention_share",
+    "Age of the oldest record that bronze has not taken, as a share of what its topic keeps",
+    ["source"],
+    registry=None,
+)
+
+
+def span(seconds: float) -> str:
+    """A length of time for people."""
+    for unit, size in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def health_of(age_s: float, retention_s: float) -> str:
+    """How near an age is to a retention; one that is not positive keeps for ever."""
+    share = age_s / retention_s if retention_s > 0 else 0.0
+    return ALARM if share >= ALARM_SHARE else WARN if share >= WARN_SHARE else OK
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """What of a topic bronze has not taken.
+
+    Attributes:
+        records: how many.
+        oldest_s: age of the oldest of them, seconds.
+        lost: records that the topic no longer holds and bronze never took.
+        retention_s: how long the topic keeps records.
+        anew: the topic began anew, so that bronze's offsets say nothing of it: everything in it waits.
+    """
+
+    records: int
+    oldest_s: float
+    lost: int
+    retention_s: float
+    anew: bool = False
+
+    @property
+    def share(self) -> float:
+        """How much of the retention the oldest record has behind it; 0 where the topic keeps records for ever."""
+        return self.oldest_s / self.retention_s if self.retention_s > 0 else 0.0
+
+    @property
+    def health(self) -> str:
+        """The worst of what :meth:`remarks` says."""
+        said = [health for health, _ in self.remarks()]
+        return ALARM if ALARM in said else WARN if said else OK
+
+    def remarks(self) -> Iterator[tuple[str, str]]:
+        """What is not as it should be: how bad, and what to do about it."""
+        if self.lost:
+            yield ALARM, f"the topic no longer holds {self.lost} records that bronze never took"
+        if self.anew:
+            yield ALARM, "the topic began anew, and bronze has taken another: the pipeline will not start; it says why"
+        if (health := health_of(self.oldest_s, self.retention_s)) != OK:
+            kept = span(self.retention_s)
+            waited = f"records have waited {span(self.oldest_s)} in the topic, which keeps them for {kept}"
+            yield health, f"{waited}: run the pipeline"
+
+
+Ask = Callable[[Source, Progress], Backlog | None]
+"""What of a source's topic bronze, being so far, has not taken; None where no broker answers."""
+
+
+class RetentionWatch:
+    """Tells the log and Prometheus, every ten minutes, how near retention is to what bronze has not taken.
+
+    Args:
+        lake: the lake.
+        pipeline: its sources.
+        ask: the broker.
+        now: seconds.
+    """
+
+    def __init__(self, lake: Lake, pipeline: Pipeline, ask: Ask, now: Callable[[], float] = time.monotonic) -> None:
+        self._lake = lake
+        self._sources = list(pipeline.sources.values())
+        self._ask = ask
+        self._now = now
+        self._looked: float | None = None
+
+    def turn(self) -> None:
+        """Look, where it is time to."""
+        if self._looked is not None and self._now() - self._looked < WATCH_EVERY_S:
+            return
+        self._looked = self._now()
+        found = {s.name: self._ask(s, progress(self._lake.bronze(s.name))) for s in self._sources}
+        RETENTION_SHARE.clear()  # nothing is said of a source of which nothing is known
+        for name, backlog in found.items():
+            if backlog is None:
+                continue
+            RETENTION_SHARE.labels(name).set(backlog.share)
+            for health, remark in backlog.remarks():
+                level = logging.ERROR if health == ALARM else logging.WARNING
+                log.log(level, "%s: source %s: %s", health, name, remark)
