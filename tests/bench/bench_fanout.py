@@ -38,6 +38,8 @@ from rich.console import Console
 from lakehouse.contract import lake as names
 
 RATE = 2.0  # changes a second
+WARM_S = 4.0
+STOPPED_WARM_S = 10.0  # until each has had a ping, and the second to answer it; they are cut after 30
 PAD = "x" * 850  # with the other fields and the envelope of the message: about 1 KB
 SCHEMA = pa.schema([("part", pa.string()), ("seq", pa.int64()), ("at", pa.int64()), ("pad", pa.string())])
 SPARE_FILES = 512  # that a process has open beside its connections
@@ -167,7 +169,7 @@ def run(case: Case, folder: Path, seconds: float, program: Path | None) -> dict[
     try:
         idle_mb = server.private_mb()
         with _load(case, server.url, folder, program) as clients:
-            _play(table, 4.0)  # warm-up
+            _play(table, STOPPED_WARM_S if case.stopped else WARM_S)
             for client in clients:
                 _say(client, "count")
             cpu, began, counted = server.cpu_s(), time.monotonic(), len(table.took_ms)

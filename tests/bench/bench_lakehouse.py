@@ -11,7 +11,7 @@ Steps, one after the other on an idle machine, each with the real broker, Spark 
    the JVM compiles what it runs; events over the time from the first one's sending to the commit of the last product
    that holds the last.
 4. ``growth``: latency of a trickle on a lake of a few rows, and on the lake that step 1 filled (1,000 times as many):
-   from an event's sending to the commit of the slowest product that holds it.
+   from an event's sending to the commit of the slowest product that holds it; with the settings for low rates.
 5. ``loader``: the batch loader (:mod:`tests.bench.bench_loader`).
 
 ``--case meetup`` sends RSVPs of 1.4 KB to the worked case, ``--case clicks`` page views of 200 bytes to a pipeline of
@@ -269,7 +269,7 @@ def growth(folder: Path, site: Site, rate: float) -> dict[str, Any]:
     latency = {}
     for name, place in (("empty", empty), ("full", site)):
         err.print(f"Growth: {rate:,.0f} events/s on the {name} lake …")
-        with Driver(place):
+        with Driver(place, optimise=False):
             _wait_for(place, feed(place, few, rate=rate, seed=21))
             sent = feed(place, int(rate * 30), rate=rate, seed=22)
             _wait_for(place, sent)
@@ -318,17 +318,20 @@ def feed(site: Site, events: int, rate: float = 0.0, seed: int = 1) -> Sent:
 
 
 class Driver:
-    """``millrace run``."""
+    """``millrace run``; ``optimise``: None is what the options say."""
 
-    def __init__(self, site: Site) -> None:
+    def __init__(self, site: Site, optimise: bool | None = None) -> None:
         self._site = site
+        self._settings = {} if optimise is None else {"MILLRACE_SPARK_OPTIMISE": str(optimise).lower()}
 
     def __enter__(self) -> Driver:
         command = [sys.executable, "-m", "jobs.cli", "run", "--lake", str(self._site.lake.root)]
         command += ["--pipeline", str(self._site.pipeline.path.parent), "--kafka", self._site.bootstrap]
         marker = self._site.lake.state / "run" / DRIVER
         marker.unlink(missing_ok=True)
-        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ, **self._settings}
+        )
         _until(marker.exists)
         return self
 
