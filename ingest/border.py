@@ -1,9 +1,9 @@
 """The border between untrusted and trusted: what a collector checks of an event, and the envelope it gives it.
 
 Looked at here: that the payload is a JSON object of bounded size and depth, its id, its key, that the required fields
-are there, and that these are of the JSON type that the schema asks for. The whole schema and the expectations are
-checked in bronze's readers, by Spark's own rules. Nothing is dropped: an event that does not pass goes on with
-``envelope.reject`` set, and ends in quarantine.
+are there, and that these are of the JSON type that the schema asks for; and the expectations that the source wants
+judged here (:mod:`ingest.sanity`). The whole schema and every expectation are checked in bronze's readers, by Spark's
+own rules. Nothing is dropped: an event that does not pass goes on with ``envelope.reject`` set, and ends in quarantine.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import orjson
 
 from ingest.ddl import Field, find_field, parse_ddl
+from ingest.sanity import compile_expectations
 from ingest.shed import TAKEN, Shedder
 from lakehouse.contract.envelope import Envelope, fingerprint, new_event_id
 from lakehouse.contract.pipeline import Source, Template
@@ -72,13 +74,25 @@ class Border:
         tenant: whose events they are.
         collector: id of this node.
         clock: nanoseconds since the epoch.
+        file: of the pipeline, for errors.
+
+    Raises:
+        ConfigError: the source wants an expectation judged here that cannot be.
 
     Attributes:
         source: whose events it admits.
         shedder: leaves events out when there are too many; None: never.
     """
 
-    def __init__(self, source: Source, *, tenant: str, collector: str, clock: Callable[[], int] = time.time_ns) -> None:
+    def __init__(
+        self,
+        source: Source,
+        *,
+        tenant: str,
+        collector: str,
+        clock: Callable[[], int] = time.time_ns,
+        file: Path | None = None,
+    ) -> None:
         self.source = source
         self.shedder: Shedder | None = None
         self._name = source.name
@@ -91,7 +105,13 @@ class Border:
         self._required = [(path, *_step_names(path, declared)) for path in source.required]
         self._identify_good = _good_identity(source.event_id_template, source.key_template)
         self._good_fields = [(path, types or _ANY) for path, steps, types in self._required if len(steps) == 1]
-        self._look_closer = len(self._good_fields) < len(self._required)
+        self._failed = compile_expectations(source, file)
+        self._flaw = self._lacks if self._required else None
+        # What is left to ask of an event with those fields, or None.
+        self._flaw_of_good = self._lacks if len(self._good_fields) < len(self._required) else None
+        if self._failed is not None:
+            self._flaw = self._lacks_or_fails if self._required else self._fails
+            self._flaw_of_good = self._lacks_or_fails if self._flaw_of_good else self._fails
 
     def admit(
         self,
@@ -125,8 +145,8 @@ class Border:
             fields, refusal = _parse(payload)
             if fields is not None:
                 event_id, key, refusal = self._identify(fields)
-                if refusal is None and self._required:
-                    refusal = self._lacks(fields)
+                if refusal is None and self._flaw is not None:
+                    refusal = self._flaw(fields)
         if event_id is None:
             event_id = new_event_id() if origin is None else repeatable_id(origin, payload)
         fate = TAKEN
@@ -157,7 +177,7 @@ class Border:
         name, collector, whose = self._name, self._collector, tenant or self._tenant
         limit = min(self.source.max_event_bytes, max_bytes or self.source.max_event_bytes)
         identify, wanted, at = self._identify_good, self._good_fields, self._clock() // 1000
-        loads, mark, look_closer = orjson.loads, fingerprint, self._look_closer
+        loads, mark, flaw = orjson.loads, fingerprint, self._flaw_of_good
         found: list[Admitted] = []
         fields: Any
         for payload in payloads:
@@ -174,7 +194,7 @@ class Border:
                     if type(fields.get(path)) not in types:
                         break
                 else:
-                    if not (look_closer and self._lacks(fields)):
+                    if flaw is None or flaw(fields) is None:
                         envelope = Envelope(event_id, name, whose, at, collector, mark(payload))
                         found.append(Admitted(envelope, key.encode(), payload, None))
                         continue
@@ -223,6 +243,14 @@ class Border:
         except (KeyError, TypeError):
             return Refusal(f"missing {path}", 422, "missing-field")
         return None
+
+    def _fails(self, fields: dict[str, Any]) -> Refusal | None:
+        """The first expectation that is judged here and fails; in the words of bronze's readers."""
+        name = self._failed(fields) if self._failed is not None else None
+        return None if name is None else Refusal(f"expectation {name} failed", 422, "expectation")
+
+    def _lacks_or_fails(self, fields: dict[str, Any]) -> Refusal | None:
+        return self._lacks(fields) or self._fails(fields)
 
 
 def _step_names(path: str, declared: Mapping[str, Field]) -> tuple[tuple[str, ...], frozenset[type]]:

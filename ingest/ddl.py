@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 _TOKEN = re.compile(r"\s*(`(?:[^`]|``)*`|'(?:[^'\\]|\\.)*'|[A-Za-z_0-9]+|[<>(),:])")
 _ANYTHING: frozenset[type] = frozenset()
@@ -34,7 +34,7 @@ class Field:
     """One declared field.
 
     Attributes:
-        declared: its type, in capitals, without what is inside of it.
+        declared: its type, in capitals, without what is inside of it; with ``COLLATE`` where it has a collation.
         json: Python types that its JSON may have; empty: any.
         fields: of a struct, by name.
     """
@@ -79,9 +79,11 @@ def _fields(tokens: list[str], end: str) -> dict[str, Field]:
         name = tokens.pop(0).strip("`").replace("``", "`")
         if tokens[0] == ":":
             tokens.pop(0)
-        found[name] = _type(tokens)
+        made = _type(tokens)
         while tokens and tokens[0] not in (",", end):
-            tokens.pop(0)
+            if tokens.pop(0).upper() == "COLLATE":
+                made = replace(made, declared=f"{made.declared} COLLATE")  # its texts compare in another way
+        found[name] = made
         if tokens and tokens[0] == ",":
             tokens.pop(0)
     return found

@@ -53,12 +53,15 @@ class Refiner:
         node: id of this process.
         enricher: its references, also those that a one-step node joins at the border.
         tenant: for records without an envelope.
+        file: of the pipeline, for errors.
     """
 
-    def __init__(self, source: Source, *, node: str, tenant: str, enricher: Enricher | None = None) -> None:
+    def __init__(
+        self, source: Source, *, node: str, tenant: str, enricher: Enricher | None = None, file: Path | None = None
+    ) -> None:
         self._source = source
         self._node = node
-        self._border = Border(source, tenant=tenant, collector=node)
+        self._border = Border(source, tenant=tenant, collector=node, file=file)
         self._enricher = enricher
 
     def refine(self, record: Any, *, suspect: bool) -> tuple[Envelope, bytes, bytes]:
@@ -121,7 +124,9 @@ class RefineNode:
         self._lanes = {name: Lane(n, f"{name}/refine", name) for n, name in enumerate(self._sources)}
         self._enrichers = _enrichers(self._sources, pipeline.path.parent, bootstrap, self._security)
         self._refiners = {
-            name: Refiner(source, node=node, tenant=settings.tenant, enricher=self._enrichers.get(name))
+            name: Refiner(
+                source, node=node, tenant=settings.tenant, enricher=self._enrichers.get(name), file=pipeline.path
+            )
             for name, source in self._sources.items()
         }
         self.counts: dict[str, Counter[str]] = {name: Counter() for name in self._sources}

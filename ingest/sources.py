@@ -165,7 +165,8 @@ class SourceSet:
     def _make(self, running: _Running, url: str) -> None:
         source = running.source
         made = FrontBorder if self._front else Border
-        border = made(source, tenant=self._settings.tenant, collector=self._node)
+        file = self._folder / "pipeline.toml"
+        border = made(source, tenant=self._settings.tenant, collector=self._node, file=file)
         if source.shed is not None and not self._front:
             border.shedder = self.shedders[source.name] = Shedder(
                 source.name, source.shed, lambda: self._waiting(source.name)

@@ -22,7 +22,7 @@ MEMORY_BYTES = 4 * GIB  # Spark driver 2.5, broker 0.5, the Python processes tog
 DISK_BYTES = 5 * GIB  # Kafka's and the collector's logs are bounded to a few GiB
 PLAYER_PORT = 8402
 _PACKAGES = {
-    "ingest": ("kafka", "deltalake", "pyarrow", "starlette", "uvicorn", "websockets"),
+    "ingest": ("kafka", "deltalake", "pyarrow", "sqlglot", "starlette", "uvicorn", "websockets"),
     "serve": ("datasketches", "deltalake", "duckdb", "sqlglot", "starlette", "uvicorn", "websockets"),
     "lakehouse": ("pyspark", "delta", "deltalake", "pyarrow", "pandas", "numpy", "lmdb", "datasketches", "sqlglot"),
 }

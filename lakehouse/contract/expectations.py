@@ -18,6 +18,7 @@ from lakehouse.contract.tomlfile import duration_ms
 QUARANTINE, WARN, HALT, FAIL = "quarantine", "warn", "halt", "fail"
 ACTIONS = (QUARANTINE, WARN, HALT)
 CHECK_ACTIONS = (FAIL, WARN)
+BORDER = "border"
 FRESH = "fresh"  # ours: the newest value of a time column is not older than `within`
 
 # Expectations of great-expectations 1.x that a table in memory can be asked; a test compares them with the library.
@@ -74,14 +75,23 @@ class Expectation:
         sql: Spark SQL over the payload's fields and the envelope; false and null both fail.
         action: what becomes of an event that fails: ``quarantine`` (refused, kept with the reason), ``warn`` (counts
             like any other, and is noted in table ``warnings``) or ``halt`` (the source's query stops before it counts).
+        at: ``border``: a collector judges it too, and answers the sender; only of what quarantines. Empty: Spark alone
+            does, behind the border.
     """
 
     SHORTHAND: ClassVar[str] = "sql"  # a plain text in the TOML file is this field
     sql: str
     action: str = QUARANTINE
+    at: str = ""
 
     def __post_init__(self) -> None:
         one_of("action", self.action, ACTIONS)
+        if self.at:
+            _known(self.at, (BORDER,), "at")
+        if self.at and self.action != QUARANTINE:
+            raise ConfigError(
+                f"what is to {self.action} is not judged at the border", key="at", remedy="Leave out at, or action"
+            )
         if not self.sql.strip():
             raise ConfigError("an expectation needs a predicate", key="sql", remedy="Write e.g. 'price >= 0'")
 

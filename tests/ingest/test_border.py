@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.border import KEPT_BYTES, MAX_DEPTH, Border
+from ingest.border import KEPT_BYTES, MAX_DEPTH, Border, Refusal
 from lakehouse.contract.envelope import fingerprint
+from lakehouse.contract.expectations import Expectation
 from lakehouse.contract.pipeline import Source
 
 CLICKS = Source(
@@ -157,6 +158,23 @@ def test_a_senders_tenant_and_limit_go_before_the_nodes() -> None:
     assert border().admit(b'{"id":1,"at":2,"who":{"name":"a"}}', max_bytes=10**9).refusal is None
 
 
+def test_an_expectation_that_fails() -> None:
+    expected = {"small": Expectation("n < 100", at="border"), "even": Expectation("n % 2 = 0")}
+    source = Source(
+        "t", "n INT, x INT", "received_at", event_id="{id}", required=("x",), expectations=expected, name="t"
+    )
+    made = border(source)
+    payloads = [b'{"id":1,"x":1,"n":%b}' % n for n in (b"99", b"100", b"null", b'"100"', b"100.0", b"9999999999")]
+    for found in (made.admit_all(payloads), [made.admit(payload) for payload in payloads]):
+        failed = [event for event in found if event.refusal is not None]
+        assert [event.payload for event in failed] == payloads[1:3], "what is no INT is left to Spark"
+        for event in failed:
+            assert event.refusal == Refusal("expectation small failed", 422, "expectation")
+            assert (event.envelope.reject, event.envelope.event_id) == ("expectation small failed", "1")
+    first = made.admit(b'{"id":1,"n":100}').refusal
+    assert first is not None and first.code == "missing-field", "in the order of Spark's readers"
+
+
 IDS = st.one_of(
     st.integers(-(2**70), 2**70), st.floats(allow_nan=False), st.text(max_size=200), st.booleans(), st.none(),
     st.just("x" * 600), st.just("é" * 200), st.just({"a": 1}),
@@ -172,6 +190,9 @@ BODIES = st.one_of(
 )
 
 
+SMALL = Expectation("n < 100 OR n IS NULL", at="border")
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -183,6 +204,13 @@ BODIES = st.one_of(
             "schema": "n BIGINT, who STRUCT<name: STRING>",
         },
         {"event_id": "{id}", "key": "", "required": ("at",)},
+        {
+            "event_id": "{id}",
+            "required": ("at", "who.name"),
+            "schema": "n BIGINT, at STRING, who STRUCT<name: STRING>",
+            "expectations": {"small": SMALL, "named": Expectation("who.name <> '' OR n = 0", at="border")},
+        },
+        {"event_id": "{id}", "schema": "n BIGINT, at STRING", "expectations": {"small": SMALL}},
     ],
 )
 @given(bodies=st.lists(BODIES, max_size=8), most=st.none() | st.integers(1, 200))

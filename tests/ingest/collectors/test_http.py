@@ -17,6 +17,7 @@ from ingest.broker import EmbeddedBroker
 from ingest.collectors import door
 from ingest.tokens import Signer, Token
 from lakehouse.contract.envelope import Envelope
+from lakehouse.contract.expectations import Expectation
 from tests.ingest.conftest import consume, event, get, pipeline_of, request, running_node, settings_of
 
 pytestmark = pytest.mark.broker
@@ -116,6 +117,31 @@ async def test_some_of_many_are_refused(node: tuple[str, str, str]) -> None:
     assert [envelope.reject is None for envelope, _ in found.values()].count(False) == 1
     status, _, answer = await request(node[0], "POST", "/v1/clicks", b"{\n}\n", **LINES)
     assert (status, len(answer["tokens"]), len(answer["rejected"])) == (422, 2, 2)
+
+
+async def test_an_expectation_that_is_judged_at_the_border(broker: EmbeddedBroker, tmp_path: Path) -> None:
+    expected = {"id_is_small": Expectation("id < 100", at="border")}
+    pipeline = pipeline_of(f"http-{next(_NUMBERS)}", "http", expectations=expected)
+    async with running_node(settings_of(tmp_path), pipeline, broker.bootstrap) as url:
+        status, headers, answer = await request(url, "POST", "/v1/clicks", event(100), **JSON)
+        assert (status, headers["content-type"]) == (422, "application/problem+json")
+        assert (answer["type"], answer["detail"]) == (
+            "urn:millrace:problem:expectation",
+            "expectation id_is_small failed",
+        )
+        _, _, state = await get(url, f"/v1/acks/{answer['token']}")
+        assert (state["state"], state["reason"]) == ("rejected", "expectation id_is_small failed")
+        lines = b"\n".join(event(n) for n in (1, 101, 2))
+        status, _, answer = await request(url, "POST", "/v1/clicks", lines, **LINES)
+        assert (status, len(answer["tokens"])) == (202, 3)
+        assert answer["rejected"] == [{"index": 1, "code": "expectation", "detail": "expectation id_is_small failed"}]
+        states = [(await get(url, f"/v1/acks/{token}"))[2]["state"] for token in answer["tokens"]]
+        assert [state == "rejected" for state in states] == [False, True, False]
+        found = await records((url, broker.bootstrap, pipeline.sources["clicks"].topic), 4)
+        assert {name: envelope.reject for name, (envelope, _) in found.items()} == {
+            "1": None, "2": None, "100": "expectation id_is_small failed", "101": "expectation id_is_small failed",
+        }  # fmt: skip
+        assert found["100"][1] == event(100), "kept, byte for byte"
 
 
 async def test_requests_that_are_refused_whole(node: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
