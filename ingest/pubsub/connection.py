@@ -24,6 +24,15 @@ logger = logging.getLogger(__name__)
 _CLOSE_S = 2.0
 
 
+class _Wire(ServerProtocol):
+    """A close may come between the frames of a message, as any control frame (RFC 6455, 5.4): that message is lost."""
+
+    def recv_frame(self, frame: Frame) -> None:
+        if frame.opcode is Opcode.CLOSE:
+            self.current_size = None
+        super().recv_frame(frame)
+
+
 class Connection(asyncio.Protocol):
     """One connection; what it means is said by :meth:`_refusal`, :meth:`_opened` and :meth:`_take`.
 
@@ -36,7 +45,7 @@ class Connection(asyncio.Protocol):
     def __init__(self, server: set[Any], max_bytes: int, buffer_bytes: int) -> None:
         self._server = server
         self._loop = asyncio.get_running_loop()
-        self._wire = ServerProtocol(max_size=max_bytes, logger=logger)
+        self._wire = _Wire(max_size=max_bytes, logger=logger)
         self._buffer_bytes = buffer_bytes
         self._transport: asyncio.Transport = None  # type: ignore[assignment]
         self._open = False

@@ -55,6 +55,19 @@ _PONG_START = b"\x8a" + bytes((0x80 | PING[1],))
 _DEFLATE = ServerPerMessageDeflateFactory(server_no_context_takeover=True, client_no_context_takeover=True)
 
 
+class _ClosedAmid(Protocol):
+    """A close may come between the frames of a message, as any control frame (RFC 6455, 5.4): that message is lost."""
+
+    def recv_frame(self, frame: Frame) -> None:
+        if frame.opcode is Opcode.CLOSE:
+            self.current_size = None
+        super().recv_frame(frame)
+
+
+class _Handshake(_ClosedAmid, ServerProtocol):
+    """From the upgrade request on."""
+
+
 def _subprotocol(_: ServerProtocol, offered: Any) -> Subprotocol | None:
     return RPC if RPC in offered else None
 
@@ -74,7 +87,7 @@ class SubscriberProtocol(WireProtocol):
         _loop: asyncio.AbstractEventLoop | None = None,
     ) -> None:
         super().__init__(server_state, app_state, WEBSOCKET)
-        self._parser: Protocol | None = ServerProtocol(
+        self._parser: Protocol | None = _Handshake(
             max_size=MAX_INCOMING_BYTES, logger=log, extensions=[_DEFLATE], select_subprotocol=_subprotocol
         )
         self._extensions: Sequence[Extension] = ()  # agreed on
@@ -133,7 +146,7 @@ class SubscriberProtocol(WireProtocol):
     def _wire(self) -> Protocol:
         """Made anew where the last one is not needed any more: between two frames it has no state but this."""
         if self._parser is None:
-            self._parser = Protocol(Side.SERVER, state=State.OPEN, max_size=MAX_INCOMING_BYTES, logger=log)
+            self._parser = _ClosedAmid(Side.SERVER, state=State.OPEN, max_size=MAX_INCOMING_BYTES, logger=log)
             self._parser.extensions = list(self._extensions)
         return self._parser
 

@@ -117,14 +117,23 @@ class Bare:
     def close(self) -> None:
         self._writer.close()
 
+    async def closed(self) -> int:
+        """The code of the close that comes."""
+        while (frame := await self._frame())[0] != 0x88:
+            pass
+        return int.from_bytes(frame[1][:2], "big")
+
+    async def _frame(self) -> tuple[int, bytes]:
+        async with asyncio.timeout(60):
+            first, size = await self._reader.readexactly(2)
+            if size == 126:
+                size = int.from_bytes(await self._reader.readexactly(2), "big")
+            return first, await self._reader.readexactly(size)
+
     async def message(self, *kinds: str) -> dict[str, Any]:
         """The next one of these kinds."""
         while True:
-            async with asyncio.timeout(60):
-                first, size = await self._reader.readexactly(2)
-                if size == 126:
-                    size = int.from_bytes(await self._reader.readexactly(2), "big")
-                body = await self._reader.readexactly(size)
+            first, body = await self._frame()
             if first == 0x81 and (found := json.loads(body))["type"] in kinds:
                 return dict(found)
             assert first in (0x81, 0x89), "neither text nor a ping"
@@ -153,6 +162,19 @@ async def test_pongs_come_as_they_like(root: Path) -> None:
         bare.write(frame[20:] + pong)
         while (await bare.message("heartbeat"))["behind"] != 1:
             bare.write(pong)
+        bare.close()
+
+
+@pytest.mark.parametrize("spoken", [False, True])
+async def test_a_close_amid_a_message_is_a_close(root: Path, spoken: bool) -> None:
+    top_topics(root)
+    async with serving(root) as url:
+        bare = await Bare.subscribe(url, "top_topics")
+        await bare.message("snapshot")
+        if spoken:  # so that the parser of the handshake is there no more, and another one is
+            bare.write(Bare.PONG + b"\x8a\x80" + bytes(4))
+        bare.write(b"\x01\x81" + bytes(4) + b"{" + b"\x88\x82" + bytes(4) + (1000).to_bytes(2, "big"))
+        assert await bare.closed() == 1000
         bare.close()
 
 
