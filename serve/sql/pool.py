@@ -69,6 +69,18 @@ class Workers:
             await _killed(process)
         self._idle.clear()
 
+    def start(
+        self, sql: str, principal: Principal, *, as_of: str = "", rows: int | None = None, arrow: bool = False
+    ) -> asyncio.Task[Result]:
+        """A statement that runs on its own; cancelling it, at any time, ends it and its process. See :meth:`run`."""
+        task = asyncio.create_task(self.run(sql, principal, as_of=as_of, rows=rows, arrow=arrow))
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Result]) -> None:
+        if task.cancelled():  # maybe before it had begun
+            self.counts["cancelled"] += 1
+
     async def run(
         self,
         sql: str,
@@ -109,9 +121,6 @@ class Workers:
         try:
             async with self._slots:
                 return await self._run(packed(request))
-        except asyncio.CancelledError:
-            self.counts["cancelled"] += 1
-            raise
         finally:
             self._asked -= 1
 

@@ -36,7 +36,7 @@ async def run(request: Request) -> Response:
     key = principal.key, ident
     if key in running:
         raise RequestError(4409, "taken", f"a statement {ident!r} is running")
-    task = asyncio.create_task(workers.run(sql, principal, as_of=as_of, rows=limit, arrow=arrow))
+    task = workers.start(sql, principal, as_of=as_of, rows=limit, arrow=arrow)
     running[key] = task
     gone = asyncio.create_task(_hung_up(request))
     try:

@@ -15,7 +15,10 @@ from websockets.asyncio.client import connect
 
 from lakehouse.contract.keys import KeyFile
 from lakehouse.contract.lake import Lake
+from lakehouse.contract.settings import Settings
+from serve.principal import OPEN
 from serve.security.readers import ReaderKey
+from serve.sql.pool import Workers
 from tests.serve.conftest import serving
 from tests.serve.lakes import city, rsvps_by_city, top_topics, topics, window
 
@@ -135,3 +138,13 @@ async def test_a_statements_name_is_a_name(root: Path, ident: Any) -> None:
     top_topics(root)
     async with serving(root) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         assert (await post(client, "SELECT 1", id=ident)).status_code == 400
+
+
+async def test_a_statement_that_is_ended_before_it_has_begun_is_counted(tmp_path: Path) -> None:
+    workers = Workers(Settings(lake=tmp_path))
+    task = workers.start("SELECT 1", OPEN)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (workers.counts["cancelled"], workers.running) == (1, 0)
+    await workers.close()
