@@ -8,7 +8,7 @@ import pytest
 from websockets.frames import Frame
 
 from ingest.broker import EmbeddedBroker
-from ingest.pubsub import protocol
+from ingest.pubsub import protocol, streams
 from tests.autobahn import COMPRESSION, LARGEST, fuzzed
 from tests.ingest.conftest import pipeline_of, running_node, settings_of
 
@@ -23,7 +23,7 @@ class Echo(protocol.StreamProtocol):
 
 
 async def test_every_case_passes(broker: EmbeddedBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(protocol, "StreamProtocol", Echo)
+    monkeypatch.setattr(streams, "StreamProtocol", Echo)
     monkeypatch.setattr(protocol, "MAX_MESSAGE_BYTES", LARGEST)
     pipeline = pipeline_of("autobahn", "http")
     async with running_node(settings_of(tmp_path, max_streams=40), pipeline, broker.bootstrap) as url:
