@@ -257,14 +257,14 @@ class EmbeddedBroker:
             path.replace(self.folder / "broker.log.1")
         return path.open("ab")
 
-    def _java(self, *flags: str) -> list[str]:
-        jars = os.pathsep.join(str(path) for path in class_path())
-        flags = (*flags, *log_flags())
-        return [str(find_java().path), "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", *flags, "-cp", jars]
+    def _java(self, *flags: str, record: Path | None = None) -> list[str]:
+        jars = jar_paths("kafka")
+        flags = (*flags, *log_flags(), *(recording(record) if record else sharing("kafka", jars)))
+        path = os.pathsep.join(map(str, jars))
+        return [str(find_java().path), "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", *flags, "-cp", path]
 
     def _format(self, identity: _Identity) -> None:
-        command = self._java("-Xmx128m", *sharing("kafka", class_path()))
-        command += ["kafka.tools.StorageTool", "format", "--ignore-formatted"]
+        command = [*self._java("-Xmx128m"), "kafka.tools.StorageTool", "format", "--ignore-formatted"]
         command += ["-t", identity.cluster_id, "-c", str(self._properties)]
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
@@ -277,8 +277,7 @@ class EmbeddedBroker:
     def _launch(self, lock: IO[bytes], log: IO[bytes]) -> subprocess.Popen[bytes]:
         sizes = [f"-Xms{min(64, self._heap_mb)}m", f"-Xmx{self._heap_mb}m", "-XX:MaxDirectMemorySize=48m"]
         sizes += ["-XX:ReservedCodeCacheSize=48m", "-Xss512k"]
-        sizes += recording(self._record_classes) if self._record_classes else sharing("kafka", class_path())
-        command = [*self._java(*sizes), "kafka.Kafka", str(self._properties)]
+        command = [*self._java(*sizes, record=self._record_classes), "kafka.Kafka", str(self._properties)]
         if self._die_with_parent:
             command = [sys.executable, "-S", "-c", _DIE_WITH_PARENT, str(os.getpid()), *command]
 
@@ -319,11 +318,6 @@ class EmbeddedBroker:
                 return True
             time.sleep(_POLL_S)
         return False
-
-
-def class_path() -> list[Path]:
-    """Its jars."""
-    return jar_paths("kafka")
 
 
 def _last_words(log: str) -> str:

@@ -31,13 +31,12 @@ def prepare(tell: Callable[[str], None]) -> None:
     Raises:
         EnvironmentProblem: no Java, or jars that cannot be fetched. Archives that cannot be made are only logged.
     """
-    for set_name in JAR_SETS:
-        logger.info("%s: %d jars", set_name, len(jar_paths(set_name)))
+    jars_of = {set_name: jar_paths(set_name) for set_name in JAR_SETS}
     from lakehouse.session import class_path as spark_class_path
 
     for kind, jars, record in (
-        ("kafka", broker.class_path(), _record_kafka),
-        ("spark", spark_class_path(), _record_spark),
+        ("kafka", jars_of["kafka"], _record_kafka),
+        ("spark", spark_class_path(jars_of["spark"]), _record_spark),
     ):
         if archive(kind, jars) is not None:
             continue

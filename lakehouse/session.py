@@ -100,7 +100,7 @@ def build_session(settings: Settings, app: str, *, record_classes: Path | None =
         builder = builder.config("spark.jars", f"{given['spark.jars']},{jars}")
     master = given.get("spark.master", settings.spark.master)
     java = java_options(settings)
-    classes = recording(record_classes) if record_classes else [] if submitted else sharing("spark", class_path())
+    classes = recording(record_classes) if record_classes else [] if submitted else sharing("spark", class_path(paths))
     conf = {
         "spark.jars": jars,
         "spark.driver.extraJavaOptions": " ".join([java, *log_flags(), *classes]),
@@ -118,10 +118,14 @@ def build_session(settings: Settings, app: str, *, record_classes: Path | None =
     return session
 
 
-def class_path() -> list[Path]:
-    """The jars that the driver's JVM starts with: Spark's own, by name, and the local file system's."""
+def class_path(jars: Sequence[Path]) -> list[Path]:
+    """The jars that the driver's JVM starts with: Spark's own, by name, and the local file system's.
+
+    Args:
+        jars: of the set ``spark``.
+    """
     spark = sorted((Path(_find_spark_home()) / "jars").glob("*.jar"))
-    return [*spark, *(jar for jar in jar_paths("spark") if jar.name.startswith(_LOCAL_FILES_JAR))]
+    return [*spark, *(jar for jar in jars if jar.name.startswith(_LOCAL_FILES_JAR))]
 
 
 def java_options(settings: Settings) -> str:

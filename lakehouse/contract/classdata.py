@@ -63,8 +63,9 @@ def making(kind: str, class_path: Iterable[Path]) -> Iterator[Path | None]:
         if archive(kind, class_path) is not None:
             yield None
             return
+        for left in place.parent.glob("*.part"):  # by one that was killed
+            left.unlink(missing_ok=True)
         part = place.with_suffix(".part")
-        part.unlink(missing_ok=True)
         try:
             yield part
             with part.open("rb") as file:
