@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ingest import broker
 from lakehouse.contract.classdata import archive, making
+from lakehouse.contract.errors import EnvironmentProblem
 from lakehouse.contract.jars import JAR_SETS, jar_paths
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ def prepare(tell: Callable[[str], None]) -> None:
             with making(kind, jars) as path, tempfile.TemporaryDirectory(prefix="millrace-prepare-") as folder:
                 if path is not None:  # another process may just have made it
                     record(path, Path(folder))
-        except (OSError, subprocess.SubprocessError) as error:
+        except (OSError, subprocess.SubprocessError, EnvironmentProblem) as error:
             logger.warning("the classes of %s could not be prepared, so it starts slower: %s", kind, error)
 
 
