@@ -1,4 +1,4 @@
-"""The serving process, put together: hub, tails, HTTP routes, WebSocket subscribers; one port, one event loop."""
+"""What the operating system has to allow a server: a file descriptor a subscriber."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import resource
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
@@ -22,33 +23,55 @@ from lakehouse.contract.errors import EnvironmentProblem
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.contract.settings import ServeSettings, Settings
-from serve import routes
-from serve.access_metrics import AccessCollector
-from serve.delivery import deliver
-from serve.history import History
-from serve.hub import Hub
-from serve.limits import allow_files
-from serve.lookup import Lookups
-from serve.metrics import HubCollector
-from serve.peers import Peers
-from serve.position import Seal, lake_seal
-from serve.principal import Access
-from serve.push.codec import WEBSOCKET
-from serve.push.etag import Bodies
-from serve.push.http import ServingHttpProtocol
-from serve.push.link import Link
-from serve.push.websocket import SubscriberProtocol
-from serve.security.door import Door
-from serve.security.gate import Gate
-from serve.security.start import make_gate, uses_tls
-from serve.shown import channels_of
+from serve.core.codec import WEBSOCKET
+from serve.core.hub import Hub
+from serve.core.position import Seal, lake_seal
+from serve.core.subscriber import Link, deliver
+from serve.http import routes
+from serve.http.lookup import Lookups
+from serve.http.metrics import AccessCollector, HubCollector
+from serve.http.peers import Peers
+from serve.http.routes import AccessMiddleware
+from serve.http.rows import Bodies, History
+from serve.push.sse import ServingHttpProtocol
+from serve.push.websocket import WebSocketConnection
+from serve.security.access import Access
+from serve.security.gate import ReaderGate, make_gate, uses_tls
 from serve.sql import routes as sql
 from serve.sql.pool import Result, Workers
-from serve.tables import Tables, clock_ms
-from serve.webhooks.fleet import Fleet
+from serve.tables.tables import Tables, clock_ms
+from serve.views.visibility import channels_of
+from serve.webhooks.runner import WebhookFleet
 from serve.webhooks.sealed import sealer_of
 
 log = logging.getLogger(__name__)
+
+OTHER_FILES = 256  # tables, logs, workers, requests
+
+
+def allow_files(subscribers: int) -> int:
+    """Raise this process' limit of open files as far as it may; says so where that is too few.
+
+    Args:
+        subscribers: how many connections are to be taken.
+
+    Returns:
+        The limit by now.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = subscribers + OTHER_FILES
+    with contextlib.suppress(ValueError, OSError):  # a hard limit beyond what the kernel knows
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        log.warning(
+            "%d files may be open, and serve.max_subscribers asks for %d: raise the hard limit (ulimit -Hn, "
+            "LimitNOFILE= of a unit), or lower serve.max_subscribers",
+            soft,
+            wanted,
+        )
+    return soft
+
 
 _BACKLOG = 4_096
 _STOP_S = 3
@@ -83,7 +106,7 @@ def make_app(settings: Settings, access: Access | None = None, *, name: str = ""
         runs = (tables.run(), *map(_kept_running, kept))
         history, workers = History(settings.serve.max_sql), Workers(settings)
         lookups = Lookups(hub, tables, workers)
-        fleet = Fleet(lake.state / "webhooks", hub, tables, shown, settings.serve)
+        fleet = WebhookFleet(lake.state / "webhooks", hub, tables, shown, settings.serve)
         registry = _registry(HubCollector(hub), AccessCollector(gate, workers, lookups, fleet))
         statements: dict[tuple[str, str], asyncio.Task[Result]] = {}
         peers = _peers(lake, name, seal, registry, statements) if name else None
@@ -112,7 +135,7 @@ def make_app(settings: Settings, access: Access | None = None, *, name: str = ""
 
     return Starlette(
         routes=routes.ROUTES,
-        middleware=[Middleware(Door)],
+        middleware=[Middleware(AccessMiddleware)],
         exception_handlers=routes.HANDLERS,
         lifespan=lifespan,
     )
@@ -154,7 +177,7 @@ async def run_server(
     config = uvicorn.Config(
         app,
         http=ServingHttpProtocol,
-        ws=SubscriberProtocol,
+        ws=WebSocketConnection,
         lifespan="on",
         log_config=None,
         access_log=False,
@@ -172,7 +195,7 @@ async def run_server(
         if ready is not None:
             ready(url)
 
-    server = _Server(config, up)
+    server = _UvicornServer(config, up)
     stopper = asyncio.create_task(_stop_when(stop or asyncio.Event(), server))
     try:
         await server.serve(sockets=[listener])
@@ -183,7 +206,7 @@ async def run_server(
             gc.unfreeze()  # else DuckDB finds its own types leaked when the interpreter ends, and says so at length
 
 
-class _Server(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     """Uvicorn that leaves signals to whoever runs it, and says when it is up."""
 
     def __init__(self, config: uvicorn.Config, up: Callable[[], None]) -> None:
@@ -265,7 +288,7 @@ async def _kept_running(run: partial[Coroutine[Any, Any, None]]) -> None:
             await asyncio.sleep(_AGAIN_S)
 
 
-async def _run_gate(gate: Gate) -> None:
+async def _run_gate(gate: ReaderGate) -> None:
     """A key that is revoked ends what it holds open."""
     while True:
         await asyncio.sleep(1.0)

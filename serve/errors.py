@@ -7,7 +7,7 @@
         ├── PositionError        the position is not one of ours: ask without it
         ├── PositionExpired      the log no longer reaches back to it: take a snapshot
         ├── StatementError
-        │   ├── QueryError       the SQL is refused or wrong: another statement
+        │   ├── SqlError       the SQL is refused or wrong: another statement
         │   └── FilterError      a subscriber's condition, columns or aggregate are refused: write them otherwise
         └── RequestError         a subscriber's request is wrong: close code and machine-readable code
 """
@@ -77,7 +77,7 @@ class StatementError(ServeError):
         return f"{self.problem}. {self.remedy}" if self.remedy else self.problem
 
 
-class QueryError(StatementError):
+class SqlError(StatementError):
     """A statement that is not run, or that failed."""
 
 
@@ -95,7 +95,7 @@ class RequestError(ServeError):
     """
 
     BAD_REQUEST = 4400
-    UNAUTHORISED = 4401
+    UNAUTHORIZED = 4401
     FORBIDDEN = 4403
     NOT_FOUND = 4404
     TOO_FAST = 4429

@@ -25,7 +25,7 @@ def sql(
     as_json: JsonOption = False,
 ) -> None:
     """Query the lake's tables with DuckDB, without Spark."""
-    from serve.query import rows_as_json, run_sql
+    from serve.sql.statement import rows_as_json, run_sql
 
     found = run_sql(Lake(load_settings(lake=lake).lake), query)
     if as_json:

@@ -18,10 +18,9 @@ Errors::
 
 from __future__ import annotations
 
-from serve.client.messages import BadMessage, Change, ClientError, Message, Refused, Snapshot
+from serve.client.messages import BadMessage, Change, ClientError, Message, Refused, Snapshot, TableView
 from serve.client.store import FileStore, MemoryStore, PositionStore
 from serve.client.subscription import Subscription, subscribe
-from serve.client.view import TableView
 
 __all__ = [
     "BadMessage",

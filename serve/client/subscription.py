@@ -114,7 +114,7 @@ class Subscription:
         self._failure: BaseException | None = None
         self._server_behind = 0
         self._task: asyncio.Task[None] | None = None
-        self._readers: list[_Reader] = []
+        self._readers: list[_SubscriptionReader] = []
 
     # What an application asks
 
@@ -135,7 +135,7 @@ class Subscription:
 
     def reader(self) -> AsyncIterator[Message]:
         """One more reader. Asking it for the next message says that the one before is processed."""
-        reader = _Reader(self)
+        reader = _SubscriptionReader(self)
         self._readers.append(reader)
         return reader
 
@@ -267,12 +267,12 @@ class Subscription:
             raise refusal or Refused(str(code), closed.rcvd.reason if closed.rcvd else "")
 
 
-class _Reader:
+class _SubscriptionReader:
     def __init__(self, subscription: Subscription) -> None:
         self._subscription = subscription
         self._given: _Entry | None = None
 
-    def __aiter__(self) -> _Reader:
+    def __aiter__(self) -> _SubscriptionReader:
         return self
 
     async def __anext__(self) -> Message:

@@ -11,16 +11,15 @@ import asyncio
 from starlette.requests import Request
 from starlette.responses import Response
 
+from serve.core.codec import as_msgpack
+from serve.core.hub import Hub
+from serve.core.messages import Message, heartbeat, slow
+from serve.core.subscriber import Subscriber
+from serve.core.values import to_json
 from serve.errors import RequestError
-from serve.hub import Hub
-from serve.messages import Message, heartbeat, slow
-from serve.principal import Access, Principal
-from serve.push import encoding
-from serve.push import request as asked
-from serve.push.problems import refused
-from serve.rows import to_json
-from serve.subscriber import Subscriber
-from serve.tables import Tables, clock_ms, now_ms
+from serve.push.request import admitted, invalid, peer_of, query_of, refused, subscription_of, whole_number
+from serve.security.access import Access, Principal
+from serve.tables.tables import Tables, clock_ms, now_ms
 
 MAX_WAIT_S = 60
 DEFAULT_WAIT_S = 25
@@ -60,7 +59,7 @@ class PollPackCodec(PollCodec):
 
     def frame(self, message: Message) -> bytes:
         """The message."""
-        return b"" if message.kind == "resumed" else encoding.as_msgpack(message)[0]
+        return b"" if message.kind == "resumed" else as_msgpack(message)[0]
 
     def answer(self, data: bytes, position: str, behind: int) -> bytes:
         """The body."""
@@ -105,11 +104,11 @@ class PollLink:
             self.write(data)
 
     def close(self, code: int, reason: str) -> None:
-        """The answer is an error, or what there is; of a feed that has ended, why it has."""
-        feed = None if self.subscriber is None else self.subscriber.feed
+        """The answer is an error, or what there is; of a stream that has ended, why it has."""
+        stream = None if self.subscriber is None else self.subscriber.stream
         self.closed = RequestError(code, "closed", reason)
-        if feed is not None and feed.ended is not None:
-            self.closed = feed.ended
+        if stream is not None and stream.ended is not None:
+            self.closed = stream.ended
             self.parts.clear()
         self.some.set()
 
@@ -133,21 +132,21 @@ async def poll(request: Request) -> Response:
     tables: Tables = request.state.tables
     hub: Hub = request.state.hub
     access: Access = request.state.access
-    principal = asked.admitted(request)
+    principal = admitted(request)
     link = PollLink(hub, principal)
     subscriber: Subscriber | None = None
     joining: asyncio.Task[None] | None = None
     try:
-        query = asked.query_of(request.url.query)
+        query = query_of(request.url.query)
         codec = CODECS.get(query.get("codec", "json"))
         if codec is None:
-            raise asked.bad("bad_request", f"codec is one of {', '.join(CODECS)} here")
-        wait = asked.whole_number(query.get("wait", str(DEFAULT_WAIT_S)), "wait", 0, MAX_WAIT_S)
-        wanted = asked.subscription(query, hub.seal, also=_EXTRA)
+            raise invalid("bad_request", f"codec is one of {', '.join(CODECS)} here")
+        wait = whole_number(query.get("wait", str(DEFAULT_WAIT_S)), "wait", 0, MAX_WAIT_S)
+        wanted = subscription_of(query, hub.seal, also=_EXTRA)
         if wanted.window:
-            raise asked.bad("bad_request", "the next poll acknowledges this one: there is no window")
+            raise invalid("bad_request", "the next poll acknowledges this one: there is no window")
         access.enter(principal, link)
-        subscriber = link.subscriber = Subscriber(link, codec, asked.peer_of(request), principal)
+        subscriber = link.subscriber = Subscriber(link, codec, peer_of(request), principal)
         joining = asyncio.create_task(tables.join(subscriber, wanted))
         await _wait(request, link, joining, wait)
         if link.closed is not None and not link.parts:
@@ -193,7 +192,7 @@ async def _wait(request: Request, link: PollLink, joining: asyncio.Task[None], s
 def _fetching(link: PollLink) -> bool:
     """Whether a snapshot is being made for it."""
     subscriber = link.subscriber
-    return subscriber is not None and subscriber.feed is not None and subscriber in subscriber.feed.waiting
+    return subscriber is not None and subscriber.stream is not None and subscriber in subscriber.stream.waiting
 
 
 async def _disconnected(request: Request) -> None:
@@ -202,16 +201,16 @@ async def _disconnected(request: Request) -> None:
 
 
 def _answer(hub: Hub, subscriber: Subscriber, codec: PollCodec, link: PollLink) -> Response:
-    position, feed = hub.reached(subscriber), subscriber.feed
-    if position is None or feed is None:
+    position, stream = hub.reached(subscriber), subscriber.stream
+    if position is None or stream is None:
         raise RequestError(RequestError.FULL, "busy", "the answer was not ready in time; ask again")
     token, behind = hub.seal.token(position), hub.behind(subscriber)
     notes: list[Message] = []
     if not link.parts:
-        notes.append(heartbeat(feed.channel.name, token, behind, feed.channel.state.facts.newest_at, now_ms()))
+        notes.append(heartbeat(stream.channel.name, token, behind, stream.channel.state.facts.newest_at, now_ms()))
     elif not subscriber.told_slow and (late := _late_ms(subscriber)) >= hub.settings.slow_after_ms:
         hub.counters.slow += 1
-        notes.append(slow(feed.channel.name, behind, int(late), hub.settings.cut_after_ms))
+        notes.append(slow(stream.channel.name, behind, int(late), hub.settings.cut_after_ms))
     data = b"".join([*map(codec.frame, notes), *link.parts])
     headers = {"Cache-Control": "no-store", POSITION_HEADER: token, "Millrace-Behind": str(behind)}
     return Response(codec.answer(data, token, behind), headers=headers, media_type=codec.media_type)
@@ -219,7 +218,7 @@ def _answer(hub: Hub, subscriber: Subscriber, codec: PollCodec, link: PollLink) 
 
 def _late_ms(subscriber: Subscriber) -> float:
     """How long the first message after this answer has been waiting for its poll."""
-    lane = subscriber.lane
-    if subscriber.live or lane is None or subscriber.cursor >= lane.ring.next:
+    wire_channel = subscriber.wire_channel
+    if subscriber.live or wire_channel is None or subscriber.cursor >= wire_channel.ring.next:
         return 0.0
-    return clock_ms() - lane.ring.frame(max(subscriber.cursor, lane.ring.first)).at
+    return clock_ms() - wire_channel.ring.frame(max(subscriber.cursor, wire_channel.ring.first)).at

@@ -1,24 +1,89 @@
-"""A subscriber's request, read from an address's query or an object: one meaning on all transports."""
+"""Requests over HTTP and WebSocket: parameters, JSON bodies, and refusals as problems (RFC 9457)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+import orjson
 from starlette.requests import Request
+from starlette.responses import Response
 
+from serve.core.position import Position, Seal
+from serve.core.subscriber import SubscribeRequest
+from serve.core.values import to_json
 from serve.errors import PositionError, RequestError
-from serve.filters.parse import MAX_LENGTH
-from serve.position import Position, Seal
-from serve.principal import Access, Credentials, OpenAccess, Principal
-from serve.subscriber import SubscribeRequest
+from serve.security.access import Access, Credentials, OpenAccess, Principal
+from serve.views.parse import MAX_LENGTH
+
+
+def problem(status: int, detail: str, code: str = "") -> Response:
+    """An error.
+
+    Args:
+        status: of HTTP.
+        detail: for people.
+        code: for programs, as in the ``error`` message of a stream.
+    """
+    content = {"type": "about:blank", "title": HTTPStatus(status).phrase, "status": status, "detail": detail}
+    content |= {"code": code} if code else {}
+    headers = {"Cache-Control": "no-cache"}
+    return Response(to_json(content), status, headers, "application/problem+json")
+
+
+def refused(error: RequestError) -> Response:
+    """A request that cannot be served."""
+    response = problem(error.status, error.detail, error.code)
+    response.headers.update(hints(error))
+    return response
+
+
+def hints(error: RequestError) -> dict[str, str]:
+    """Headers that tell a client what to do about it."""
+    if error.close == RequestError.UNAUTHORIZED:
+        return {"WWW-Authenticate": 'Bearer realm="millrace"'}
+    return {"Retry-After": "1"} if error.close in (RequestError.TOO_FAST, RequestError.FULL) else {}
+
+
+async def json_object(request: Request, most: int, names: frozenset[str]) -> dict[str, Any]:
+    """The object in a request's body.
+
+    Args:
+        request: its body was not read yet.
+        most: bytes.
+        names: that the object may have.
+
+    Raises:
+        RequestError: 415 another type, 413 too large, 400 no JSON object, or a name that is not known.
+    """
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise RequestError(4415, "bad_request", "send application/json")
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > most:
+            raise RequestError(4413, "too_large", f"the body has more than {most} bytes")
+        chunks.append(chunk)
+    try:
+        content = orjson.loads(b"".join(chunks))
+    except orjson.JSONDecodeError as error:
+        raise RequestError(RequestError.BAD_REQUEST, "bad_request", f"not JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise RequestError(RequestError.BAD_REQUEST, "bad_request", "send a JSON object")
+    if unknown := sorted(content.keys() - names):
+        known = ", ".join(sorted(names))
+        raise RequestError(RequestError.BAD_REQUEST, "bad_request", f"{unknown[0]!r} is not known; there are: {known}")
+    return content
+
 
 PARAMETERS = frozenset({"table", "from", "where", "columns", "select", "conflate", "window"})
 """What a subscription takes; a transport may take more. The README of it is docs/protocol.md."""
 
 TICKET = "ticket"
-"""Parameter that stands for a key (:mod:`serve.security.tickets`); any address may have it."""
+"""Parameter that stands for a key (:mod:`serve.security.gate`); any address may have it."""
 
 _MAX_QUERY = 16_384
 _TRUTH = {"": False, "0": False, "false": False, "1": True, "true": True}
@@ -33,17 +98,17 @@ def query_of(text: str) -> dict[str, str]:
     if not text:
         return {}
     if len(text) > _MAX_QUERY:
-        raise bad("bad_request", f"the query has more than {_MAX_QUERY} characters")
+        raise invalid("bad_request", f"the query has more than {_MAX_QUERY} characters")
     try:
         values = parse_qs(text, keep_blank_values=True, max_num_fields=64)
     except ValueError:
-        raise bad("bad_request", "the query has too many parameters") from None
+        raise invalid("bad_request", "the query has too many parameters") from None
     if twice := [name for name, given in values.items() if len(given) > 1]:
-        raise bad("bad_request", f"given more than once: {', '.join(sorted(twice))}")
+        raise invalid("bad_request", f"given more than once: {', '.join(sorted(twice))}")
     return {name: given[0] for name, given in values.items() if name != TICKET}
 
 
-def subscription(query: Mapping[str, str], seal: Seal, *, also: frozenset[str] = frozenset()) -> SubscribeRequest:
+def subscription_of(query: Mapping[str, str], seal: Seal, *, also: frozenset[str] = frozenset()) -> SubscribeRequest:
     """The request.
 
     Args:
@@ -55,22 +120,22 @@ def subscription(query: Mapping[str, str], seal: Seal, *, also: frozenset[str] =
         RequestError: a parameter is unknown, missing or wrong.
     """
     if unknown := query.keys() - PARAMETERS - also:
-        raise bad("bad_request", f"unknown parameters: {', '.join(sorted(unknown))}")
+        raise invalid("bad_request", f"unknown parameters: {', '.join(sorted(unknown))}")
     table = query.get("table", "")
     if not table:
-        raise bad("bad_request", "give a table")
+        raise invalid("bad_request", "give a table")
     if query.get("from") == "":
-        raise bad("bad_position", "from is empty")
+        raise invalid("bad_position", "from is empty")
     texts = {name: query.get(name, "") for name in ("where", "columns", "select")}
     if long := [name for name, text in texts.items() if len(text) > MAX_LENGTH]:
-        raise bad("bad_filter", f"{', '.join(long)}: more than {MAX_LENGTH} characters")
+        raise invalid("bad_filter", f"{', '.join(long)}: more than {MAX_LENGTH} characters")
     return SubscribeRequest(
         table,
         position_of(query["from"], seal) if "from" in query else None,
         texts["where"],
         columns_of(texts["columns"]),
         texts["select"],
-        truth(query.get("conflate", ""), "conflate"),
+        truth_of(query.get("conflate", ""), "conflate"),
         whole_number(query.get("window", "0"), "window"),
     )
 
@@ -84,7 +149,7 @@ def position_of(token: str, seal: Seal) -> Position:
     try:
         return seal.parse(token)
     except PositionError as error:
-        raise bad("bad_position", str(error)) from None
+        raise invalid("bad_position", str(error)) from None
 
 
 def columns_of(text: str) -> tuple[str, ...]:
@@ -92,14 +157,14 @@ def columns_of(text: str) -> tuple[str, ...]:
     return tuple(name for name in (part.strip() for part in text.split(",")) if name)
 
 
-def truth(text: str, name: str) -> bool:
+def truth_of(text: str, name: str) -> bool:
     """A switch.
 
     Raises:
         RequestError: neither 1 nor 0.
     """
     if text.lower() not in _TRUTH:
-        raise bad("bad_request", f"{name} is 1 or 0")
+        raise invalid("bad_request", f"{name} is 1 or 0")
     return _TRUTH[text.lower()]
 
 
@@ -110,7 +175,7 @@ def whole_number(text: str, name: str, least: int = 0, most: int = 1_000_000) ->
         RequestError: it is none, or out of bounds.
     """
     if not text.isascii() or not text.isdecimal() or len(text) > 9 or not least <= int(text) <= most:
-        raise bad("bad_request", f"{name} is a whole number from {least} to {most}")
+        raise invalid("bad_request", f"{name} is a whole number from {least} to {most}")
     return int(text)
 
 
@@ -121,7 +186,7 @@ def texts_of(content: Any) -> dict[str, str]:
         RequestError: it is no object of such.
     """
     if not isinstance(content, dict):
-        raise bad("bad_message", "an object is wanted")
+        raise invalid("bad_message", "an object is wanted")
     found = {}
     for name, value in content.items():
         if isinstance(value, list) and all(isinstance(each, str) for each in value):
@@ -131,7 +196,7 @@ def texts_of(content: Any) -> dict[str, str]:
         elif isinstance(value, (str, int)):
             found[name] = str(value)
         elif value is not None:
-            raise bad("bad_message", f"{name} is neither text nor a number")
+            raise invalid("bad_message", f"{name} is neither text nor a number")
     return found
 
 
@@ -154,7 +219,7 @@ def peer_of(request: Request) -> str:
     return f"{request.client.host}:{request.client.port}" if request.client else "?"
 
 
-def bad(code: str, detail: str) -> RequestError:
+def invalid(code: str, detail: str) -> RequestError:
     """A request that is at fault itself."""
     return RequestError(RequestError.BAD_REQUEST, code, detail)
 

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from serve.core.codec import WebSocketCodec
+from serve.core.messages import Message
+from serve.core.subscriber import Subscriber, SubscribeRequest
 from serve.errors import RequestError
-from serve.messages import Message
-from serve.push import request as asked
-from serve.push.codec import WebSocketCodec
-from serve.subscriber import Subscriber, SubscribeRequest
-from serve.tables import clock_ms
+from serve.push.request import invalid, position_of, subscription_of, texts_of, truth_of
+from serve.tables.tables import clock_ms
 
 if TYPE_CHECKING:
-    from serve.push.websocket import SubscriberProtocol
+    from serve.push.websocket import WebSocketConnection
 
 MAX_SUBSCRIPTIONS = 16
 _DEFAULT_WINDOW = 16
@@ -37,7 +37,7 @@ def rpc_codec(method: str, reply: bool, bits: int) -> WebSocketCodec:
     Args:
         method: what changes call, ``change`` or ``alert``.
         reply: whether they are requests.
-        bits: see :class:`~serve.push.codec.WebSocketCodec`.
+        bits: see :class:`~serve.core.codec.WebSocketCodec`.
     """
     key = (method, reply, bits)
     if key not in _CODECS:
@@ -96,7 +96,7 @@ class RpcSession:
         bits: the window of compression; 0: none.
     """
 
-    def __init__(self, wire: SubscriberProtocol, bits: int) -> None:
+    def __init__(self, wire: WebSocketConnection, bits: int) -> None:
         self._wire = wire
         self._bits = bits
         self._by_table: dict[str, _Subscription] = {}
@@ -129,7 +129,7 @@ class RpcSession:
             return
         try:
             params = content.get("params") or {}
-            result = method(asked.texts_of(params), ident)
+            result = method(texts_of(params), ident)
         except RequestError as error:
             self._refused(ident, error)
             return
@@ -151,16 +151,16 @@ class RpcSession:
 
     def _subscribe(self, params: dict[str, str], ident: Any) -> dict[str, Any] | None:
         method = params.pop("method", "change")
-        reply = asked.truth(params.pop("reply", ""), "reply")
+        reply = truth_of(params.pop("reply", ""), "reply")
         if method not in ("change", "alert"):
-            raise asked.bad("bad_request", "method is change or alert")
+            raise invalid("bad_request", "method is change or alert")
         if reply:
             params.setdefault("window", str(_DEFAULT_WINDOW))
-        request = asked.subscription(params, self._wire.hub.seal)
+        request = subscription_of(params, self._wire.hub.seal)
         if request.table in self._by_table:
-            raise asked.bad("bad_request", f"{request.table} is subscribed to already")
+            raise invalid("bad_request", f"{request.table} is subscribed to already")
         if len(self._by_table) >= MAX_SUBSCRIPTIONS:
-            raise asked.bad("bad_request", f"{MAX_SUBSCRIPTIONS} subscriptions a connection are taken")
+            raise invalid("bad_request", f"{MAX_SUBSCRIPTIONS} subscriptions a connection are taken")
         subscriber = Subscriber(self._wire, rpc_codec(method, reply, self._bits), self._wire.peer, self._wire.principal)
         subscriber.paused = any(other.paused for other in self._wire.subscribers)
         self._wire.subscribers.append(subscriber)
@@ -184,21 +184,21 @@ class RpcSession:
         """Ends a subscription, also one that is still being made: then its own call is refused."""
         wanted = self._forget(params.get("table", ""))
         if wanted is None:
-            raise asked.bad("bad_request", "that table is not subscribed to")
+            raise invalid("bad_request", "that table is not subscribed to")
         assert wanted.joining is not None
         wanted.joining.cancel()
         if wanted.ident is not None:
-            self._refused(wanted.ident, asked.bad("bad_request", "it was unsubscribed before it was there"))
+            self._refused(wanted.ident, invalid("bad_request", "it was unsubscribed before it was there"))
         return {"table": params["table"]}
 
     def _filter(self, params: dict[str, str], _: Any) -> dict[str, Any]:
         wanted = self._by_table.get(params.get("table", ""))
         if wanted is None:
-            raise asked.bad("bad_request", "that table is not subscribed to")
+            raise invalid("bad_request", "that table is not subscribed to")
         if params.keys() & {"from", "conflate", "window"}:
-            raise asked.bad("bad_request", "a filter has where, columns and select")
+            raise invalid("bad_request", "a filter has where, columns and select")
         hub = self._wire.hub
-        hub.refiltered(wanted.subscriber, asked.subscription(params, hub.seal), clock_ms())
+        hub.refiltered(wanted.subscriber, subscription_of(params, hub.seal), clock_ms())
         self._wire.loop.call_soon(self._wire.pump)  # after the answer
         return {"table": params["table"]}
 
@@ -208,10 +208,14 @@ class RpcSession:
 
     def _acknowledged(self, token: str) -> None:
         hub = self._wire.hub
-        position = asked.position_of(token, hub.seal)
+        position = position_of(token, hub.seal)
         for subscriber in self._wire.subscribers:
-            feed = subscriber.feed
-            if feed is not None and feed.head.table_id == position.table_id and hub.acknowledged(subscriber, position):
+            stream = subscriber.stream
+            if (
+                stream is not None
+                and stream.head.table_id == position.table_id
+                and hub.acknowledged(subscriber, position)
+            ):
                 self._wire.pump()
 
     def _forget(self, table: str) -> _Subscription | None:

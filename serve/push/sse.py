@@ -1,24 +1,28 @@
 """Server-sent events (WHATWG HTML, 9.2): the WebSocket subscriber's ring with another frame.
 
-Uvicorn parses the request; then the connection is ours, an asyncio protocol without a task or a queue. ``id:`` is the
-position, so that a browser that reconnects says in ``Last-Event-ID`` where it was, to whichever server it finds.
+:class:`ServingHttpProtocol` is uvicorn's HTTP protocol with a time limit for the first request. It parses the request
+and hands the connection to :class:`SseConnection`, which needs neither a task nor a queue. ``id:`` is the position: a
+browser that reconnects says in ``Last-Event-ID`` where it was, to whichever server it finds.
 """
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from serve import messages
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from serve.core import messages
+from serve.core.messages import Message
+from serve.core.subscriber import SubscribeRequest
+from serve.core.values import to_json
 from serve.errors import RequestError
-from serve.messages import Message
-from serve.push import request as asked
-from serve.push.problems import hints
-from serve.push.wire import WireProtocol
-from serve.rows import to_json
-from serve.subscriber import SubscribeRequest
+from serve.push.base import SubscriberConnection
+from serve.push.request import credentials, hints, invalid, query_of, subscription_of
 
 if TYPE_CHECKING:
     from uvicorn.server import ServerState
@@ -56,11 +60,11 @@ def wants_events(method: bytes, path: bytes, headers: Mapping[str, str]) -> bool
     return path == PATHS[1] or KIND.decode() in headers.get("accept", "")
 
 
-class SseProtocol(WireProtocol):
-    """One stream. Constructed by :class:`serve.push.http.ServingHttpProtocol` once the request is there.
+class SseConnection(SubscriberConnection):
+    """One stream. Constructed by :class:`serve.push.sse.ServingHttpProtocol` once the request is there.
 
     Args:
-        server_state, app_state: see :class:`~serve.push.wire.WireProtocol`.
+        server_state, app_state: see :class:`~serve.push.base.SubscriberConnection`.
     """
 
     def __init__(self, server_state: ServerState, app_state: dict[str, Any]) -> None:
@@ -72,14 +76,14 @@ class SseProtocol(WireProtocol):
         """Answer the request; ``connection_made`` comes first."""
         try:
             [subscriber] = self.subscribers
-            subscriber.principal = self.admit(asked.credentials(headers, f"?{query}", self.peer))
+            subscriber.principal = self.admit(credentials(headers, f"?{query}", self.peer))
             self._origin = self.access.allowed_origin(headers)
-            wanted = asked.query_of(query)
+            wanted = query_of(query)
             if headers.get("last-event-id"):  # newer than what the address says, which stays as it was
                 wanted["from"] = headers["last-event-id"]
-            request = asked.subscription(wanted, self.hub.seal)
+            request = subscription_of(wanted, self.hub.seal)
             if request.window:
-                raise asked.bad("bad_request", "there is no way to acknowledge here, so no window")
+                raise invalid("bad_request", "there is no way to acknowledge here, so no window")
         except RequestError as error:
             self._refuse(error)
             return
@@ -147,3 +151,67 @@ class SseProtocol(WireProtocol):
             + body
         )
         self.close(error.close, error.detail)
+
+
+FIRST_REQUEST_S = 10.0
+
+
+class ServingHttpProtocol(HttpToolsProtocol):
+    """Closes a connection whose first request (or upgrade) has not come in whole after :data:`FIRST_REQUEST_S`; hands
+    one that asks for events to :class:`serve.push.SseConnection`."""
+
+    _limit: asyncio.TimerHandle | None = None
+    _events: tuple[str, dict[str, str]] | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Start the clock."""
+        super().connection_made(transport)
+        self._limit = self.loop.call_later(FIRST_REQUEST_S, self._too_late)
+
+    def data_received(self, data: bytes) -> None:
+        """Stop it when the request is there."""
+        super().data_received(data)
+        if self._events is not None and self.transport.get_protocol() is self:
+            self._stream(*self._events)
+        if self._limit is not None and (self.cycle is not None or self.transport.get_protocol() is not self):
+            self._limit.cancel()
+            self._limit = None
+
+    def on_headers_complete(self) -> None:
+        """A request for events gets no ASGI task. One behind another on the same connection is left to the routes."""
+        url = httptools.parse_url(self.url)
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in self.headers}
+        idle = self.cycle is None or self.cycle.response_complete
+        if idle and self._events is None and wants_events(self.parser.get_method(), url.path or b"", headers):
+            self._events = (url.query or b"").decode("latin-1"), headers
+            return
+        if self._events is None:
+            super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """Of an ordinary request."""
+        if self._events is None:
+            super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """Of an ordinary request."""
+        if self._events is None:
+            super().on_message_complete()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop the clock."""
+        if self._limit is not None:
+            self._limit.cancel()
+        super().connection_lost(exc)
+
+    def _stream(self, query: str, headers: dict[str, str]) -> None:
+        """As uvicorn does for a WebSocket: another protocol takes the transport."""
+        self.connections.discard(self)
+        protocol = SseConnection(self.server_state, self.app_state)
+        protocol.connection_made(self.transport)
+        self.transport.set_protocol(protocol)
+        protocol.begin(query, headers)
+
+    def _too_late(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.close()

@@ -26,14 +26,14 @@ from websockets.server import ServerProtocol
 from websockets.typing import Subprotocol
 
 from lakehouse.contract.text import is_utf8
-from serve import messages
+from serve.core import messages
+from serve.core.codec import CODECS, PING, WEBSOCKET, header, websocket_codec
+from serve.core.subscriber import SubscribeRequest
 from serve.errors import RequestError
-from serve.push import request as asked
-from serve.push.codec import CODECS, PING, WEBSOCKET, header, websocket_codec
+from serve.push.base import SubscriberConnection
+from serve.push.request import credentials, invalid, position_of, query_of, subscription_of, texts_of
 from serve.push.rpc import RpcSession
-from serve.push.wire import WireProtocol
-from serve.subscriber import SubscribeRequest
-from serve.tables import clock_ms
+from serve.tables.tables import clock_ms
 
 if TYPE_CHECKING:
     from uvicorn import Config
@@ -72,11 +72,11 @@ def _subprotocol(_: ServerProtocol, offered: Any) -> Subprotocol | None:
     return RPC if RPC in offered else None
 
 
-class SubscriberProtocol(WireProtocol):
+class WebSocketConnection(SubscriberConnection):
     """One WebSocket connection. Constructed by uvicorn.
 
     Args:
-        config, server_state, app_state: as uvicorn gives them; see :class:`~serve.push.wire.WireProtocol`.
+        config, server_state, app_state: as uvicorn gives them; see :class:`~serve.push.base.SubscriberConnection`.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class SubscriberProtocol(WireProtocol):
                 response = server.reject(http.HTTPStatus.NOT_FOUND, f"WebSockets are served at {PATHS[0]}\n")
             else:
                 try:
-                    self.admit(asked.credentials(headers, request.path, self.peer))
+                    self.admit(credentials(headers, request.path, self.peer))
                 except RequestError as error:
                     refusal = error
                     if error.close == RequestError.FORBIDDEN:
@@ -206,12 +206,12 @@ class SubscriberProtocol(WireProtocol):
         [subscriber] = self.subscribers
         subscriber.principal = self.principal
         try:
-            query = asked.query_of(urlsplit(path).query)
+            query = query_of(urlsplit(path).query)
             name = query.pop("codec", "json")
             if name not in CODECS:
-                raise asked.bad("bad_request", f"codec is one of {', '.join(CODECS)}")
+                raise invalid("bad_request", f"codec is one of {', '.join(CODECS)}")
             subscriber.codec = websocket_codec(name, self._bits)
-            request = asked.subscription(query, self.hub.seal)
+            request = subscription_of(query, self.hub.seal)
         except RequestError as error:
             self._refuse(error)
             return
@@ -260,27 +260,27 @@ class SubscriberProtocol(WireProtocol):
                 content = orjson.loads(text)
                 kind = content["type"]
             except (orjson.JSONDecodeError, KeyError, TypeError):
-                raise asked.bad("bad_message", "a message is an object with a type") from None
+                raise invalid("bad_message", "a message is an object with a type") from None
             if kind == "ack" and isinstance(content.get("position"), str):
-                if self.hub.acknowledged(subscriber, asked.position_of(content["position"], self.hub.seal)):
+                if self.hub.acknowledged(subscriber, position_of(content["position"], self.hub.seal)):
                     self.pump()
             elif kind == "filter":
-                self._refilter(asked.texts_of(content))
+                self._refilter(texts_of(content))
             else:
-                raise asked.bad("bad_message", "a client sends acks of positions, and filters")
+                raise invalid("bad_message", "a client sends acks of positions, and filters")
         except RequestError as error:
             self._refuse(error)
 
     def _refilter(self, wanted: dict[str, str]) -> None:
         [subscriber] = self.subscribers
-        if subscriber.feed is None:
-            raise asked.bad("bad_message", "a filter is changed after the first message has come")
+        if subscriber.stream is None:
+            raise invalid("bad_message", "a filter is changed after the first message has come")
         del wanted["type"]
-        wanted["table"] = subscriber.feed.channel.name
+        wanted["table"] = subscriber.stream.channel.name
         if "from" in wanted or "conflate" in wanted or "window" in wanted:
-            raise asked.bad("bad_message", "a filter has where, columns and select")
+            raise invalid("bad_message", "a filter has where, columns and select")
         try:
-            self.hub.refiltered(subscriber, asked.subscription(wanted, self.hub.seal), clock_ms())
+            self.hub.refiltered(subscriber, subscription_of(wanted, self.hub.seal), clock_ms())
         except RequestError as error:
             if error.code not in ("bad_filter", "full"):
                 raise

@@ -1,34 +1,158 @@
-"""The gate: every connection and request passes it before it gets anything, whatever the transport.
+"""The gate that every connection and request passes, whatever the transport: origins, readers' keys, tickets, rates.
 
-Its questions, in this order: is the page that asks one of ours (``Origin``, and without keys ``Host``, which stops a
-foreign name that was made to point here); whose key or ticket is it; does that key come too often.
+It checks in this order: the page that asks is one of ours (``Origin``; without keys also ``Host``, against a foreign
+name that was made to point here); whose key or ticket it is; how often that key has come.
+:mod:`lakehouse.contract.keys` describes the key file.
+
+A browser that cannot send a header shows a ticket instead of its key, because addresses end up in logs. A ticket is
+signed with the lake's key, so that any server process accepts it; it lives for
+:data:`LIVES_S` seconds, and each process accepts it once.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
+import hmac
 import ipaddress
 import logging
+import secrets
+import ssl
+import struct
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
+from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
-from lakehouse.contract.keys import KeyRing
+from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.keys import Key, KeyFile, KeyRing
+from lakehouse.contract.lake import Lake
 from lakehouse.contract.rates import TokenBucket
-from lakehouse.contract.settings import ServeSettings
-from serve.errors import RequestError
-from serve.principal import OPEN, Closing, Credentials, Principal
+from lakehouse.contract.settings import ServeSettings, Settings
+from serve.core.position import Seal, lake_seal
+from serve.errors import FilterError, RequestError
 from serve.push.request import TICKET
-from serve.security.readers import ReaderKey
-from serve.security.tickets import Tickets
+from serve.security.access import OPEN, Closing, Credentials, Principal
+from serve.views.parse import check, parsed
+from serve.webhooks.sealed import sealer_of
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ReaderKey(Key):
+    """What is kept of a reader's key; its ``rate`` is requests a second, its ``connections`` are streams and polls.
+
+    Attributes:
+        tables: names that it may read; empty: all.
+        rows: SQL condition by table (``*``: every other one) that its rows must fulfil.
+        queries: may add and remove continuous queries and alerts. A query reads whole tables, and everybody's query is
+            removed alike: so this goes with no limit to tables, rows or a tenant.
+    """
+
+    tables: tuple[str, ...] = ()
+    rows: dict[str, str] = field(default_factory=dict)
+    queries: bool = False
+
+    def __post_init__(self) -> None:
+        Key.__post_init__(self)
+        if self.queries and (self.tables or self.rows or self.tenant):
+            raise ConfigError(
+                "a key that is limited to tables, rows or a tenant may not change queries, which read whole tables",
+                key="queries",
+                remedy="Make two keys: one with --queries alone, one with --table, --rows or --tenant",
+            )
+        for table, condition in self.rows.items():
+            try:
+                check(parsed(condition))
+            except FilterError as error:
+                raise ConfigError(str(error), key=f"rows.{table}", remedy="Write a condition as in where=") from None
+
+    def principal(self) -> Principal:
+        """Its rights."""
+        tables = frozenset(self.tables) if self.tables else None
+        return Principal(self.name or self.id, self.tenant, tables, self.rows, key=self.id, queries=self.queries)
+
+
+def reader_keys(settings: Settings) -> KeyFile[ReaderKey]:
+    """The file of the readers' keys."""
+    named = settings.serve.keys
+    return KeyFile(Path(named) if named else Lake(settings.lake).state / "readers.toml", ReaderKey)
+
+
+def checked_rows(texts: Sequence[str]) -> dict[str, str]:
+    """Conditions by table from ``TABLE=CONDITION``.
+
+    Raises:
+        ConfigError: it is not of this form, or a table comes twice.
+    """
+    found: dict[str, str] = {}
+    for text in texts:
+        table, equals, condition = text.partition("=")
+        if not equals or not table.strip() or not condition.strip() or table.strip() in found:
+            raise ConfigError(f"{text!r} is no condition", key="--rows", remedy="Write TABLE=CONDITION, once a table")
+        found[table.strip()] = condition.strip()
+    return found
+
+
+LIVES_S = 30
+_HEAD = struct.Struct(">Q12s")  # good until, seconds since the epoch; nonce
+_MAC_BYTES = 16
+_MAX_CHARS = 400
+
+
+class Tickets:
+    """Makes and takes tickets.
+
+    Args:
+        key: secret of the lake, for tickets alone.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(self, key: bytes, clock: Callable[[], float] = time.time) -> None:
+        self._key = key
+        self._clock = clock
+        self._taken: dict[bytes, float] = {}  # in the order in which they were taken; none for longer than it lives
+
+    def __repr__(self) -> str:
+        return "Tickets(…)"
+
+    def new(self, key_id: str) -> str:
+        """A ticket for whoever has this key."""
+        body = _HEAD.pack(int(self._clock()) + LIVES_S, secrets.token_bytes(12)) + key_id.encode()
+        return base64.urlsafe_b64encode(self._mac(body) + body).rstrip(b"=").decode()
+
+    def take(self, text: str) -> str | None:
+        """The id of the key that it was made for; None: it is none of ours, too old, or was shown before."""
+        if len(text) > _MAX_CHARS:
+            return None
+        try:
+            data = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+        except (binascii.Error, ValueError):
+            return None
+        mac, body = data[:_MAC_BYTES], data[_MAC_BYTES:]
+        if len(body) < _HEAD.size or not hmac.compare_digest(mac, self._mac(body)):
+            return None
+        until, nonce = _HEAD.unpack_from(body)
+        now = self._clock()
+        for old in [each for each, end in self._taken.items() if end < now]:
+            del self._taken[old]
+        if until < now or nonce in self._taken:
+            return None
+        self._taken[nonce] = until
+        return body[_HEAD.size :].decode()
+
+    def _mac(self, body: bytes) -> bytes:
+        return hmac.digest(self._key, body, "sha256")[:_MAC_BYTES]
+
 
 SCHEME = "bearer "
 _MAX_KEY_CHARS = 200
 
 
-class Gate:
+class ReaderGate:
     """Keys, tickets, origins and limits of one process.
 
     Args:
@@ -53,7 +177,7 @@ class Gate:
         self._buckets: dict[str, TokenBucket] = {}
         self._principals: dict[str, tuple[ReaderKey, Principal]] = {}
         self._held: dict[str, set[Closing]] = {}
-        self.refused: dict[str, int] = dict.fromkeys(("unauthorised", "forbidden", "too_fast", "full"), 0)
+        self.refused: dict[str, int] = dict.fromkeys(("unauthorized", "forbidden", "too_fast", "full"), 0)
 
     @property
     def required(self) -> bool:
@@ -72,7 +196,7 @@ class Gate:
         key = self._shown(credentials)
         if key is None:
             raise self._refusal(
-                RequestError.UNAUTHORISED, "unauthorised", "show a key: Authorization: Bearer KEY, or a fresh ticket"
+                RequestError.UNAUTHORIZED, "unauthorized", "show a key: Authorization: Bearer KEY, or a fresh ticket"
             )
         self._spend(key)
         return self._principal(key)
@@ -112,7 +236,7 @@ class Gate:
             for holder in list(held):
                 if now is None or holder.principal != now:
                     log.info("key %s was revoked or changed: its connections are closed", key_id or "(none)")
-                    holder.close(RequestError.UNAUTHORISED, "the key was revoked, or may see something else now")
+                    holder.close(RequestError.UNAUTHORIZED, "the key was revoked, or may see something else now")
                     held.discard(holder)
 
     def ticket(self, principal: Principal) -> str:
@@ -141,6 +265,8 @@ class Gate:
         text = credentials.headers.get("authorization", "")
         if text[: len(SCHEME)].lower() == SCHEME:
             return self._keys.find(text[len(SCHEME) :].strip()[:_MAX_KEY_CHARS])
+        if (key := credentials.headers.get("x-api-key")) is not None:
+            return self._keys.find(key.strip()[:_MAX_KEY_CHARS])
         try:
             given = parse_qs(credentials.query, max_num_fields=64).get(TICKET, [])
         except ValueError:
@@ -188,3 +314,58 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def make_gate(settings: Settings, seal: Seal) -> ReaderGate:
+    """The gate of a server process.
+
+    Raises:
+        ConfigError: everybody could read everything, or the keys or origins cannot be used.
+    """
+    serve = settings.serve
+    keys = KeyRing(reader_keys(settings))
+    for origin in serve.origin_list:
+        parts = urlsplit(origin)
+        if parts.scheme not in ("http", "https") or not parts.netloc or parts.path or parts.query:
+            remedy = "Write https://HOST[:PORT], without a path"
+            raise ConfigError(f"{origin!r} is no origin", key="serve.origins", remedy=remedy)
+    if not (is_loopback(serve.host) or keys.required or serve.allow_anonymous):
+        raise ConfigError(
+            f"{serve.host} is reached from elsewhere, and there are no readers' keys",
+            key="serve.host",
+            remedy="Make one with `millrace keys new --reader NAME`, or set serve.allow_anonymous = true",
+        )
+    return ReaderGate(serve, keys, Tickets(seal.derived(b"tickets")))
+
+
+def check_start(settings: Settings) -> None:
+    """What a server would not start with, said by whoever starts several.
+
+    Raises:
+        ConfigError: see :func:`make_gate`, :func:`uses_tls` and :func:`serve.webhooks.sealed.sealer_of`.
+    """
+    make_gate(settings, lake_seal(Lake(settings.lake).state))
+    uses_tls(settings.serve)
+    sealer_of(settings.serve.webhook_key)
+
+
+def uses_tls(settings: ServeSettings) -> bool:
+    """Whether the port speaks TLS; the files are tried, so that a wrong one stops the start and is named.
+
+    Raises:
+        ConfigError: certificate or key cannot be used.
+    """
+    if bool(settings.tls_cert) != bool(settings.tls_key):
+        missing = "serve.tls_key" if settings.tls_cert else "serve.tls_cert"
+        raise ConfigError("a certificate and its key come together", key=missing, remedy="Give both, or neither")
+    if not settings.tls_cert:
+        return False
+    for key, path in (("serve.tls_cert", settings.tls_cert), ("serve.tls_key", settings.tls_key)):
+        if not Path(path).is_file():
+            raise ConfigError(f"there is no file {path!r}", key=key, remedy="Name a PEM file")
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_cert, settings.tls_key)
+    except (ssl.SSLError, OSError) as error:
+        remedy = "Name two PEM files that belong together"
+        raise ConfigError(f"no certificate and its key: {error}", key="serve.tls_cert", remedy=remedy) from None
+    return True

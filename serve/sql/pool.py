@@ -15,7 +15,7 @@ import orjson
 
 from lakehouse.contract.settings import Settings
 from serve.errors import RequestError
-from serve.principal import Principal
+from serve.security.access import Principal
 from serve.sql.worker import LENGTH, READY, packed
 
 log = logging.getLogger(__name__)

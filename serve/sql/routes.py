@@ -13,10 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from serve.core.values import to_json
 from serve.errors import RequestError
-from serve.push import request as asked
-from serve.push.body import json_object
-from serve.rows import to_json
+from serve.push.request import admitted, invalid, json_object
 from serve.sql.pool import Result, Workers
 
 ARROW = "application/vnd.apache.arrow.stream"
@@ -29,7 +28,7 @@ async def run(request: Request) -> Response:
     """Run one statement: ``{"sql", "as_of"?, "limit"?, "format"?: "json"|"arrow", "id"?}``."""
     workers: Workers = request.state.workers
     running: dict[tuple[str, str], asyncio.Task[Result]] = request.state.statements
-    principal = asked.admitted(request)
+    principal = admitted(request)
     body = await json_object(request, 2 * _MAX_SQL, _NAMES)
     sql, as_of, limit, ident = _read(body)
     arrow = _wants_arrow(body, request)
@@ -58,7 +57,7 @@ async def run(request: Request) -> Response:
 async def cancel(request: Request) -> Response:
     """End a statement of one's own, whichever process of the port runs it."""
     ident: str = request.path_params["ident"]
-    key, peers = asked.admitted(request).key, request.state.peers
+    key, peers = admitted(request).key, request.state.peers
     found = end(request.state.statements, key, ident)
     if not found and peers is not None:
         found = any((await peers.ask("end", key=key, id=ident)).values())
@@ -82,23 +81,23 @@ ROUTES: list[BaseRoute] = [
 def _read(body: dict[str, Any]) -> tuple[str, str, int | None, str]:
     sql, as_of, limit = body.get("sql"), body.get("as_of", ""), body.get("limit")
     if not isinstance(sql, str) or not sql.strip():
-        raise asked.bad("bad_request", "sql is a text, one statement")
+        raise invalid("bad_request", "sql is a text, one statement")
     if len(sql) > _MAX_SQL:
-        raise asked.bad("bad_request", f"sql has more than {_MAX_SQL} characters")
+        raise invalid("bad_request", f"sql has more than {_MAX_SQL} characters")
     if not isinstance(as_of, str | int) or isinstance(as_of, bool):
-        raise asked.bad("bad_request", "as_of is a version or a time")
+        raise invalid("bad_request", "as_of is a version or a time")
     if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
-        raise asked.bad("bad_request", "limit is a whole number above 0")
+        raise invalid("bad_request", "limit is a whole number above 0")
     ident = body.get("id", secrets.token_hex(8))
     if not isinstance(ident, str) or not _ID.fullmatch(ident):
-        raise asked.bad("bad_request", "id has letters, digits, _ and -, up to 64")
+        raise invalid("bad_request", "id has letters, digits, _ and -, up to 64")
     return sql, str(as_of), limit, ident
 
 
 def _wants_arrow(body: dict[str, Any], request: Request) -> bool:
     form = body.get("format", "arrow" if ARROW in request.headers.get("accept", "") else "json")
     if form not in ("json", "arrow"):
-        raise asked.bad("bad_request", "format is json or arrow")
+        raise invalid("bad_request", "format is json or arrow")
     return bool(form == "arrow")
 
 

@@ -9,30 +9,50 @@ would tell what is in them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import duckdb
 import pyarrow as pa
+import sqlglot
 from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 from sqlglot import exp
+from sqlglot.errors import SqlglotError
 
 from lakehouse.contract.deltalog import TableGone, TableUnreadable
 from lakehouse.contract.lake import Lake, UnknownTable
 from lakehouse.contract.rows import Fold
-from serve.errors import FilterError, PositionExpired, QueryError
-from serve.filters.kinds import Columns
-from serve.filters.parse import parse_condition
-from serve.model import TableInfo
-from serve.moment import Moment, moment_of, version_at
-from serve.principal import Principal
-from serve.query import PARTIALS, read_statement
-from serve.reader import describe, metadata_of
-from serve.rows import encode_rows
+from serve.core.model import TableInfo
+from serve.core.values import encode_rows
+from serve.errors import FilterError, PositionExpired, SqlError
+from serve.security.access import OPEN, Principal
+from serve.tables.reader import Moment, describe, metadata_of, moment_of, version_at
+from serve.views.functions import Columns
+from serve.views.parse import parse_condition
 
+PARTIALS = "__partials"
+"""Suffix under which the raw rows of a folded table are reached."""
+
+_READS = (exp.Query, exp.Values, exp.Describe, exp.Summarize)
+_WRITES = (
+    exp.DML,
+    exp.DDL,
+    exp.Command,
+    exp.Set,
+    exp.Pragma,
+    exp.Attach,
+    exp.Detach,
+    exp.Copy,
+    exp.Drop,
+    exp.Alter,
+    exp.Merge,
+    exp.Use,
+    exp.Into,
+)
 _FUNCTIONS = (exp.GenerateSeries, exp.Unnest)
 _REFUSED = frozenset({"current_setting", "getenv", "getvariable", "nextval", "currval", "query", "query_table"})
 _BATCH_ROWS = 2_048
@@ -40,7 +60,7 @@ _THREADS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Statement:
     """A statement and its bounds.
 
     Attributes:
@@ -52,6 +72,7 @@ class Asked:
         size: bytes of the answer at most.
         memory_mb: of DuckDB.
         arrow: whether the answer is an Arrow IPC stream, else JSON.
+        trusted: whether the text itself is run where no table has a moment; else what sqlglot makes of it.
     """
 
     lake: Path
@@ -62,10 +83,11 @@ class Asked:
     size: int = 67_108_864
     memory_mb: int = 512
     arrow: bool = False
+    trusted: bool = False
 
 
 @dataclass(slots=True)
-class Answer:
+class StatementResult:
     """What came out.
 
     Attributes:
@@ -83,20 +105,59 @@ class Answer:
     versions: dict[str, int] = field(default_factory=dict)
 
 
-def run(asked: Asked) -> Answer:
-    """The statement's result.
+def run(statement: Statement) -> StatementResult:
+    """The statement's result, encoded and cut off at its bounds.
 
     Raises:
         UnknownTable: it names a table that the principal does not have.
-        QueryError: it is not taken, or it fails.
+        SqlError: it is refused, or it fails.
     """
-    lake = Lake(asked.lake)
-    tree = read_statement(asked.sql)
-    known = {table.name for table in lake.tables() if asked.principal.may_read(table.name)}
+    with _executed(statement) as (schema, batches, versions):
+        answer = _answer(statement, schema, batches)
+        answer.versions = versions
+        return answer
+
+
+def run_sql(lake: Lake, sql: str, *, limit: int | None = None) -> pa.Table:
+    """The result of one reading statement by somebody who may see everything, at most ``limit`` rows of it.
+
+    A table with ``millrace.fold`` is seen folded, one row a key; its partials are there as ``NAME__partials``. Times
+    are in UTC.
+
+    Raises:
+        UnknownTable: the statement names a table that the lake does not have.
+        SqlError: it is not a single reading statement, or it fails.
+    """
+    taken: list[pa.RecordBatch] = []
+    rows = 0
+    with _executed(Statement(lake.root, sql, OPEN, memory_mb=1_024, trusted=True)) as (schema, batches, _):
+        for batch in batches:
+            taken.append(batch)
+            rows += batch.num_rows
+            if limit is not None and rows >= limit:
+                break
+        return pa.Table.from_batches(taken, schema).slice(0, limit)
+
+
+def rows_as_json(table: pa.Table) -> bytes:
+    """A JSON array of row objects.
+
+    Times are ISO 8601 in UTC with ``Z``, binary is base64, integers and decimals are numbers whatever their size.
+    """
+    return b"[" + b",".join(encode_rows(table.column_names, _rows(table))) + b"]"
+
+
+@contextmanager
+def _executed(statement: Statement) -> Iterator[tuple[pa.Schema, Iterable[pa.RecordBatch], dict[str, int]]]:
+    """Schema and batches of the result, and the version of each table that is read."""
+    lake = Lake(statement.lake)
+    tree = read_statement(statement.sql)
+    known = {table.name for table in lake.tables() if statement.principal.may_read(table.name)}
     if isinstance(tree, exp.Show):
         names = pa.table({"name": sorted(known)})
-        return _answer(asked, names.schema, iter(names.to_batches()))
-    wanted = _tables(tree, known, asked)
+        yield names.schema, names.to_batches(), {}
+        return
+    wanted = _tables(tree, known, statement)
     connection = duckdb.connect(
         config={
             "enable_external_access": "false",
@@ -104,7 +165,7 @@ def run(asked: Asked) -> Answer:
             "autoload_known_extensions": "false",
             "python_enable_replacements": "false",
             "temp_directory": "",
-            "memory_limit": f"{asked.memory_mb}MB",
+            "memory_limit": f"{statement.memory_mb}MB",
             "threads": str(_THREADS),
         }
     )
@@ -112,45 +173,68 @@ def run(asked: Asked) -> Answer:
     try:
         connection.execute("SET TimeZone = 'UTC'")
         for alias, (name, moment) in wanted.items():
-            versions[name] = _open(connection, lake, alias, name, moment, asked.principal)
+            versions[name] = _open(connection, lake, alias, name, moment, statement.principal)
         connection.execute("SET lock_configuration = true")
-        text = tree.sql(dialect="duckdb")
+        as_written = statement.trusted and not any(moment for _, moment in wanted.values())
+        text = statement.sql.strip().rstrip(";") if as_written else tree.sql(dialect="duckdb")
         named = {name.lower().removesuffix(PARTIALS) for name in connection.get_table_names(text)}
         if foreign := named - wanted.keys():
             raise UnknownTable(min(foreign), sorted(known))  # DuckDB reads it otherwise than we did
         reader: Any = connection.sql(text).to_arrow_reader(_BATCH_ROWS)
-        answer = _answer(asked, reader.schema, reader)
-        answer.versions = versions
-        return answer
+        yield reader.schema, reader, versions
     except duckdb.Error as error:
-        raise QueryError(str(error).strip()) from None
+        raise SqlError(str(error).strip()) from None
     finally:
         connection.close()
 
 
-def _tables(tree: exp.Expression, known: set[str], asked: Asked) -> dict[str, tuple[str, Moment | None]]:
+def read_statement(sql: str) -> exp.Expression:
+    """The tree of one reading statement.
+
+    Raises:
+        SqlError: it is none, or not SQL.
+    """
+    try:
+        parsed = sqlglot.parse(sql, dialect="duckdb")
+    except RecursionError:
+        raise SqlError("the statement is nested too deeply") from None
+    except SqlglotError as error:
+        raise SqlError(f"not SQL: {str(error).splitlines()[0]}") from None
+    statements = [cast(exp.Expression, statement) for statement in parsed if statement is not None]
+    if len(statements) != 1:
+        raise SqlError(f"one statement is taken, not {len(statements)}")
+    statement = statements[0]
+    if isinstance(statement, exp.Show):
+        if statement.name.upper() != "TABLES":
+            raise SqlError(f"SHOW {statement.name} is not taken", "Use SHOW TABLES or DESCRIBE NAME")
+    elif not isinstance(statement, _READS) or any(True for _ in statement.find_all(*_WRITES)):
+        raise SqlError("only reading statements are taken", "Use SELECT, WITH, DESCRIBE or SHOW TABLES")
+    return statement
+
+
+def _tables(tree: exp.Expression, known: set[str], statement: Statement) -> dict[str, tuple[str, Moment | None]]:
     """What the statement reads: name in it → table and moment. Takes the moments out of the tree."""
     defined = {cte.alias.lower() for cte in tree.find_all(exp.CTE)}
-    everywhere = moment_of(asked.as_of) if asked.as_of else None
+    everywhere = moment_of(statement.as_of) if statement.as_of else None
     for call in tree.find_all(exp.Func):
         if call.name.lower() in _REFUSED or call.sql_name().lower() in _REFUSED:
-            raise QueryError(f"the function {call.name or call.sql_name()} is not taken")
+            raise SqlError(f"the function {call.name or call.sql_name()} is not taken")
     found: dict[str, tuple[str, Moment | None]] = {}
     for node in list(tree.find_all(exp.Table)):
         if not isinstance(node.this, exp.Identifier):
             if not isinstance(node.this, _FUNCTIONS):
-                raise QueryError(f"{node.this.sql('duckdb')} is not taken in FROM", "Tables, range and unnest are")
+                raise SqlError(f"{node.this.sql('duckdb')} is not taken in FROM", "Tables, range and unnest are")
             continue
         if node.db:
-            raise QueryError(f"{node.sql()} is qualified", f"Names are unique in the lake: write {node.name}")
+            raise SqlError(f"{node.sql()} is qualified", f"Names are unique in the lake: write {node.name}")
         name = node.name.lower()
         base = name.removesuffix(PARTIALS)
         if base not in known:
             if name in defined:
                 continue
             raise UnknownTable(node.name, sorted(known))
-        if base != name and asked.principal.condition(base):
-            raise QueryError(f"{node.name} is not taken: this key sees a part of {base} only", f"Write {base}")
+        if base != name and statement.principal.condition(base):
+            raise SqlError(f"{node.name} is not taken: this key sees a part of {base} only", f"Write {base}")
         moment = _moment(node) or everywhere
         alias = base if moment is None else f"{base}__at_{moment.text}"
         if moment is not None:
@@ -170,7 +254,7 @@ def _moment(node: exp.Table) -> Moment | None:
     while isinstance(value, exp.Cast | exp.Paren):
         value = value.this
     if version.args.get("kind") != "AS OF" or not isinstance(value, exp.Literal):
-        raise QueryError(
+        raise SqlError(
             f"{version.sql()} is not taken", "Write FOR VERSION AS OF 7 or FOR TIMESTAMP AS OF '2026-01-31 12:00:00'"
         )
     return moment_of(value.name)
@@ -191,9 +275,9 @@ def _open(
         rows = table.to_pyarrow_dataset()
         info, fold = _described(path, table, rows.schema)
     except (TableGone, TableUnreadable, PositionExpired) as error:
-        raise QueryError(str(error)) from None
+        raise SqlError(str(error)) from None
     except (DeltaError, OSError) as error:
-        raise QueryError(f"table {name!r} cannot be read: {str(error).splitlines()[0]}") from None
+        raise SqlError(f"table {name!r} cannot be read: {str(error).splitlines()[0]}") from None
     raw = alias + PARTIALS if fold is not None else alias
     guard = principal.condition(name)
     if not guard:
@@ -204,7 +288,7 @@ def _open(
     try:
         condition = parse_condition(guard, Columns.of(info))
     except FilterError as error:
-        raise QueryError(f"the condition of this key does not fit {name!r}: {error}") from None
+        raise SqlError(f"the condition of this key does not fit {name!r}: {error}") from None
     connection.register("__source", rows)
     source = "__source" if fold is None else f"({_folded(connection, fold, '__source', rows)})"
     kept = "" if condition is None else f" WHERE {condition.sql('duckdb')}"
@@ -228,15 +312,15 @@ def _folded(connection: duckdb.DuckDBPyConnection, fold: Fold, raw: str, rows: A
     return fold.sql(_quoted(raw), rows.schema.names, types)
 
 
-def _answer(asked: Asked, schema: pa.Schema, batches: Any) -> Answer:
+def _answer(statement: Statement, schema: pa.Schema, batches: Any) -> StatementResult:
     """The rows that the bounds let through."""
-    answer = Answer(b"", [(column.name, str(column.type)) for column in schema])
-    sink = pa.BufferOutputStream() if asked.arrow else None
+    answer = StatementResult(b"", [(column.name, str(column.type)) for column in schema])
+    sink = pa.BufferOutputStream() if statement.arrow else None
     writer = pa.ipc.new_stream(sink, schema) if sink is not None else None
     texts: list[bytes] = []
     size = 0
     for batch in batches:
-        left = asked.rows - answer.rows
+        left = statement.rows - answer.rows
         if batch.num_rows > left:
             batch, answer.truncated = batch.slice(0, left), True
         if writer is not None:
@@ -244,7 +328,7 @@ def _answer(asked: Asked, schema: pa.Schema, batches: Any) -> Answer:
         else:
             some = encode_rows(schema.names, _rows(batch))
             size += sum(map(len, some)) + len(some)
-        if size > asked.size:
+        if size > statement.size:
             answer.truncated = True
             break
         answer.rows += batch.num_rows
@@ -262,7 +346,7 @@ def _answer(asked: Asked, schema: pa.Schema, batches: Any) -> Answer:
     return answer
 
 
-def _rows(batch: pa.RecordBatch) -> Any:
+def _rows(batch: pa.RecordBatch | pa.Table) -> Any:
     columns = [
         (column.cast(pa.timestamp("us"), safe=False) if pa.types.is_timestamp(column.type) else column).to_pylist()
         for column in batch.columns

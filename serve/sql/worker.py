@@ -18,9 +18,9 @@ import orjson
 
 from lakehouse.contract.errors import MillraceError
 from lakehouse.contract.lake import UnknownTable
-from serve.errors import QueryError
-from serve.principal import Principal
-from serve.sql.statement import Answer, Asked, run
+from serve.errors import SqlError
+from serve.security.access import Principal
+from serve.sql.statement import Statement, StatementResult, run
 
 LENGTH = struct.Struct(">II")  # of the head, a JSON object, and of the body behind it
 READY = b"ready\n"
@@ -65,7 +65,7 @@ def _answered(asked: Any) -> tuple[dict[str, Any], bytes]:
     tables = None if rights["tables"] is None else frozenset(rights["tables"])
     try:
         found = run(
-            Asked(
+            Statement(
                 Path(asked["lake"]),
                 asked["sql"],
                 Principal(tables=tables, rows=rights["rows"]),
@@ -79,7 +79,7 @@ def _answered(asked: Any) -> tuple[dict[str, Any], bytes]:
         return _told(found), found.body
     except UnknownTable as error:
         return {"code": "no_such_table", "detail": str(error), "remedy": ""}, b""
-    except QueryError as error:
+    except SqlError as error:
         return {"code": "bad_sql", "detail": error.problem, "remedy": error.remedy}, b""
     except MemoryError:
         return {"code": "bad_sql", "detail": "it takes more memory than is given", "remedy": ""}, b""
@@ -89,7 +89,7 @@ def _answered(asked: Any) -> tuple[dict[str, Any], bytes]:
         signal.alarm(0)
 
 
-def _told(found: Answer) -> dict[str, Any]:
+def _told(found: StatementResult) -> dict[str, Any]:
     return {
         "code": "",
         "columns": found.columns,

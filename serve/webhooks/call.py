@@ -1,4 +1,9 @@
-"""One attempt: a signed POST (Standard Webhooks 1.0: ``webhook-id``, ``webhook-timestamp``, ``webhook-signature``)."""
+"""One attempt to deliver: a signed POST (Standard Webhooks 1.0) to an address that webhooks may call.
+
+Without a check, whoever may add a webhook could make the server talk to what only the server reaches. So the name is
+resolved once for each attempt, every address that it has is checked, and the connection goes to a checked address: a
+name that answers otherwise the second time gains nothing. Redirects are not followed.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +11,123 @@ import asyncio
 import base64
 import binascii
 import hmac
+import ipaddress
 import secrets
+import socket
 import ssl
 import time
 from dataclasses import dataclass
 from typing import Self
+from urllib.parse import SplitResult, urlsplit
 
 import httpx
 
-from serve.webhooks.guard import Forbidden, target_of
+from serve.errors import ServeError
+
+_MAX_URL = 2_048
+_SHARED = ipaddress.ip_network("64:ff9b::/96")  # NAT64: IPv4 within, judged as such
+
+
+class Forbidden(ServeError):
+    """An address that is not called.
+
+    Attributes:
+        problem: why.
+    """
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self.problem = problem
+
+    def __str__(self) -> str:
+        return self.problem
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where one request goes.
+
+    Attributes:
+        url: with the address in the place of the name.
+        host: header of that name.
+        name: that the certificate is checked against.
+    """
+
+    url: str
+    host: str
+    name: str
+
+
+def checked_url(text: str) -> SplitResult:
+    """A URL's parts; the host as DNS and HTTP have it (IDNA), in small letters.
+
+    Raises:
+        Forbidden: it is none that webhooks take.
+    """
+    if len(text) > _MAX_URL or any(ord(char) <= 32 or ord(char) == 127 for char in text):
+        raise Forbidden("the URL is too long, or has spaces or control characters in it")
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError as error:
+        raise Forbidden(f"no URL: {error}") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise Forbidden("the URL is http:// or https:// with a host")
+    if parts.username is not None or parts.password is not None:
+        raise Forbidden("the URL has a user or a password in it; requests are signed instead")
+    if parts.fragment or port == 0:
+        raise Forbidden("the URL has a fragment, or port 0")
+    try:
+        host = httpx.URL(scheme=parts.scheme, host=parts.hostname).raw_host.decode()
+    except httpx.InvalidURL as error:
+        raise Forbidden(str(error)) from None
+    host = f"[{host}]" if ":" in host else host
+    return parts._replace(netloc=host if port is None else f"{host}:{port}")
+
+
+async def target_of(url: str, *, private: bool) -> Target:
+    """Resolve a URL's host, now.
+
+    Args:
+        url: of the webhook.
+        private: whether any address will do.
+
+    Raises:
+        Forbidden: an address of it is not reached from the public internet, or it has none.
+    """
+    parts = checked_url(url)
+    assert parts.hostname is not None
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    loop = asyncio.get_running_loop()
+    try:
+        found = await loop.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise Forbidden(f"{parts.hostname} has no address: {error}") from None
+    addresses = [str(entry[4][0]) for entry in found]
+    for address in addresses:
+        if not private and not is_public(address):
+            raise Forbidden(f"{parts.hostname} is {address}, which is not on the public internet")
+    if not addresses:
+        raise Forbidden(f"{parts.hostname} has no address")
+    address = addresses[0]
+    netloc = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+    return Target(parts._replace(netloc=netloc).geturl(), parts.netloc, parts.hostname)
+
+
+def is_public(text: str) -> bool:
+    """Whether an address belongs to somebody on the internet: not loopback, private, link-local, shared or reserved."""
+    try:
+        address = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return False
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = address.ipv4_mapped or address.sixtofour or (address.teredo or (None, None))[1]
+        if inner is None and address in _SHARED:
+            inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        if inner is not None:
+            return is_public(str(inner))
+    return address.is_global and not address.is_multicast and not address.is_reserved
+
 
 _PREFIX = "whsec_"
 _SECRET_BYTES = 32
@@ -22,7 +135,7 @@ _REST_BYTES, _REST_S = 65_536, 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CallOutcome:
     """How an attempt ended.
 
     Attributes:
@@ -64,7 +177,7 @@ def signature(secret: str, ident: str, timestamp: int, body: bytes) -> str:
     return "v1," + base64.b64encode(hmac.digest(secret_key(secret), signed, "sha256")).decode()
 
 
-class Caller:
+class WebhookCaller:
     """Makes requests. Leave it as a context manager: its connections are closed then.
 
     Args:
@@ -92,7 +205,7 @@ class Caller:
     async def __aexit__(self, *_: object) -> None:
         await self._client.aclose()
 
-    async def post(self, url: str, secret: str, ident: str, kind: str, body: bytes) -> Outcome:
+    async def post(self, url: str, secret: str, ident: str, kind: str, body: bytes) -> CallOutcome:
         """One attempt; never raises for what the other side does."""
         began = time.monotonic()
         try:
@@ -114,15 +227,15 @@ class Caller:
                 )
                 response = await self._client.send(request, stream=True)
         except Forbidden as error:
-            return Outcome(0, str(error), ms=_since(began))
+            return CallOutcome(0, str(error), ms=_since(began))
         except TimeoutError:
-            return Outcome(0, f"no answer within {self._timeout_s:g} s", ms=_since(began))
+            return CallOutcome(0, f"no answer within {self._timeout_s:g} s", ms=_since(began))
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
-            return Outcome(0, f"{type(error).__name__}: {error}"[:300], ms=_since(began))
+            return CallOutcome(0, f"{type(error).__name__}: {error}"[:300], ms=_since(began))
         await _finish(response)
         status = response.status_code
         taken = 200 <= status < 300
-        return Outcome(status, "" if taken else f"it answered {status}", status == 410, _since(began))
+        return CallOutcome(status, "" if taken else f"it answered {status}", status == 410, _since(began))
 
 
 async def _finish(response: httpx.Response) -> None:

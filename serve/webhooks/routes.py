@@ -13,20 +13,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from serve.core.hub import Hub
+from serve.core.position import Position
+from serve.core.subscriber import SubscribeRequest
+from serve.core.values import to_json
 from serve.errors import RequestError
-from serve.hub import Hub
-from serve.position import Position
-from serve.principal import Principal
-from serve.push import request as asked
-from serve.push.body import json_object
-from serve.rows import to_json
-from serve.subscriber import SubscribeRequest
-from serve.tables import Tables
-from serve.webhooks.call import Outcome, new_secret, secret_key
-from serve.webhooks.fleet import Fleet
-from serve.webhooks.guard import Forbidden, target_of
-from serve.webhooks.model import DELIVERED, Delivery, Webhook
-from serve.webhooks.store import Store
+from serve.push.request import admitted, invalid, json_object, query_of, subscription_of, texts_of, whole_number
+from serve.security.access import Principal
+from serve.tables.tables import Tables
+from serve.webhooks.call import CallOutcome, Forbidden, new_secret, secret_key, target_of
+from serve.webhooks.runner import WebhookFleet
+from serve.webhooks.store import DELIVERED, Webhook, WebhookDelivery, WebhookStore
 
 NOW = "now"
 _MAX_BODY = 32_768
@@ -36,8 +33,8 @@ _NAMES = frozenset({"table", "url", "where", "columns", "select", "conflate", "s
 
 async def add(request: Request) -> Response:
     """``{"table", "url", "where"?, "columns"?, "select"?, "conflate"?, "secret"?, "from"?}`` → id and secret."""
-    fleet: Fleet = request.state.fleet
-    principal = asked.admitted(request)
+    fleet: WebhookFleet = request.state.fleet
+    principal = admitted(request)
     body = await json_object(request, _MAX_BODY, _NAMES)
     wanted, position = await _wanted(request, principal, body)
     url, secret = _text(body, "url"), _text(body, "secret") or new_secret()
@@ -68,7 +65,7 @@ async def add(request: Request) -> Response:
 
 async def listed(request: Request) -> Response:
     """All of one's own."""
-    store, key = await _store(request), asked.admitted(request).key
+    store, key = await _store(request), admitted(request).key
     hooks = [hook for hook in (await asyncio.to_thread(store.all)).values() if hook.key == key]
     return _json({"webhooks": [await _with_state(store, hook) for hook in hooks]})
 
@@ -90,7 +87,7 @@ async def remove(request: Request) -> Response:
 async def ping(request: Request) -> Response:
     """Call it now with a message of type ``ping``, and say how that went."""
     _, hook = await _own(request)
-    fleet: Fleet = request.state.fleet
+    fleet: WebhookFleet = request.state.fleet
     at = int(time.time() * 1000)
     body = to_json({"type": "ping", "webhook": hook.id, "table": hook.table, "at": at})
     return _json(_outcome(await fleet.caller.post(hook.url, hook.secret, f"ping_{at}", "ping", body)))
@@ -109,7 +106,7 @@ async def dead(request: Request) -> Response:
 async def redeliver(request: Request) -> Response:
     """Call it once more with a dead letter, out of turn."""
     store, hook = await _own(request)
-    fleet: Fleet = request.state.fleet
+    fleet: WebhookFleet = request.state.fleet
     ident: str = request.path_params["delivery"]
     letter = await asyncio.to_thread(store.dead, hook.id, ident)
     if letter is None:
@@ -139,12 +136,12 @@ async def _wanted(request: Request, principal: Principal, body: dict[str, Any]) 
     begin = named.get("from")
     if begin == NOW:
         del named["from"]
-    wanted = asked.subscription(asked.texts_of(named), hub.seal)
+    wanted = subscription_of(texts_of(named), hub.seal)
     if not principal.may_read(wanted.table):
         raise RequestError(RequestError.NOT_FOUND, "no_such_table", f"no table {wanted.table!r} is served here")
     await tables.wait_for(wanted.table)
     if why := tables.problems.get(wanted.table):
-        raise asked.bad("not_served", why)
+        raise invalid("not_served", why)
     view = hub.view_of(wanted.table, principal, wanted)
     if begin == NOW:
         state = hub.channels[wanted.table].state
@@ -155,34 +152,34 @@ async def _wanted(request: Request, principal: Principal, body: dict[str, Any]) 
 def _text(body: dict[str, Any], name: str) -> str:
     value = body.get(name, "")
     if not isinstance(value, str):
-        raise asked.bad("bad_request", f"{name} is a text")
+        raise invalid("bad_request", f"{name} is a text")
     return value
 
 
-async def _store(request: Request) -> Store:
-    fleet: Fleet = request.state.fleet
+async def _store(request: Request) -> WebhookStore:
+    fleet: WebhookFleet = request.state.fleet
     return await fleet.store()
 
 
-async def _own(request: Request) -> tuple[Store, Webhook]:
+async def _own(request: Request) -> tuple[WebhookStore, Webhook]:
     store, ident = await _store(request), request.path_params["ident"]
     hook = (await asyncio.to_thread(store.all)).get(ident)
-    if hook is None or hook.key != asked.admitted(request).key:
+    if hook is None or hook.key != admitted(request).key:
         raise RequestError(RequestError.NOT_FOUND, "no_such_webhook", f"there is no webhook {ident!r}")
     return store, hook
 
 
 async def _log(request: Request, *, dead: bool) -> Response:
     store, hook = await _own(request)
-    query = asked.query_of(request.url.query)
-    limit = asked.whole_number(query.get("limit", "100"), "limit", 1, _MAX_LISTED)
-    before = asked.whole_number(query["before"], "before", 0, 999_999_999) if "before" in query else None
+    query = query_of(request.url.query)
+    limit = whole_number(query.get("limit", "100"), "limit", 1, _MAX_LISTED)
+    before = whole_number(query["before"], "before", 0, 999_999_999) if "before" in query else None
     found = await asyncio.to_thread(store.deliveries, hook.id, dead=dead, limit=limit, before=before)
     shown = [_delivery(number, each, message=dead) for number, each in found]
     return _json({"deliveries": shown, "before": found[-1][0] if len(found) == limit else None})
 
 
-def _delivery(number: int, one: Delivery, *, message: bool) -> dict[str, Any]:
+def _delivery(number: int, one: WebhookDelivery, *, message: bool) -> dict[str, Any]:
     shown = {
         "id": one.id,
         "number": number,
@@ -197,13 +194,13 @@ def _delivery(number: int, one: Delivery, *, message: bool) -> dict[str, Any]:
     return shown | ({"message": orjson.Fragment(one.body)} if message else {})
 
 
-def _after(letter: Delivery, outcome: Outcome) -> Delivery:
+def _after(letter: WebhookDelivery, outcome: CallOutcome) -> WebhookDelivery:
     at, attempts = int(time.time() * 1000), letter.attempts + 1
     body, state = (letter.body, letter.state) if outcome.error else (b"", DELIVERED)
     return replace(letter, body=body, state=state, attempts=attempts, status=outcome.status, error=outcome.error, at=at)
 
 
-async def _with_state(store: Store, hook: Webhook) -> dict[str, Any]:
+async def _with_state(store: WebhookStore, hook: Webhook) -> dict[str, Any]:
     position, state, detail = await asyncio.to_thread(store.progress, hook.id)
     shown = _shown(hook) | {"state": state, "position": position or None}
     return shown | ({"detail": detail} if detail else {})
@@ -222,7 +219,7 @@ def _shown(hook: Webhook) -> dict[str, Any]:
     }
 
 
-def _outcome(outcome: Outcome) -> dict[str, Any]:
+def _outcome(outcome: CallOutcome) -> dict[str, Any]:
     return {
         "delivered": not outcome.error,
         "status": outcome.status or None,

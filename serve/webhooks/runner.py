@@ -1,4 +1,7 @@
-"""One webhook at work: a subscriber of the hub whose link is a queue of a few messages, each POSTed in turn.
+"""Webhooks at work. Each is run by one server process, the first to take its lock; the operating system gives the lock
+back when that process ends, and another takes it within a second.
+
+A webhook is a subscriber of the hub whose link is a queue of a few messages, each POSTed in turn:
 
 1. Join the table from the stored position, with a window, so that no more than :data:`WINDOW` changes are ever held.
 2. POST a message; when it was taken, store the position with the outcome; then the next one.
@@ -10,27 +13,144 @@ snapshot that is not the last) cannot be gone on behind: the webhook stays, and 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import hashlib
 import logging
+import os
 import random
 import sqlite3
+import struct
 import time
+from collections import deque
 from collections.abc import AsyncIterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import httpx
+import orjson
 
 from lakehouse.contract.settings import ServeSettings
+from serve.core.hub import Hub
+from serve.core.messages import Message
+from serve.core.position import Position
+from serve.core.subscriber import Subscriber, SubscribeRequest
 from serve.errors import PositionError, RequestError, ServeError
-from serve.hub import Hub
-from serve.position import Position
-from serve.principal import Access, Principal
-from serve.subscriber import SubscribeRequest
-from serve.tables import Tables
-from serve.webhooks.call import Caller
-from serve.webhooks.link import HookLink, Record
-from serve.webhooks.model import DEAD, DELIVERED, FAILING, Delivery, Webhook
-from serve.webhooks.store import Store
+from serve.security.access import Access, Principal
+from serve.tables.tables import Tables
+from serve.webhooks.call import WebhookCaller
+from serve.webhooks.sealed import sealer_of
+from serve.webhooks.store import DEAD, DELIVERED, FAILING, Webhook, WebhookDelivery, WebhookStore
 
 log = logging.getLogger(__name__)
+
+_LENGTHS = struct.Struct(">II")
+# For whoever holds a connection. What an `error` says stands in the webhook's state, and is not posted at each try.
+_SKIPPED = frozenset({"resumed", "slow", "heartbeat", "error"})
+
+
+class HookCodec:
+    """Messages with their lengths, so that they can be told apart again. Empty changes are marked."""
+
+    name = "webhook json"
+    answers = False
+
+    def frame(self, message: Message) -> bytes:
+        """Lengths, head and body."""
+        if message.kind in _SKIPPED:
+            return b""
+        position = message.head["position"] if message.position is not None else ""
+        empty = message.kind == "change" and not message.rows and not message.deletes
+        lagged = message.kind == "expired" and message.head["reason"] == "lagged"
+        head = orjson.dumps([message.kind, position, message.head.get("after", ""), empty, lagged])
+        return _LENGTHS.pack(len(head), len(message.body)) + head + message.body
+
+    def heartbeat(self, message: Message) -> bytes:
+        """None."""
+        return b""
+
+
+CODEC = HookCodec()
+
+
+@dataclass(frozen=True, slots=True)
+class LinkRecord:
+    """A message out of the link.
+
+    Attributes:
+        kind, body: of the message.
+        position, after: tokens; empty: it has none.
+        empty: a change without rows.
+        lagged: the hub has forgotten what comes next; the table's log has it.
+    """
+
+    kind: str
+    position: str
+    after: str
+    empty: bool
+    lagged: bool
+    body: bytes
+
+
+class HookLink:
+    """The hub's side of a webhook; see :class:`serve.core.subscriber.Link`. It takes in no more before it is empty.
+
+    Args:
+        hub: where it fetches.
+        principal: whose it is.
+    """
+
+    def __init__(self, hub: Hub, principal: Principal) -> None:
+        self.principal = principal
+        self.subscriber = Subscriber(self, CODEC, "webhook", principal)
+        self.closed: RequestError | None = None
+        self.some = asyncio.Event()
+        self._hub = hub
+        self._records: deque[LinkRecord] = deque()
+        self._empty = asyncio.Event()
+
+    def write(self, data: bytes) -> None:
+        """Never of a change: a subscriber with a window fetches."""
+        self._take(data)
+        self.some.set()
+
+    def _take(self, data: bytes) -> None:
+        at = 0
+        while at < len(data):
+            head, body = _LENGTHS.unpack_from(data, at)
+            at += _LENGTHS.size
+            kind, position, after, empty, lagged = orjson.loads(data[at : at + head])
+            self._records.append(LinkRecord(kind, position, after, empty, lagged, data[at + head : at + head + body]))
+            at += head + body
+
+    def pump(self) -> None:
+        """There is something to fetch."""
+        self.some.set()
+
+    def close(self, code: int, reason: str) -> None:
+        """Nothing more comes."""
+        self.closed = RequestError(code, "closed", reason)
+        self.some.set()
+
+    def buffered(self) -> int:
+        """What was fetched and is not delivered is no socket's."""
+        return 0
+
+    async def drained(self) -> None:
+        """Returns when everything fetched has been delivered."""
+        while self._records and self.closed is None:
+            self._empty.clear()
+            await self._empty.wait()
+
+    def next(self) -> LinkRecord | None:
+        """The next message; None: wait for :attr:`some`."""
+        if not self._records and self.closed is None:
+            self._take(self._hub.data_to_send(self.subscriber))
+        record = self._records.popleft() if self._records else None
+        if not self._records:
+            self._empty.set()
+        return record
+
 
 WINDOW = 16
 _LONGEST_S = 300.0
@@ -42,7 +162,7 @@ class Gone(ServeError):
     """The receiver wants no more."""
 
 
-class Runner:
+class WebhookRunner:
     """See the module.
 
     Args:
@@ -60,8 +180,8 @@ class Runner:
         hub: Hub,
         tables: Tables,
         access: Access,
-        store: Store,
-        caller: Caller,
+        store: WebhookStore,
+        caller: WebhookCaller,
         settings: ServeSettings,
         counts: dict[str, int],
     ) -> None:
@@ -145,10 +265,10 @@ class Runner:
     async def _principal(self) -> Principal:
         principal = await asyncio.to_thread(self._access.principal_of, self.hook.key)
         if principal is None:
-            raise RequestError(RequestError.UNAUTHORISED, "unauthorised", "the key that made it is gone")
+            raise RequestError(RequestError.UNAUTHORIZED, "unauthorized", "the key that made it is gone")
         return principal
 
-    async def _records(self, link: HookLink, joining: asyncio.Task[None]) -> AsyncIterator[Record]:
+    async def _records(self, link: HookLink, joining: asyncio.Task[None]) -> AsyncIterator[LinkRecord]:
         while True:
             link.some.clear()
             if (record := link.next()) is not None:
@@ -166,29 +286,29 @@ class Runner:
         except PositionError:
             return None  # the lake's key is another one: from the beginning
 
-    def _acknowledged(self, link: HookLink, record: Record) -> None:
+    def _acknowledged(self, link: HookLink, record: LinkRecord) -> None:
         position = self._position(record.position)
         if position is not None:
             self._hub.acknowledged(link.subscriber, position)
 
-    async def _passed(self, record: Record) -> None:
+    async def _passed(self, record: LinkRecord) -> None:
         """A change without rows for this webhook is not delivered; its position counts."""
         now = time.monotonic()
         if now - self._moved_at >= _MOVED_S:
             self._moved_at = now
             await asyncio.to_thread(self._store.moved, self.hook.id, record.position)
 
-    async def _settled(self, one: Delivery, principal: Principal) -> Delivery:
+    async def _settled(self, one: WebhookDelivery, principal: Principal) -> WebhookDelivery:
         """Try until it was taken or is dead, as long as who asked for it may have it."""
         while one.state == FAILING:
             most = min(_LONGEST_S, self._settings.webhook_backoff_ms / 1000 * 2 ** (one.attempts - 1))
             await asyncio.sleep(most * random.random())
             if await self._principal() != principal:
-                raise RequestError(RequestError.UNAUTHORISED, "unauthorised", "the key may see something else now")
+                raise RequestError(RequestError.UNAUTHORIZED, "unauthorized", "the key may see something else now")
             one = await self._attempt(one)
         return one
 
-    async def _attempt(self, one: Delivery) -> Delivery:
+    async def _attempt(self, one: WebhookDelivery) -> WebhookDelivery:
         hook = self.hook
         outcome = await self._caller.post(hook.url, hook.secret, one.id, one.kind, one.body)
         attempts = one.attempts + 1
@@ -216,15 +336,15 @@ class Runner:
             await asyncio.to_thread(self._store.say, self.hook.id, state, detail)
             self._told = state + detail
 
-    def _of(self, record: Record) -> Delivery:
+    def _of(self, record: LinkRecord) -> WebhookDelivery:
         body = record.body
         if record.after and self._sent and record.after != self._sent:  # changes without rows lie between
             body = body.replace(f'"after":"{record.after}"'.encode(), f'"after":"{self._sent}"'.encode(), 1)
         ident = delivery_id(self.hook, record, self._sent)
-        return Delivery(ident, self.hook.id, record.kind, record.position, body)
+        return WebhookDelivery(ident, self.hook.id, record.kind, record.position, body)
 
 
-def delivery_id(hook: Webhook, record: Record, sent: str) -> str:
+def delivery_id(hook: Webhook, record: LinkRecord, sent: str) -> str:
     """The same for the same message, before and after a crash.
 
     Args:
@@ -234,3 +354,117 @@ def delivery_id(hook: Webhook, record: Record, sent: str) -> str:
     """
     parts = (hook.id.encode(), record.kind.encode(), (record.position or sent).encode(), record.body)
     return "msg_" + hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
+
+
+_LOOK_S = 1.0
+
+
+class WebhookFleet:
+    """See the module.
+
+    Args:
+        folder: of the lake's webhooks.
+        hub, tables, access: of this process.
+        settings: bounds.
+
+    Attributes:
+        counts: deliveries by outcome.
+        caller: for requests out of turn.
+    """
+
+    def __init__(self, folder: Path, hub: Hub, tables: Tables, access: Access, settings: ServeSettings) -> None:
+        self.counts = dict.fromkeys(("delivered", "failed", "dead"), 0)
+        self._folder = folder
+        self._made: WebhookStore | None = None
+        self._hub = hub
+        self._tables = tables
+        self._access = access
+        self._settings = settings
+        self._sealer = sealer_of(settings.webhook_key)
+        self._running: dict[str, tuple[asyncio.Task[None], int]] = {}
+        self._look = asyncio.Event()
+        self._trust = httpx.create_ssl_context(trust_env=False)
+        self.caller = self._caller(keeps=False)
+
+    @property
+    def running(self) -> int:
+        """Webhooks that this process runs."""
+        return len(self._running)
+
+    async def store(self) -> WebhookStore:
+        """Where they are kept; made when somebody first adds one."""
+        if self._made is None:
+            self._made = await asyncio.to_thread(WebhookStore, self._folder, self._settings.webhook_log, self._sealer)
+        return self._made
+
+    def changed(self) -> None:
+        """One was added or removed."""
+        self._look.set()
+
+    async def run(self) -> None:
+        """Start and stop runners. Runs until it is cancelled."""
+        async with self.caller:
+            try:
+                await self._watch()
+            finally:
+                for ident in list(self._running):
+                    await self._stop(ident)
+                if self._made is not None:
+                    self._made.close()
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                if self._made is not None or (self._folder / "webhooks.db").exists():
+                    await self._reconcile()
+            except Exception:
+                log.exception("webhooks could not be looked at")
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):
+                    await self._look.wait()
+            self._look.clear()
+
+    async def _reconcile(self) -> None:
+        store = await self.store()
+        known = await asyncio.to_thread(store.all)
+        for ident in list(self._running):
+            if ident not in known:
+                await self._stop(ident)
+                (self._folder / f"{ident}.lock").unlink(missing_ok=True)
+        for ident, hook in known.items():
+            if ident in self._running:
+                task, _ = self._running[ident]
+                if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                    log.error("webhook %s failed", ident, exc_info=error)
+                    await self._stop(ident)
+                continue
+            _, state, _ = await asyncio.to_thread(store.progress, ident)
+            if state != "stopped" and (lock := self._locked(ident)) is not None:
+                self._running[ident] = asyncio.create_task(self._call(hook, store)), lock
+
+    async def _call(self, hook: Webhook, store: WebhookStore) -> None:
+        async with self._caller(keeps=True) as caller:
+            await WebhookRunner(
+                hook, self._hub, self._tables, self._access, store, caller, self._settings, self.counts
+            ).run()
+
+    def _caller(self, *, keeps: bool) -> WebhookCaller:
+        settings = self._settings
+        return WebhookCaller(
+            settings.webhook_timeout_s, private=settings.webhook_private, trust=self._trust, keeps=keeps
+        )
+
+    def _locked(self, ident: str) -> int | None:
+        handle = os.open(self._folder / f"{ident}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(handle)
+            return None
+        return handle
+
+    async def _stop(self, ident: str) -> None:
+        task, lock = self._running.pop(ident)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        os.close(lock)

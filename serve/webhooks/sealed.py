@@ -18,7 +18,7 @@ SETTING = "serve.webhook_key"
 _MARK = "fernet:"
 
 
-class Sealer(Protocol):
+class SecretSealer(Protocol):
     """Turns a secret into what is kept, and back."""
 
     def seal(self, secret: str) -> str:
@@ -97,7 +97,7 @@ class Encrypted:
         return True
 
 
-def sealer_of(path: str) -> Sealer:
+def sealer_of(path: str) -> SecretSealer:
     """The sealer that a setting asks for; a file that is absent is made, with a new key in it.
 
     Args:

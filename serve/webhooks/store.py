@@ -1,8 +1,8 @@
 """Webhooks, their positions and deliveries in SQLite: ``LAKE/_millrace/webhooks/webhooks.db``, its owner's only.
 
-Position and outcome of a delivery change in one transaction. A crash of the machine may forget the last of them
-(``synchronous=NORMAL``): then a message is delivered again with the position that it had, which is what positions are
-for. Blocking, tens of microseconds each; one connection, guarded by a lock.
+A position and the outcome of a delivery change in one transaction. A crash of the machine may forget the last of them
+(``synchronous=NORMAL``): then a message is delivered again with the same position, by which its receiver drops it.
+Blocking, tens of microseconds each; one connection, guarded by a lock.
 """
 
 from __future__ import annotations
@@ -11,11 +11,71 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from lakehouse.contract.errors import EnvironmentProblem
-from serve.webhooks.model import DEAD, Delivery, Webhook
-from serve.webhooks.sealed import Plain, Sealer
+from serve.webhooks.sealed import Plain, SecretSealer
+
+DELIVERED, DEAD, FAILING = "delivered", "dead", "failing"
+
+
+@dataclass(frozen=True, slots=True)
+class Webhook:
+    """What somebody asked to be called for.
+
+    Attributes:
+        id: public.
+        key: id of the key that made it; empty: there were no keys then.
+        table, where, columns, select, conflate: as in a subscription.
+        url: that is called.
+        secret: of the signature, ``whsec_`` and base64 of 32 bytes; shown once.
+        created: ms since the epoch.
+    """
+
+    id: str
+    key: str
+    table: str
+    url: str
+    secret: str
+    where: str = ""
+    columns: tuple[str, ...] = ()
+    conflate: bool = False
+    created: int = 0
+    select: str = ""
+
+    def __repr__(self) -> str:
+        return f"Webhook({self.id}, {self.table})"
+
+
+@dataclass(frozen=True, slots=True)
+class WebhookDelivery:
+    """One message on its way to a webhook.
+
+    Attributes:
+        id: the same on every attempt: what a receiver tells repeats by.
+        webhook: its id.
+        kind: the message's type.
+        position: that it brings the receiver to; empty: none.
+        body: the JSON text; empty once it was taken.
+        state: :data:`DELIVERED`, :data:`FAILING` or :data:`DEAD`.
+        attempts: so far.
+        status: of the last answer; 0: there was none.
+        error: of the last attempt; empty: it was taken.
+        at: of the last attempt, ms since the epoch.
+    """
+
+    id: str
+    webhook: str
+    kind: str
+    position: str
+    body: bytes
+    state: str = FAILING
+    attempts: int = 0
+    status: int = 0
+    error: str = ""
+    at: int = 0
+
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS webhooks (
@@ -32,7 +92,7 @@ CREATE INDEX IF NOT EXISTS by_webhook ON deliveries (webhook, state, seq);
 _FIELDS = "id, webhook, kind, position, body, state, attempts, status, error, at"
 
 
-class Store:
+class WebhookStore:
     """See the module.
 
     Args:
@@ -45,7 +105,7 @@ class Store:
         ConfigError: secrets cannot be read with this sealer.
     """
 
-    def __init__(self, folder: Path, kept: int, sealer: Sealer | None = None) -> None:
+    def __init__(self, folder: Path, kept: int, sealer: SecretSealer | None = None) -> None:
         self.folder = folder
         self._kept = kept
         self._sealer = sealer or Plain()
@@ -151,7 +211,7 @@ class Store:
 
     # Deliveries
 
-    def tell(self, delivery: Delivery, position: str | None = None) -> None:
+    def tell(self, delivery: WebhookDelivery, position: str | None = None) -> None:
         """How a delivery has fared; with ``position`` the webhook goes on from there. The oldest ones are forgotten."""
         with self._changing() as db:
             db.execute(
@@ -182,7 +242,7 @@ class Store:
 
     def deliveries(
         self, webhook: str, *, dead: bool, limit: int, before: int | None = None
-    ) -> list[tuple[int, Delivery]]:
+    ) -> list[tuple[int, WebhookDelivery]]:
         """The newest first, each with its number; older than the number ``before``."""
         state = "state = ?" if dead else "? <> ''"
         with self._lock:
@@ -191,16 +251,16 @@ class Store:
                 " ORDER BY seq DESC LIMIT ?",
                 (webhook, DEAD, 2**62 if before is None else before, limit),
             ).fetchall()
-        return [(row[0], Delivery(*row[1:])) for row in rows]
+        return [(row[0], WebhookDelivery(*row[1:])) for row in rows]
 
-    def dead(self, webhook: str, delivery: str) -> Delivery | None:
+    def dead(self, webhook: str, delivery: str) -> WebhookDelivery | None:
         """A dead letter."""
         with self._lock:
             row = self._db.execute(
                 f"SELECT {_FIELDS} FROM deliveries WHERE webhook = ? AND id = ? AND state = ?",  # noqa: S608
                 (webhook, delivery, DEAD),
             ).fetchone()
-        return None if row is None else Delivery(*row)
+        return None if row is None else WebhookDelivery(*row)
 
     def _upgrade(self) -> None:
         """A file from before the columns ``sent`` and ``sel``."""

@@ -22,17 +22,16 @@ import pyarrow.compute as pc
 
 from lakehouse.contract.lake import CommitFacts
 from lakehouse.contract.settings import ServeSettings
-from serve.delivery import deliver
-from serve.filters import view
-from serve.filters.compile import compile_condition
-from serve.filters.kinds import Columns
-from serve.filters.parse import parse_condition
-from serve.hub import Hub
-from serve.model import TableInfo
-from serve.position import Seal
-from serve.push.codec import WEBSOCKET
-from serve.state import Step, TableState
-from serve.subscriber import Subscriber, SubscribeRequest
+from serve.core.codec import WEBSOCKET
+from serve.core.hub import Hub
+from serve.core.model import TableInfo
+from serve.core.position import Seal
+from serve.core.subscriber import Subscriber, SubscribeRequest, deliver
+from serve.tables.state import StateStep, TableState
+from serve.views import view
+from serve.views.compile import compile_condition
+from serve.views.functions import Columns
+from serve.views.parse import parse_condition
 
 SCHEMA = pa.schema([("k", pa.int64()), ("city", pa.string()), ("n", pa.int64()), ("share", pa.float64())])
 TABLE = TableInfo("t", "id", tuple(SCHEMA.names), ("k",), types=tuple(SCHEMA.types))
@@ -104,7 +103,7 @@ def in_the_hub(count: int) -> float:
     best = float("inf")
     for version in range(1, 6):
         rows = {(k,): (k, "Bonn", version, 0.5) for k in range(count)}
-        change = state.apply(Step(TABLE, version, CommitFacts(version), rows))
+        change = state.apply(StateStep(TABLE, version, CommitFacts(version), rows))
         began = time.process_time()
         deliver(hub.change_received(change, 0))
         best = min(best, time.process_time() - began)

@@ -36,7 +36,7 @@ from lakehouse.feeds.files import find
 from lakehouse.feeds.load import Load, load
 from lakehouse.feeds.model import Job
 from lakehouse.gold.store import ProductStore
-from serve.query import run_sql
+from serve.sql.statement import run_sql
 
 FORMATS = ("jsonl", "jsonl.gz", "csv", "parquet")
 PATIENCE_S = 1_800.0

@@ -21,10 +21,10 @@ from lakehouse.contract import rows as contract
 from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.lake import PROPERTY_FOLD, PROPERTY_KEY, PROPERTY_ORDER, Lake
 from lakehouse.contract.rows import Fold, KeyedRows, UnknownColumn
-from serve.query import run_sql
-from serve.reader import TableReader
-from serve.rows import rows_of
-from serve.state import TableState
+from serve.core.values import rows_of
+from serve.sql.statement import run_sql
+from serve.tables.reader import TableReader
+from serve.tables.state import TableState
 
 OFFERS = pa.schema([("sku", pa.string()), ("price", pa.int64()), ("at", pa.int64()), ("tie", pa.int64())])
 LATEST = Fold(("sku",), {"price": "latest", "at": "latest", "tie": "latest"}, ("at", "tie"))

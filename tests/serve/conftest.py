@@ -20,7 +20,7 @@ from websockets.asyncio.client import ClientConnection, connect
 
 from lakehouse.contract.settings import ServeSettings, Settings
 from serve.app import run_server
-from serve.principal import Access
+from serve.security.access import Access
 
 SCRIPT = """
 import sys

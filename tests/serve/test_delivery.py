@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-from serve.delivery import Delivery, deliver
+from serve.core.subscriber import Outgoing, Subscriber, deliver
 from serve.errors import RequestError
-from serve.subscriber import Subscriber
 
 from .test_hub import CODEC, Socket
 
@@ -25,5 +24,5 @@ class Counting(Socket):
 
 def test_a_link_that_fails_is_closed_and_the_others_are_served() -> None:
     broken, sound = Broken(), Counting()
-    deliver([Delivery((Subscriber(broken, CODEC), Subscriber(sound, CODEC)), wake=True)])
+    deliver([Outgoing((Subscriber(broken, CODEC), Subscriber(sound, CODEC)), wake=True)])
     assert (broken.closed, sound.closed, sound.woken) == (RequestError.FAILED, 0, 1)

@@ -11,16 +11,14 @@ import pytest
 
 from lakehouse.contract.lake import CommitFacts
 from lakehouse.contract.settings import ServeSettings
-from serve.delivery import Delivery
+from serve.core.heartbeats import SILENT_MS, SLICE
+from serve.core.hub import SLICE_BYTES, Hub
+from serve.core.messages import Message, change_messages
+from serve.core.model import TableChange, TableInfo
+from serve.core.position import WHOLE, Position, Seal
+from serve.core.subscriber import Outgoing, Subscriber, SubscribeRequest
 from serve.errors import RequestError
-from serve.hub import Hub
-from serve.messages import Message, change_messages
-from serve.model import Change, TableInfo
-from serve.outgoing import SLICE_BYTES
-from serve.pace import SILENT_MS, SLICE
-from serve.position import WHOLE, Position, Seal
-from serve.state import TableState
-from serve.subscriber import Subscriber, SubscribeRequest
+from serve.tables.state import TableState
 
 TABLE = TableInfo("t", "id", ("k", "v"), ("k",), types=(pa.int64(), pa.int64()))
 SEAL = Seal(b"a key of the test's own")
@@ -91,14 +89,14 @@ class World:
         while data := self.hub.data_to_send(subscriber):
             subscriber.link.write(data)
 
-    def commit(self, value: Any = None) -> Change:
+    def commit(self, value: Any = None) -> TableChange:
         version = self.state.version + 1
         row = (1, value if value is not None else version)
         before = {(1,): self.state.rows[(1,)]} if (1,) in self.state.rows else {}
         self.state.rows[(1,)] = row
         self.state.version = version
         self.state.facts = CommitFacts(version)
-        change = Change(TABLE, version, (row,), (), self.state.facts, before)
+        change = TableChange(TABLE, version, (row,), (), self.state.facts, before)
         self.carry_out(self.hub.change_received(change, self.now))
         return change
 
@@ -106,7 +104,7 @@ class World:
         self.now += ms
         self.carry_out(self.hub.tick(self.now, int(self.now)))
 
-    def carry_out(self, deliveries: Iterable[Delivery]) -> None:
+    def carry_out(self, deliveries: Iterable[Outgoing]) -> None:
         for delivery in deliveries:
             for subscriber in delivery.to:
                 subscriber.link.write(delivery.data)
@@ -139,7 +137,7 @@ def test_live_subscribers_get_the_same_bytes_object() -> None:
     world = World()
     first, _, _ = world.join()
     second, _, _ = world.join()
-    change = Change(TABLE, 1, ((1, 7),), (), CommitFacts(1))
+    change = TableChange(TABLE, 1, ((1, 7),), (), CommitFacts(1))
     world.state.version = 1
     [delivery] = world.hub.change_received(change, 0)
     assert set(delivery.to) == {first, second}
@@ -466,7 +464,7 @@ def test_a_filter_is_evaluated_once_and_dropped_when_nobody_uses_it() -> None:
     world = World(ServeSettings(max_filters=2, heartbeat_ms=10**9, cut_after_ms=10**9))
     one, socket, _ = world.join(where="v > 1")
     same, _, _ = world.join(where="(V > 1)")
-    assert one.feed is same.feed
+    assert one.stream is same.stream
     world.commit()
     assert socket.messages()[-1]["upserts"] == []
     world.commit()
@@ -477,10 +475,10 @@ def test_a_filter_is_evaluated_once_and_dropped_when_nobody_uses_it() -> None:
     assert full.value.code == "full"
     world.hub.unsubscribed(one), world.hub.unsubscribed(same)
     world.join(where="v > 3")  # takes the place of the one that nobody uses
-    assert world.hub.feeds.filters() == 2
+    assert world.hub.streams.filters() == 2
     for _ in range(2):
         world.tick(31_000)
-    assert world.hub.feeds.filters() == 2, "these are in use"
+    assert world.hub.streams.filters() == 2, "these are in use"
 
 
 def test_a_new_filter_is_served_from_a_little_while_ago_without_reading_files() -> None:
@@ -493,7 +491,7 @@ def test_a_new_filter_is_served_from_a_little_while_ago_without_reading_files() 
     world.hub.unsubscribed(subscriber)
     for _ in range(2):
         world.tick(31_000)
-    assert world.hub.feeds.filters() == 0
+    assert world.hub.streams.filters() == 0
     _, again, replay = world.join(position, where="v <> 2")
     assert replay is None
     assert again.messages()[1:] == live
@@ -502,7 +500,7 @@ def test_a_new_filter_is_served_from_a_little_while_ago_without_reading_files() 
 def test_a_large_snapshot_is_made_in_slices_and_others_go_on_meanwhile() -> None:
     woken: list[bool] = []
     world = World(ServeSettings(ring_frames=100))
-    world.hub.feeds._working = lambda: woken.append(True)
+    world.hub.streams._working = lambda: woken.append(True)
     world.state.rows = {(k,): (k, k) for k in range(5_000, 0, -1)}
     _, socket, _ = world.join(where="k <= 3")
     subscriber, large, _ = world.join()
@@ -530,8 +528,8 @@ def test_a_filter_that_the_table_outgrows_ends_its_subscriptions() -> None:
     _, other, _ = world.join()
     narrow = TableInfo("t", "id", ("k",), ("k",), types=(pa.int64(),))
     world.state.table, world.state.version, world.state.rows = narrow, 1, {(1,): (1,)}
-    change = Change(narrow, 1, ((1,),), (), CommitFacts(1), {}, TABLE)
+    change = TableChange(narrow, 1, ((1,),), (), CommitFacts(1), {}, TABLE)
     world.carry_out(world.hub.change_received(change, 0))
     assert (socket.messages()[-1]["code"], socket.closed) == ("bad_filter", 4400)
     assert other.messages()[-1]["upserts"] == [{"k": 1}]
-    assert (world.hub.size, world.hub.feeds.filters()) == (1, 0)
+    assert (world.hub.size, world.hub.streams.filters()) == (1, 0)

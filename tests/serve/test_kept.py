@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from serve.kept import ENTRY_BYTES, Kept
+from serve.http.rows import ENTRY_BYTES, ByteCache
 
 
 def test_the_least_used_go_when_there_are_too_many_bytes() -> None:
-    kept: Kept[str] = Kept(4 * (100 + ENTRY_BYTES))
+    kept: ByteCache[str] = ByteCache(4 * (100 + ENTRY_BYTES))
     for name in "abcd":
         kept.put(name, name.encode() * 100)
     assert kept.get("a") == b"a" * 100
@@ -15,7 +15,7 @@ def test_the_least_used_go_when_there_are_too_many_bytes() -> None:
 
 
 def test_answers_without_a_body_count_too() -> None:
-    kept: Kept[int] = Kept(10 * ENTRY_BYTES)
+    kept: ByteCache[int] = ByteCache(10 * ENTRY_BYTES)
     for number in range(100):
         kept.put(number, b"")
     assert [number for number in range(100) if kept.get(number) is not None] == list(range(90, 100))

@@ -10,7 +10,7 @@ import pytest
 
 SCRIPT = """
 import logging, resource, sys
-from serve.limits import allow_files
+from serve.app import allow_files
 logging.basicConfig(format="%(message)s", stream=sys.stdout)
 resource.setrlimit(resource.RLIMIT_NOFILE, (200, 400))
 print(allow_files(int(sys.argv[1])), resource.getrlimit(resource.RLIMIT_NOFILE))

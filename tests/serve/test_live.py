@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from lakehouse.contract.lake import CommitFacts
 from lakehouse.contract.rows import Key, Row
+from serve.core.model import TableInfo
 from serve.errors import FilterError
-from serve.live import AggregateView, aggregate_view
-from serve.model import TableInfo
-from serve.state import Step, TableState
+from serve.tables.state import StateStep, TableState
+from serve.views.aggregate import AggregateView, aggregate_view
 
 SCHEMA = pa.schema([("k", pa.int64()), ("g", pa.string()), ("i", pa.int64()), ("f", pa.float64())])
 TABLE = TableInfo("x", "id", tuple(SCHEMA.names), ("k",), types=tuple(SCHEMA.types))
@@ -60,7 +60,7 @@ def test_every_step_is_what_duckdb_gives(steps: list[dict[int, Any]], select: st
     for version, changed in enumerate(steps, 1):
         upserts: dict[Key, Row] = {(k,): (k, *row) for k, row in changed.items() if row is not None}
         deletes = tuple((k,) for k, row in changed.items() if row is None and (k,) in state.rows)
-        change = view.advance(state.apply(Step(TABLE, version, CommitFacts(version), upserts, deletes)))
+        change = view.advance(state.apply(StateStep(TABLE, version, CommitFacts(version), upserts, deletes)))
         for key in change.deletes:
             del held[key]
         held |= {change.table.key_of(row): row for row in change.upserts}
@@ -76,9 +76,9 @@ def test_floats_are_summed_exactly_and_can_be_taken_back() -> None:
     view = opened("SELECT sum(f) AS total, avg(f) AS mean")
     values = [0.1] * 10 + [1e16, 1.0, -1e16]
     rows: dict[Key, Row] = {(k,): (k, "a", 1, value) for k, value in enumerate(values)}
-    change = view.advance(state.apply(Step(TABLE, 1, CommitFacts(1), rows)))
+    change = view.advance(state.apply(StateStep(TABLE, 1, CommitFacts(1), rows)))
     assert change.upserts == ((math.fsum(values), math.fsum(values) / len(values)),)
-    change = view.advance(state.apply(Step(TABLE, 2, CommitFacts(2), {}, tuple(list(rows)[1:]))))
+    change = view.advance(state.apply(StateStep(TABLE, 2, CommitFacts(2), {}, tuple(list(rows)[1:]))))
     assert change.upserts == ((0.1, 0.1),)
 
 

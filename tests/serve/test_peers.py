@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
-from serve.peers import Peers, gathered
+from serve.http.peers import Peers, gathered
 
 SECRET = b"s" * 32
 
@@ -44,7 +44,7 @@ async def running(folder: Path, *names: str, secret: bytes = SECRET) -> AsyncIte
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine is no failure."""
-    monkeypatch.setattr("serve.peers._PATIENCE_S", 60.0)
+    monkeypatch.setattr("serve.http.peers._PATIENCE_S", 60.0)
 
 
 async def test_the_others_answer_by_name(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ async def test_one_that_was_killed_or_hangs_is_left_out(tmp_path: Path, monkeypa
         (tmp_path / "torn-1.json").write_bytes(b"{")
         assert await one.ask("echo") == {"b": {}}
         assert not (tmp_path / "killed-1.json").exists()
-        monkeypatch.setattr("serve.peers._PATIENCE_S", 0.3)
+        monkeypatch.setattr("serve.http.peers._PATIENCE_S", 0.3)
         assert await one.ask("hang") == {}
 
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lakehouse.contract.errors import EnvironmentProblem
+from serve.core.position import KEY_FILE, Position, Seal, lake_seal
 from serve.errors import PositionError
-from serve.position import KEY_FILE, Position, Seal, lake_seal
 
 SEAL = Seal(b"of the test")
 TABLE = "7538c0f5-cab9-44b3-aba7-6aa825adf763"

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pytest
 
 from lakehouse.contract.lake import Lake, UnknownTable
-from serve.errors import QueryError
-from serve.query import rows_as_json, run_sql
+from serve.errors import SqlError
+from serve.sql.statement import rows_as_json, run_sql
 
 from .lakes import city, rsvps_by_city, top_topics, topics, window
 
@@ -94,14 +94,14 @@ def test_an_unknown_table_is_named_with_the_known_ones(lake: Lake) -> None:
     ],
 )
 def test_what_is_refused(lake: Lake, sql: str) -> None:
-    with pytest.raises(QueryError) as error:
+    with pytest.raises(SqlError) as error:
         run_sql(lake, sql)
     assert str(error.value)
     assert not Path("/tmp/stolen.csv").exists()
 
 
 def test_a_file_is_not_a_table(lake: Lake) -> None:
-    with pytest.raises((UnknownTable, QueryError)):
+    with pytest.raises((UnknownTable, SqlError)):
         run_sql(lake, "SELECT * FROM '/etc/hostname'")
 
 

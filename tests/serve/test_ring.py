@@ -3,8 +3,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.position import Position
-from serve.ring import Frame, Ring
+from serve.core.position import Position
+from serve.core.ring import Ring, RingFrame
 
 
 def at(version: int) -> Position:
@@ -16,8 +16,8 @@ def read(full: Ring, cursor: int, max_bytes: int) -> tuple[bytes, int]:
     return b"".join(each.data for each in frames), cursor + len(frames)
 
 
-def frame(version: int, size: int = 10) -> Frame:
-    return Frame(f"{version:>{size}}".encode(), at(version), float(version))
+def frame(version: int, size: int = 10) -> RingFrame:
+    return RingFrame(f"{version:>{size}}".encode(), at(version), float(version))
 
 
 def ring(*versions: int, frames: int = 100, bytes: int = 10_000) -> Ring:
@@ -55,8 +55,8 @@ def test_positions_outside_are_not_found() -> None:
 
 def test_a_position_inside_of_a_commit_is_found() -> None:
     full = ring(1)
-    full.append(Frame(b"a", Position("t", 1, 1), 0))
-    full.append(Frame(b"b", at(2), 0))
+    full.append(RingFrame(b"a", Position("t", 1, 1), 0))
+    full.append(RingFrame(b"b", at(2), 0))
     cursor = full.find(Position("t", 1, 1))
     assert cursor is not None
     assert read(full, cursor, 100)[0] == b"b"
@@ -93,7 +93,7 @@ def test_filling_up_backwards_takes_what_there_is_room_for() -> None:
 def test_the_bound_holds_and_bytes_are_counted(sizes: list[int], frames: int, bytes: int) -> None:
     made = Ring(at(0), max_frames=frames, max_bytes=bytes)
     for version, size in enumerate(sizes, 1):
-        made.append(Frame(b"x" * size, at(version), 0))
+        made.append(RingFrame(b"x" * size, at(version), 0))
         data, cursor = read(made, made.first, 10**9)
         assert len(data) == made.bytes
         assert cursor == made.next == version

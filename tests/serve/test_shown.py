@@ -16,10 +16,10 @@ from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.contract.settings import ServeSettings, Settings
 from serve.app import make_app, run_server
+from serve.core.subscriber import SubscribeRequest
 from serve.errors import FilterError
-from serve.principal import Principal
-from serve.shown import channels_of, view_of
-from serve.subscriber import SubscribeRequest
+from serve.security.access import Principal
+from serve.views.visibility import channels_of, view_of
 
 from .conftest import receive, subscribed
 from .filters.test_compile import TABLE

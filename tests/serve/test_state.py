@@ -5,8 +5,8 @@ import pytest
 from lakehouse.contract.deltalog import AddedFile, Commit, RemovedFile
 from lakehouse.contract.lake import CommitFacts
 from lakehouse.contract.rows import Row
-from serve.model import TableInfo
-from serve.state import NeedsLoad, TableState, compare, step_of
+from serve.core.model import TableInfo
+from serve.tables.state import NeedsLoad, TableState, compare, step_of
 
 UPSERT = TableInfo("t", "id", ("k", "v"), ("k",))
 FOLDED = TableInfo("t", "id", ("k", "sum", "least", "most"), ("k",), {"sum": "sum", "least": "min", "most": "max"})

@@ -18,7 +18,7 @@ from deltalake import write_deltalake
 
 from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.lake import PROPERTY_KEY, Lake
-from serve.position import Position, lake_seal
+from serve.core.position import Position, lake_seal
 
 from .conftest import receive, serving, subscribed
 from .lakes import TOPICS, Product, rsvps_by_city, top_topics, topics, window
@@ -101,8 +101,8 @@ async def test_a_commit_that_cannot_be_read_at_once_is_read_a_little_later(
 async def test_subscribers_that_do_not_acknowledge_keep_nobody_elses_turn(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve.replay.CHUNK_BYTES", 1)
-    monkeypatch.setattr("serve.channel._HISTORY", 2)
+    monkeypatch.setattr("serve.tables.tables.CHUNK_BYTES", 1)
+    monkeypatch.setattr("serve.core.channel._HISTORY", 2)
     product = top_topics(root)
     for count in range(7):
         product.overwrite(topics(0, [count]), [window(0)])
@@ -126,7 +126,7 @@ async def test_subscribers_that_do_not_acknowledge_keep_nobody_elses_turn(
 async def test_a_table_that_becomes_unreadable_is_not_served_until_it_is_readable_again(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve.tables._UNREADABLE_RETRY_S", 0.05)
+    monkeypatch.setattr("serve.tables.tables._UNREADABLE_RETRY_S", 0.05)
     product = top_topics(root)
     product.overwrite(topics(0, [3]), [window(0)])
     start = window(0).isoformat().replace("+00:00", "Z")

@@ -18,17 +18,16 @@ from hypothesis import strategies as st
 from lakehouse.contract.deltalog import TableUnreadable
 from lakehouse.contract.lake import PROPERTY_FOLD, PROPERTY_KEY, Lake
 from lakehouse.contract.rows import Key, Row
-from serve import query
-from serve.channel import live_view
+from serve.core.channel import live_view
+from serve.core.messages import change_messages
+from serve.core.model import TableChange, TableInfo
+from serve.core.position import WHOLE, Position, Seal
 from serve.errors import PositionExpired
-from serve.filters import View
-from serve.filters.view import rows_view
-from serve.live import AggregateView, aggregate_view
-from serve.messages import change_messages
-from serve.model import Change, TableInfo
-from serve.position import WHOLE, Position, Seal
-from serve.replay import Replay
-from serve.tail import Opened, Tail, to_next_beat
+from serve.sql import statement as query
+from serve.tables.tables import Replay
+from serve.tables.tail import Opened, Tail, to_next_beat
+from serve.views.aggregate import AggregateView, aggregate_view
+from serve.views.view import SubscriberView, rows_view
 
 from .lakes import TOPICS, Product, city, rsvps_by_city, top_topics, topics, window
 
@@ -37,7 +36,7 @@ QUICK = settings(max_examples=12, deadline=None, suppress_health_check=list(Heal
 
 
 @contextlib.asynccontextmanager
-async def following(folder: Path, *, warm: int = 0) -> AsyncIterator[AsyncIterator[Opened | Change]]:
+async def following(folder: Path, *, warm: int = 0) -> AsyncIterator[AsyncIterator[Opened | TableChange]]:
     events = Tail(folder, poll_ms=1, warm=warm).follow()
     try:
         yield events
@@ -45,7 +44,7 @@ async def following(folder: Path, *, warm: int = 0) -> AsyncIterator[AsyncIterat
         await events.aclose()  # type: ignore[attr-defined]
 
 
-async def after(events: AsyncIterator[Opened | Change]) -> Any:
+async def after(events: AsyncIterator[Opened | TableChange]) -> Any:
     async with asyncio.timeout(60):
         return await anext(events)
 
@@ -179,7 +178,7 @@ async def test_a_replaced_table_starts_over(root: Path, how: str) -> None:
 async def test_a_log_that_was_cleaned_up_under_the_tail_starts_over(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve.tail._GAP_CHECK_S", 0.05)
+    monkeypatch.setattr("serve.tables.tail._GAP_CHECK_S", 0.05)
     product = top_topics(root)
     product.overwrite(topics(0, [1]), [window(0)])
     async with following(product.folder) as events:
@@ -231,7 +230,7 @@ async def test_partitioned_tables(root: Path) -> None:
         assert opened.state.rows == expected
         DeltaTable(folder).optimize.compact()
         write_deltalake(folder, data, mode="append")
-        while not isinstance(change := await after(events), Change) or change.version < 2:
+        while not isinstance(change := await after(events), TableChange) or change.version < 2:
             pass
         assert opened.state.rows == expected
 
@@ -301,7 +300,7 @@ def maintain(product: Product, what: str, number: int) -> None:
         product.table.create_checkpoint()
 
 
-def fold_view(table: TableInfo) -> View:
+def fold_view(table: TableInfo) -> SubscriberView:
     return aggregate_view(table, "SELECT city, sum(yes) AS yes, max(guests) AS most, count(*) GROUP BY city", "", "")
 
 
@@ -335,7 +334,7 @@ async def test_every_prefix_and_every_resume(
                 states.append(dict(opened.state.rows))
             assert held(opened.state.rows, opened.state.table.columns) == content(product.folder)
     for index, position in enumerate(tokens):
-        chunk = Replay(product.folder, position, View(), SEAL).next_chunk(product.version)
+        chunk = Replay(product.folder, position, SubscriberView(), SEAL).next_chunk(product.version)
         assert [message.body for message in chunk.messages] == bodies[index + 1 :]
         viewed = Replay(product.folder, replace(position, view=view.id), view, SEAL).next_chunk(product.version)
         assert [message.body for message in viewed.messages] == seen[index + 1 :], "a view is resumed as it was live"
@@ -355,15 +354,19 @@ async def test_every_prefix_and_every_resume(
 def test_a_position_inside_of_a_commit_is_resumed_with_the_rest_of_it(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve.messages.PART_BYTES", 300)
+    monkeypatch.setattr("serve.core.messages.PART_BYTES", 300)
     product = top_topics(root)
     product.overwrite(topics(0, [1] * 10), [window(0)])
     product.overwrite(topics(0, [2] * 10), [window(0)])
-    whole = Replay(product.folder, Position(str(product.table.metadata().id), 1), View(), SEAL).next_chunk(2).messages
+    whole = (
+        Replay(product.folder, Position(str(product.table.metadata().id), 1), SubscriberView(), SEAL)
+        .next_chunk(2)
+        .messages
+    )
     assert len(whole) > 3
     assert [message.position.ordinal for message in whole if message.position] == [*range(1, len(whole)), 0]
     assert whole[1].position is not None
-    rest = Replay(product.folder, whole[1].position, View(), SEAL).next_chunk(2).messages
+    rest = Replay(product.folder, whole[1].position, SubscriberView(), SEAL).next_chunk(2).messages
     assert [message.body for message in rest] == [message.body for message in whole[2:]]
 
 
@@ -382,7 +385,7 @@ def test_a_position_that_the_log_does_not_reach(root: Path, lost: str) -> None:
     else:
         table_id = "7538c0f5-cab9-44b3-aba7-6aa825adf763"
     with pytest.raises(PositionExpired):
-        Replay(product.folder, Position(table_id, 1), View(), SEAL).next_chunk(product.version)
+        Replay(product.folder, Position(table_id, 1), SubscriberView(), SEAL).next_chunk(product.version)
 
 
 async def test_a_warm_start_has_the_last_changes(root: Path) -> None:

@@ -18,7 +18,7 @@ from deltalake.exceptions import DeltaError
 
 from lakehouse.contract.errors import MillraceError
 from lakehouse.contract.lake import Lake
-from serve.query import run_sql
+from serve.sql.statement import run_sql
 
 MILLRACE = [sys.executable, "-m", "jobs.cli"]
 

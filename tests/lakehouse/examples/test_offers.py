@@ -33,7 +33,7 @@ from lakehouse.feeds.staging import rebuild
 from lakehouse.gold.store import ProductStore
 from lakehouse.replay import verify
 from lakehouse.stream import Stages, run
-from serve.query import run_sql
+from serve.sql.statement import run_sql
 from tests.lakehouse.lakes import Sent, ends, eventually, produce
 
 pytestmark = [pytest.mark.spark, pytest.mark.broker]

@@ -18,7 +18,7 @@ from lakehouse.contract.pipeline import Pipeline, Product, Source, load_pipeline
 from lakehouse.contract.settings import conf_dir
 from lakehouse.contract.staging import Staging
 from lakehouse.feeds.staging import StagingError, rebuild, refresh
-from serve.query import run_sql
+from serve.sql.statement import run_sql
 
 COLUMNS = ("merchant", "offer", "version", "title", "price", "available", "tie")
 STAGING = Staging("catalogue", ("price", "title"), "available AND price < 20", "bargains")

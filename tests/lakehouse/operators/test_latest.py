@@ -17,8 +17,8 @@ from lakehouse.contract.rows import Fold
 from lakehouse.errors import BadProduct
 from lakehouse.operators import operator_of
 from lakehouse.operators.latest import Latest
-from serve.model import TableInfo
-from serve.state import fold_rows
+from serve.core.model import TableInfo
+from serve.tables.state import fold_rows
 
 PRODUCT = Product(
     "gold",

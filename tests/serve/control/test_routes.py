@@ -13,8 +13,8 @@ from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.keys import KeyFile
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.queries import Declared, QuerySpec, State
-from serve.principal import Credentials, OpenAccess, Principal
-from serve.security.readers import ReaderKey
+from serve.security.access import Credentials, OpenAccess, Principal
+from serve.security.gate import ReaderKey
 from tests.serve.conftest import serving
 
 COUNTS = {"name": "answers", "sql": "SELECT response, count(*) AS n FROM rsvps GROUP BY response"}

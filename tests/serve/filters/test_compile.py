@@ -14,12 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lakehouse.contract.rows import Row
+from serve.core.model import TableInfo
+from serve.core.values import rows_of
 from serve.errors import FilterError
-from serve.filters.compile import compile_condition
-from serve.filters.kinds import Columns
-from serve.filters.parse import MAX_LENGTH, parse_condition
-from serve.model import TableInfo
-from serve.rows import rows_of
+from serve.views.compile import compile_condition
+from serve.views.functions import Columns
+from serve.views.parse import MAX_LENGTH, parse_condition
 
 SCHEMA = pa.schema(
     [

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from lakehouse.contract.lake import CommitFacts
 from lakehouse.contract.rows import Key, Row
+from serve.core.model import TableChange, TableInfo
+from serve.core.position import WHOLE
 from serve.errors import FilterError
-from serve.filters.compile import Pin, pin_of
-from serve.filters.parse import parse_condition
-from serve.filters.view import RowsView, View, rows_view, undone
-from serve.model import Change, TableInfo
-from serve.position import WHOLE
-from serve.state import Step, TableState
+from serve.tables.state import StateStep, TableState
+from serve.views.compile import Pin, pin_of
+from serve.views.parse import parse_condition
+from serve.views.view import RowsView, SubscriberView, rows_view, undone
 
 from .test_compile import COLUMNS, NOON, SCHEMA, TABLE, TEXTS, VALUES, Writer
 
@@ -38,7 +38,7 @@ STEPS = st.lists(
 )
 
 
-def played(steps: list[dict[int, Any]]) -> list[tuple[Change, dict[Key, Row]]]:
+def played(steps: list[dict[int, Any]]) -> list[tuple[TableChange, dict[Key, Row]]]:
     """Each change, and the rows after it."""
     state = TableState(TABLE, 0, CommitFacts(0), {})
     history = []
@@ -49,7 +49,7 @@ def played(steps: list[dict[int, Any]]) -> list[tuple[Change, dict[Key, Row]]]:
                 plain = values | {"t": values["t"] and values["t"].replace(tzinfo=None)}
                 upserts[(k,)] = (k, *[plain[name] for name in SCHEMA.names[1:]])
         deletes = tuple((k,) for k, values in changed.items() if values is None and (k,) in state.rows)
-        change = state.apply(Step(TABLE, version, CommitFacts(version), upserts, deletes))
+        change = state.apply(StateStep(TABLE, version, CommitFacts(version), upserts, deletes))
         history.append((change, dict(state.rows)))
     return history
 
@@ -65,7 +65,7 @@ def by_sql(rows: dict[Key, Row], columns: tuple[str, ...], condition: str) -> se
 
 @pytest.fixture(autouse=True)
 def any_change_is_worth_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve.filters.view.FEW_ROWS", 0)
+    monkeypatch.setattr("serve.views.view.FEW_ROWS", 0)
 
 
 @settings(max_examples=15, suppress_health_check=list(HealthCheck))
@@ -125,7 +125,7 @@ def test_what_a_condition_pins_is_found_by_its_value(
     view = rows_view(TABLE, where, [], "")
     one, other = RowsView(view, TABLE), RowsView(view, TABLE)
     seen = [one.advance(change) for change, _ in played(steps)]
-    monkeypatch.setattr("serve.filters.view.FEW_ROWS", 10**9)
+    monkeypatch.setattr("serve.views.view.FEW_ROWS", 10**9)
     assert seen == [other.advance(change) for change, _ in played(steps)]
     assert any(change.upserts for change in seen) == any(change.left for change in seen) == (where != "i = NULL")
 
@@ -135,7 +135,7 @@ def test_views_that_ask_the_same_are_one() -> None:
     other = rows_view(TABLE, "(i=1) and \"s\" in ('a')", ["i", "s", "s"], "")
     assert one == other
     assert one.id == other.id != WHOLE
-    assert rows_view(TABLE, "", list(TABLE.columns), "").id == View().id == WHOLE
+    assert rows_view(TABLE, "", list(TABLE.columns), "").id == SubscriberView().id == WHOLE
     assert rows_view(TABLE, "i = 1", [], "").id != rows_view(TABLE, "", [], "i = 1").id, "a right is no wish"
 
 
@@ -150,9 +150,9 @@ def test_another_schema_is_looked_at_anew() -> None:
     state = TableState(TABLE, 1, CommitFacts(0), {(k,): (k, k, *[None] * 6) for k in range(4)})
     wider = TableInfo("x", "id", (*TABLE.columns, "w"), ("k",), types=(*TABLE.types, pa.int64()))
     rows: dict[Key, Row] = {(k,): (k, k - 1, *[None] * 6, 1) for k in range(1, 4)}
-    seen = live.advance(state.apply(Step(wider, 2, CommitFacts(2), rows, ((0,),))))
+    seen = live.advance(state.apply(StateStep(wider, 2, CommitFacts(2), rows, ((0,),))))
     assert (seen.table.columns[-1], [row[0] for row in seen.upserts], seen.deletes) == ("w", [3], ((2,),))
     assert seen.left == {(2,)}
     narrower = TableInfo("x", "id", ("k", "s"), ("k",), types=(pa.int64(), pa.string()))
     with pytest.raises(FilterError, match="no column 'i'"):
-        live.advance(state.apply(Step(narrower, 3, CommitFacts(3), {(1,): (1, "a")}, ((2,), (3,)))))
+        live.advance(state.apply(StateStep(narrower, 3, CommitFacts(3), {(1,): (1, "a")}, ((2,), (3,)))))

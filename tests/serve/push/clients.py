@@ -22,8 +22,8 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 from websockets.typing import Subprotocol
 
-from serve.push.encoding import CHANGE_COLUMN, HEAD
-from serve.rows import encode_rows, rows_of
+from serve.core.codec import CHANGE_COLUMN, HEAD
+from serve.core.values import encode_rows, rows_of
 
 PATIENCE_S = 60.0
 

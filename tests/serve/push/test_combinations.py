@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from lakehouse.contract.lake import Lake
-from serve.query import rows_as_json, run_sql
+from serve.sql.statement import rows_as_json, run_sql
 
 from ..conftest import Spawned, serving, wait_until
 from ..lakes import Product, top_topics, topics, window

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from lakehouse.contract.lake import Lake
+from serve.core.position import Position, lake_seal
 from serve.errors import RequestError
-from serve.position import Position, lake_seal
-from serve.principal import Credentials, OpenAccess, Principal
+from serve.security.access import Credentials, OpenAccess, Principal
 
 from ..conftest import serving
 from ..lakes import TOPICS, Product, city, rsvps_by_city, top_topics, topics, window
@@ -75,8 +75,8 @@ async def test_snapshot_changes_and_another_server_goes_on(root: Path, transport
 async def test_any_position_of_the_log_is_resumed_by_a_process_that_never_saw_it(
     root: Path, monkeypatch: pytest.MonkeyPatch, transport: str
 ) -> None:
-    monkeypatch.setattr("serve.replay.CHUNK_BYTES", 1)  # a chunk a commit: the longest way to the ring
-    monkeypatch.setattr("serve.channel._HISTORY", 2)
+    monkeypatch.setattr("serve.tables.tables.CHUNK_BYTES", 1)  # a chunk a commit: the longest way to the ring
+    monkeypatch.setattr("serve.core.channel._HISTORY", 2)
     product = top_topics(root)
     for count in range(7):
         product.overwrite(topics(0, [count]), [window(0)])
@@ -240,7 +240,7 @@ async def test_a_table_that_a_principal_may_not_read_does_not_exist(root: Path) 
     class Nobody(OpenAccess):
         def admit(self, credentials: Credentials) -> Principal:
             if credentials.headers.get("x-key"):
-                raise RequestError(RequestError.UNAUTHORISED, "unauthorised", "no such key")
+                raise RequestError(RequestError.UNAUTHORIZED, "unauthorized", "no such key")
             return Principal(tables=frozenset())
 
     async with serving(root, Nobody()) as url:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import httpx
 
-from serve.channel import Channel
-from serve.push.etag import _cache_control
+from serve.core.channel import Channel
+from serve.http.rows import _cache_control
 
 from ..conftest import serving
 from ..lakes import rsvps_by_city, top_topics, topics, window
@@ -55,8 +55,8 @@ class Known(Channel):
 
     def __init__(self, interval_ms: float | None, committed_at: int) -> None:
         from lakehouse.contract.lake import CommitFacts
-        from serve.model import TableInfo
-        from serve.state import TableState
+        from serve.core.model import TableInfo
+        from serve.tables.state import TableState
 
         self.interval_ms = interval_ms
         self.state = TableState(TableInfo("t", "id", (), ()), 0, CommitFacts(committed_at), {})

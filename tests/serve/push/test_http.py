@@ -12,7 +12,7 @@ from ..lakes import top_topics
 async def test_a_connection_without_a_request_is_closed_and_one_with_a_request_is_not(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve.push.http.FIRST_REQUEST_S", 0.2)
+    monkeypatch.setattr("serve.push.sse.FIRST_REQUEST_S", 0.2)
     top_topics(root)
     async with serving(root, heartbeat_ms=100) as url, subscribed(url, "top_topics") as good:
         host, port = url.removeprefix("http://").split(":")

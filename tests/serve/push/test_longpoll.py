@@ -43,7 +43,7 @@ async def test_a_poll_waits_and_nothing_is_lost_between_two(root: Path) -> None:
 
 async def test_an_answer_is_bounded_and_says_how_much_is_left(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serve.push.longpoll.MAX_BYTES", 1_000)
-    monkeypatch.setattr("serve.outgoing.SLICE_BYTES", 1_000)
+    monkeypatch.setattr("serve.core.hub.SLICE_BYTES", 1_000)
     product = top_topics(root)
     async with serving(root, slow_after_ms=1) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
         position = (await ask(http))["position"]

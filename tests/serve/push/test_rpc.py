@@ -17,7 +17,7 @@ from websockets.typing import Subprotocol
 
 from lakehouse.contract.keys import KeyFile
 from lakehouse.contract.lake import Lake
-from serve.security.readers import ReaderKey
+from serve.security.gate import ReaderKey
 
 from ..conftest import serving
 from ..lakes import rsvps_by_city, top_topics, topics, window

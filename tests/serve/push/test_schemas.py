@@ -15,8 +15,8 @@ from jsonschema import Draft202012Validator, ValidationError  # type: ignore[imp
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.typing import Subprotocol
 
-from serve import messages
-from serve.asyncapi import asyncapi
+from serve.core import messages
+from serve.http.schema import asyncapi
 
 from ..conftest import address, serving
 from ..lakes import Product, top_topics, topics, window

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from serve.messages import Message
-from serve.position import Position
+from serve.core.messages import Message
+from serve.core.position import Position
 from serve.push.sse import SSE, wants_events
 
 from ..conftest import serving

@@ -27,9 +27,8 @@ from lakehouse.contract.keys import KeyFile
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.settings import ServeSettings, Settings
 from serve.app import run_server
-from serve.routes import ROUTES
-from serve.security.door import PUBLIC, needs_key
-from serve.security.readers import ReaderKey
+from serve.http.routes import PUBLIC, ROUTES, needs_key
+from serve.security.gate import ReaderKey
 from tests.serve.conftest import serving
 from tests.serve.lakes import city, rsvps_by_city, top_topics, topics, window
 from tests.serve.push.clients import TRANSPORTS, Client, PollClient, SseClient, WebSocketClient
@@ -81,7 +80,7 @@ async def test_nothing_comes_before_authentication_on_any_route(root: Path) -> N
                     assert needs_key(path), path
                     assert answer.status_code == 401, (method, path, answer.text)
                     assert answer.headers["www-authenticate"].startswith("Bearer")
-                    assert method == "HEAD" or answer.json()["code"] == "unauthorised"
+                    assert method == "HEAD" or answer.json()["code"] == "unauthorized"
         assert (await client.get("/")).status_code == 200, "the dashboard's files hold no data"
 
 
@@ -91,7 +90,7 @@ async def test_nothing_comes_before_authentication_on_any_transport(root: Path, 
     keys(root).new(ReaderKey(ZERO, "somebody"))
     async with serving(root) as url, TRANSPORTS[name](url, {"table": "top_topics"}) as client:
         message = await client.receive()
-        assert (message["type"], message["code"]) == ("error", "unauthorised")
+        assert (message["type"], message["code"]) == ("error", "unauthorized")
         assert (await client.closed())[0] in (4401, 401, 0)
 
 
@@ -102,7 +101,7 @@ async def test_nothing_is_called_before_authentication(root: Path) -> None:
         stream = f"{url.replace('http', 'ws')}/v1/rpc"
         async with connect(stream, subprotocols=[Subprotocol("millrace.rpc")]) as calls:
             said = json.loads(await calls.recv())
-            assert said["code"] == "unauthorised"
+            assert said["code"] == "unauthorized"
             with pytest.raises(ConnectionClosed) as closed:
                 await calls.recv()
             assert closed.value.rcvd is not None and closed.value.rcvd.code == 4401
@@ -123,7 +122,7 @@ async def test_a_ticket_opens_one_stream(root: Path, kind: Callable[[str, dict[s
         async with kind(url, dict(shown)) as client:
             assert len((await client.receive("snapshot"))["rows"]) == 3
         async with kind(url, dict(shown)) as client:
-            assert (await client.receive("error"))["code"] == "unauthorised"
+            assert (await client.receive("error"))["code"] == "unauthorized"
         for wrong in ("", "x", shown["ticket"][:-2], "A" * 60):
             assert (await http.get("/v1/tables", params={"ticket": wrong})).status_code == 401
         assert (await http.get("/v1/tables", params={"ticket": key})).status_code == 401, "a key is no ticket"
@@ -138,6 +137,7 @@ async def test_a_key_sees_its_tables_and_rows_only(root: Path) -> None:
         rows = (await client.get("/v1/tables/rsvps_by_city")).json()["rows"]
         assert [row["city"] for row in rows] == ["Bonn"]
         assert (await client.get("/v1/tables/top_topics")).status_code == 404
+        assert (await client.get("/v1/tables", headers={"Authorization": "", "X-API-Key": key})).json()["tables"]
         assert (await client.get("/metrics")).status_code == 403
         assert (await client.post("/v1/queries", json={})).status_code == 403
         async with connect(

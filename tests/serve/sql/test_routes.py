@@ -16,8 +16,8 @@ from websockets.asyncio.client import connect
 from lakehouse.contract.keys import KeyFile
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.settings import Settings
-from serve.principal import OPEN
-from serve.security.readers import ReaderKey
+from serve.security.access import OPEN
+from serve.security.gate import ReaderKey
 from serve.sql.pool import Workers
 from tests.serve.conftest import serving
 from tests.serve.lakes import city, rsvps_by_city, top_topics, topics, window

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pytest
 
 from lakehouse.contract.lake import UnknownTable
-from serve.errors import QueryError
-from serve.principal import OPEN, Principal
-from serve.sql.statement import Answer, Asked, run
+from serve.errors import SqlError
+from serve.security.access import OPEN, Principal
+from serve.sql.statement import Statement, StatementResult, run
 from tests.serve.lakes import TOPICS, Product, city, rsvps_by_city, top_topics, topics, window
 
 BONN = Principal(rows={"*": "city = 'Bonn'"})
@@ -34,7 +34,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows(root: Path, sql: str, principal: Principal = OPEN, **more: Any) -> list[Any]:
-    answer = run(Asked(root, sql, principal, **more))
+    answer = run(Statement(root, sql, principal, **more))
     found: list[Any] = json.loads(answer.body)
     assert len(found) == answer.rows
     return found
@@ -55,11 +55,11 @@ def test_a_table_as_it_was(root: Path) -> None:
     both = "SELECT o.count AS was, n.count AS now FROM top_topics FOR VERSION AS OF 1 o JOIN top_topics n USING (rank)"
     assert rows(root, both) == [{"was": 5, "now": 50}]
     assert rows(root, "SELECT count(*) AS n FROM top_topics", as_of="1") == [{"n": 3}]
-    later = run(Asked(root, "SELECT count(*) AS n FROM top_topics FOR TIMESTAMP AS OF '2999-01-01'", OPEN))
+    later = run(Statement(root, "SELECT count(*) AS n FROM top_topics FOR TIMESTAMP AS OF '2999-01-01'", OPEN))
     assert (json.loads(later.body), later.versions) == ([{"n": 1}], {"top_topics": 2})
     assert rows(root, "SELECT sum(yes) AS n FROM rsvps_by_city", as_of="1") == [{"n": 3}]
     for wrong in ("FOR VERSION AS OF 99", "FOR TIMESTAMP AS OF '2001-01-01'", "FOR TIMESTAMP AS OF 'noon'"):
-        with pytest.raises(QueryError):
+        with pytest.raises(SqlError):
             rows(root, f"SELECT * FROM top_topics {wrong}")
 
 
@@ -92,8 +92,8 @@ def test_a_table_as_it_was(root: Path) -> None:
     ],
 )
 def test_what_is_not_taken(root: Path, sql: str) -> None:
-    with pytest.raises((QueryError, UnknownTable)):
-        run(Asked(root, sql, OPEN))
+    with pytest.raises((SqlError, UnknownTable)):
+        run(Statement(root, sql, OPEN))
 
 
 def test_a_row_filter_cannot_be_got_round(root: Path) -> None:
@@ -101,14 +101,14 @@ def test_a_row_filter_cannot_be_got_round(root: Path) -> None:
     assert rows(root, "SELECT city FROM rsvps_by_city FOR VERSION AS OF 1", BONN) == [{"city": "Bonn"}]
     assert rows(root, "SELECT count(*) AS n FROM rsvps_by_city WHERE 1=1 OR city <> 'x'", BONN) == [{"n": 1}]
     for probe in ("SELECT * FROM rsvps_by_city__partials", "SELECT * FROM __source"):
-        with pytest.raises((QueryError, UnknownTable)):
-            run(Asked(root, probe, BONN))
-    with pytest.raises(QueryError) as told:  # an error of the statement's own says nothing of hidden rows
-        run(Asked(root, "SELECT * FROM rsvps_by_city WHERE CAST(city AS INT) > 0", BONN))
+        with pytest.raises((SqlError, UnknownTable)):
+            run(Statement(root, probe, BONN))
+    with pytest.raises(SqlError) as told:  # an error of the statement's own says nothing of hidden rows
+        run(Statement(root, "SELECT * FROM rsvps_by_city WHERE CAST(city AS INT) > 0", BONN))
     assert "Bonn" in str(told.value) and "Secret" not in str(told.value) and "Berlin" not in str(told.value)
     hidden = Principal(rows={"rsvps_by_city": "city = 'x' OR nothere = 1"})
-    with pytest.raises(QueryError, match="does not fit"):
-        run(Asked(root, "SELECT * FROM rsvps_by_city", hidden))
+    with pytest.raises(SqlError, match="does not fit"):
+        run(Statement(root, "SELECT * FROM rsvps_by_city", hidden))
 
 
 def test_tables_that_are_not_ones_own_do_not_exist(root: Path) -> None:
@@ -122,21 +122,23 @@ def test_tables_that_are_not_ones_own_do_not_exist(root: Path) -> None:
         "SELECT * FROM top_topics WHERE EXISTS (SELECT 1 FROM rsvps)",
         "WITH a AS (WITH rsvps AS (SELECT 1) SELECT * FROM rsvps) SELECT * FROM a, rsvps",
     ):
-        with pytest.raises((UnknownTable, QueryError)) as refused:
-            run(Asked(root, sql, some))
+        with pytest.raises((UnknownTable, SqlError)) as refused:
+            run(Statement(root, sql, some))
         assert "Berlin" not in str(refused.value)
         assert "there are: rsvps" not in str(refused.value)
 
 
 def test_the_answer_is_bounded(root: Path) -> None:
-    few = run(Asked(root, "SELECT range AS a FROM range(100000)", OPEN, rows=5_000))
+    few = run(Statement(root, "SELECT range AS a FROM range(100000)", OPEN, rows=5_000))
     assert (few.rows, few.truncated, len(json.loads(few.body))) == (5_000, True, 5_000)
-    small = run(Asked(root, "SELECT repeat('x', 1000) AS a FROM range(100000)", OPEN, size=100_000))
+    small = run(Statement(root, "SELECT repeat('x', 1000) AS a FROM range(100000)", OPEN, size=100_000))
     assert small.truncated and len(small.body) <= 100_000
-    with pytest.raises(QueryError, match="Memory"):
-        run(Asked(root, "SELECT list(range) FROM range(100000000)", OPEN, memory_mb=50))
+    with pytest.raises(SqlError, match="Memory"):
+        run(Statement(root, "SELECT list(range) FROM range(100000000)", OPEN, memory_mb=50))
 
 
 def test_arrow(root: Path) -> None:
-    answer: Answer = run(Asked(root, "SELECT city, yes FROM rsvps_by_city ORDER BY 1 LIMIT 1", OPEN, arrow=True))
+    answer: StatementResult = run(
+        Statement(root, "SELECT city, yes FROM rsvps_by_city ORDER BY 1 LIMIT 1", OPEN, arrow=True)
+    )
     assert pa.ipc.open_stream(io.BytesIO(answer.body)).read_all().to_pylist() == [{"city": "Berlin", "yes": 11}]

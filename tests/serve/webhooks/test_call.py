@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serve.webhooks.call import Caller, new_secret
+from serve.webhooks.call import WebhookCaller, new_secret
 from tests.serve.conftest import serving
 from tests.serve.lakes import top_topics, topics, window
 from tests.serve.security.test_gate import certificate
@@ -37,7 +37,7 @@ def resolving(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("resolving")
 async def test_a_name_that_is_not_ascii_is_asked_for_as_http_has_it() -> None:
     trust = ssl.create_default_context()
-    async with receiving() as receiver, Caller(60, private=True, trust=trust) as caller:
+    async with receiving() as receiver, WebhookCaller(60, private=True, trust=trust) as caller:
         url = receiver.url.replace("127.0.0.1", "Bücher.example")
         outcome = await caller.post(url, SECRET, "msg_1", "change", b'{"type": "ping"}')
         assert (outcome.status, outcome.error) == (204, "")
@@ -46,7 +46,7 @@ async def test_a_name_that_is_not_ascii_is_asked_for_as_http_has_it() -> None:
 
 
 async def test_what_fails_on_our_side_is_an_outcome() -> None:
-    async with Caller(60, private=True, trust=ssl.create_default_context()) as caller:
+    async with WebhookCaller(60, private=True, trust=ssl.create_default_context()) as caller:
         outcome = await caller.post("http://127.0.0.1:1/", "no secret", "msg_1", "change", b"{}")
     assert (outcome.status, outcome.error[:11]) == (0, "ValueError:")
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serve.webhooks.call import new_secret, secret_key, signature
-from serve.webhooks.guard import Forbidden, checked_url, is_public, target_of
+from serve.webhooks.call import Forbidden, checked_url, is_public, new_secret, secret_key, signature, target_of
 
 
 @pytest.mark.parametrize(

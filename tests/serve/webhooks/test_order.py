@@ -14,9 +14,8 @@ import pytest
 
 from lakehouse.contract.keys import KeyFile
 from lakehouse.contract.lake import Lake
-from serve.security.readers import ReaderKey
-from serve.webhooks.model import Webhook
-from serve.webhooks.store import Store
+from serve.security.gate import ReaderKey
+from serve.webhooks.store import Webhook, WebhookStore
 from tests.serve.conftest import Spawned
 from tests.serve.lakes import Product, city, rsvps_by_city, top_topics, topics, window
 
@@ -126,7 +125,7 @@ async def test_after_kill_9_a_message_is_what_it_was(root: Path, spawned: list[S
 
 
 def test_a_file_of_before_is_taken_over(tmp_path: Path) -> None:
-    store = Store(tmp_path, 10)
+    store = WebhookStore(tmp_path, 10)
     store.add(Webhook("wh_1", "", "t", "https://x", "s"), "here", 10)
     store.close()
     with sqlite3.connect(tmp_path / "webhooks.db") as db:
@@ -134,7 +133,7 @@ def test_a_file_of_before_is_taken_over(tmp_path: Path) -> None:
         db.execute("ALTER TABLE webhooks DROP COLUMN sel")
     db.close()
     for _ in range(2):
-        store = Store(tmp_path, 10)
+        store = WebhookStore(tmp_path, 10)
         assert store.reached("wh_1") == ("here", "here")
         store.moved("wh_1", "here")
         store.close()
@@ -183,6 +182,6 @@ async def test_what_is_tried_again_ends_with_the_key_that_asked_for_it(root: Pat
         made = await added(client, receiver)
         await until(lambda: len(receiver.requests) > 2)
         file.revoke(key.split("_")[1])
-        store = Store(Lake(root).state / "webhooks", 10)
+        store = WebhookStore(Lake(root).state / "webhooks", 10)
         await until(lambda: "key" in store.progress(made["id"])[2])
         store.close()

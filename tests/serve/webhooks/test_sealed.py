@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from lakehouse.contract.errors import ConfigError
-from serve.webhooks.model import Webhook
-from serve.webhooks.sealed import Plain, Sealer, sealer_of
-from serve.webhooks.store import Store
+from serve.webhooks.sealed import Plain, SecretSealer, sealer_of
+from serve.webhooks.store import Webhook, WebhookStore
 from tests.serve.lakes import top_topics, topics, window
 
 from .test_webhooks import added, hooked
@@ -18,8 +17,8 @@ from .test_webhooks import added, hooked
 SECRET = "whsec_" + "c2VjcmV0" * 4
 
 
-def secrets_of(folder: Path, sealer: Sealer | None = None) -> list[str]:
-    store = Store(folder, 10, sealer)
+def secrets_of(folder: Path, sealer: SecretSealer | None = None) -> list[str]:
+    store = WebhookStore(folder, 10, sealer)
     try:
         return [hook.secret for hook in store.all().values()]
     finally:
@@ -29,7 +28,7 @@ def secrets_of(folder: Path, sealer: Sealer | None = None) -> list[str]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A store that holds a secret as it is, from before there was a key."""
-    store = Store(tmp_path / "webhooks", 10)
+    store = WebhookStore(tmp_path / "webhooks", 10)
     assert store.add(Webhook("wh_1", "", "t", "https://x", SECRET), "", 10)
     store.close()
     return tmp_path / "webhooks"
@@ -80,7 +79,7 @@ def test_a_key_is_replaced(folder: Path, tmp_path: Path) -> None:
     both.touch(0o600)
     both.write_bytes(new.read_bytes() + old.read_bytes())
     with pytest.raises(ConfigError, match=r"another key.*Add that key"):
-        Store(folder, 10, sealer_of(str(new)))
+        WebhookStore(folder, 10, sealer_of(str(new)))
     assert secrets_of(folder, sealer_of(str(both))) == [SECRET]
     assert secrets_of(folder, sealer_of(str(new))) == [SECRET]  # the old one is not needed any more
     with pytest.raises(ConfigError, match=r"serve\.webhook_key"):

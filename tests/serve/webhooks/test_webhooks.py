@@ -14,7 +14,7 @@ import pytest
 
 from lakehouse.contract.keys import KeyFile
 from lakehouse.contract.lake import Lake
-from serve.security.readers import ReaderKey
+from serve.security.gate import ReaderKey
 from tests.serve.conftest import Spawned, serving
 from tests.serve.lakes import city, rsvps_by_city, top_topics, topics, window
 

@@ -1,0 +1,401 @@
+"""The next bytes of one subscriber: out of its backlog, a snapshot or the ring. No I/O; moves its cursor."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+
+from lakehouse.contract.channel import ChannelSpec
+from lakehouse.contract.settings import ServeSettings
+from serve.core import heartbeats, messages
+from serve.core.channel import ViewStream
+from serve.core.codec import Codec
+from serve.core.messages import Message
+from serve.core.model import TableChange
+from serve.core.position import Position, Seal
+from serve.core.ring import WireChannel
+from serve.core.streams import ViewStreams
+from serve.core.subscriber import Counters, Outgoing, Subscriber, SubscribeRequest
+from serve.errors import FilterError, RequestError
+from serve.security.access import Principal
+from serve.tables.state import TableState
+from serve.views.view import SubscriberView
+
+SLICE_BYTES = 131_072  # most that a trailing subscriber is handed at once
+
+
+def _from_backlog(subscriber: Subscriber, counters: Counters) -> bytes | None:
+    """What it is to hear before anything else; None: its window is full."""
+    taken: list[bytes] = []
+    sent: list[Position] = []
+    size = 0
+    for data, position in subscriber.backlog:
+        full = subscriber.window and position is not None and len(sent) >= (subscriber.room or 0)
+        if full or (taken and size + len(data) > SLICE_BYTES):
+            break
+        taken.append(data)
+        size += len(data)
+        if position is not None:
+            sent.append(position)
+    del subscriber.backlog[: len(taken)]
+    counters.messages += len(taken)
+    subscriber.sent(sent)
+    return b"".join(taken) if taken else None
+
+
+def _from_snapshot(subscriber: Subscriber, wire_channel: WireChannel, counters: Counters) -> bytes:
+    """The next part of its snapshot."""
+    snapshot = subscriber.snapshot
+    assert snapshot is not None
+    data = snapshot.frame(wire_channel.codec, subscriber.parts)
+    subscriber.parts += 1
+    counters.messages += 1
+    if subscriber.parts == len(snapshot.messages):
+        subscriber.snapshot = None
+        subscriber.at = snapshot.position
+    return data
+
+
+def _from_ring(subscriber: Subscriber, wire_channel: WireChannel, counters: Counters) -> bytes | None:
+    """Frames from its cursor on, which the ring must hold; None: it has everything, or its window is full."""
+    room = subscriber.room
+    if room == 0:
+        return None
+    if subscriber.cursor == wire_channel.ring.next:
+        if not subscriber.paused and not subscriber.idle:
+            wire_channel.has_everything(subscriber)
+        return None
+    if subscriber.conflate and (both := wire_channel.merge(subscriber.cursor)) is not None:
+        data, subscriber.cursor = both
+        counters.messages += 1
+        counters.conflated += 1
+        subscriber.sent([wire_channel.ring.frame(subscriber.cursor - 1).position])
+        return data
+    frames = wire_channel.ring.frames(subscriber.cursor, SLICE_BYTES, room)
+    subscriber.cursor += len(frames)
+    counters.messages += len(frames)
+    subscriber.sent([frame.position for frame in frames if frame.data])
+    return b"".join([frame.data for frame in frames])
+
+
+MAX_WINDOW = 10_000
+
+
+class Hub:
+    """All channels of one process.
+
+    Args:
+        settings: bounds and times.
+        codecs: wire forms that whole tables are kept in from the start; others come when somebody asks for them.
+        seal: writes and reads positions.
+        working: called when there is work for :meth:`work`.
+        specs: what is declared of tables' channels, by table.
+    """
+
+    def __init__(
+        self,
+        settings: ServeSettings,
+        codecs: Iterable[Codec],
+        seal: Seal,
+        working: Callable[[], None] = lambda: None,
+        specs: Mapping[str, ChannelSpec] = MappingProxyType({}),
+    ) -> None:
+        self.settings = settings
+        self.seal = seal
+        self.size = 0
+        self.streams = ViewStreams(settings, codecs, seal, working, specs)
+        self.channels = self.streams.channels
+        self.counters = self.streams.counters
+        self._beat_at = float("-inf")
+        self._beats: Iterator[heartbeats.Slice] | None = None  # whose heartbeat is due yet
+        self._beaten = 0  # who had theirs, of those
+
+    # Events from tables
+
+    def table_opened(self, state: TableState, detail: str) -> list[Outgoing]:
+        """A table is there, or has been replaced (then its subscribers hear ``detail`` and get a snapshot)."""
+        channel = self.channels.get(state.table.name)
+        if channel is None:
+            self.streams.open(state)
+            return []
+        channel.restarted(state)
+        deliveries: list[Outgoing] = []
+        for stream in list(channel.streams.values()):
+            try:
+                stream.restarted()
+            except FilterError as error:
+                deliveries += self.streams.drop(stream, error)
+                continue
+            members = stream.members()
+            for subscriber in members:
+                self.streams.start_over(subscriber, "log", detail or "the table was replaced")
+            if members:
+                deliveries.append(Outgoing(tuple(members), wake=True))
+        return deliveries
+
+    def table_closed(self, name: str, problem: str) -> list[Outgoing]:
+        """A table cannot be served any more; where it was, its subscribers hear ``not_served`` and are closed."""
+        return self.streams.close(name, problem)
+
+    def change_received(self, change: TableChange, now: float) -> Iterator[Outgoing]:
+        """A commit: its bytes go to whoever is live. Deliveries are made one view at a time as they are asked for, all
+        of them before anything else is told to the hub: so the first view does not wait for a thousand others."""
+        self.streams.now = now
+        channel = self.channels[change.table.name]
+        channel.remember(change)
+        return self._caught_up([stream for stream in channel.streams.values() if stream.opened], change)
+
+    def _caught_up(self, streams: list[ViewStream], change: TableChange) -> Iterator[Outgoing]:
+        for stream in streams:
+            yield from self.streams.catch_up(stream)
+        change.settle()
+
+    def work(self, now: float) -> list[Outgoing]:
+        """A few milliseconds of what takes long, such as the snapshot of a large table; see :attr:`working`."""
+        self.streams.now = now
+        return self.streams.work()
+
+    @property
+    def working(self) -> bool:
+        """Whether there is something for :meth:`work`."""
+        return self.streams.busy
+
+    # Events from subscribers
+
+    def view_of(self, table: str, principal: Principal, request: SubscribeRequest) -> SubscriberView:
+        """See :meth:`serve.core.streams.ViewStreams.view_of`."""
+        return self.streams.view_of(table, principal, request)
+
+    def subscribed(self, subscriber: Subscriber, request: SubscribeRequest, now: float) -> Position | None:
+        """A subscriber asks for a table, from a position or with a snapshot first.
+
+        Returns:
+            None: it can be sent to. A position: the ring does not reach it; replay the changes after it from the log,
+            then call :meth:`replay_received`.
+
+        Raises:
+            RequestError: no such table, too many subscribers or filters, or a filter that is refused.
+        """
+        self.streams.now = now
+        view = self.view_of(request.table, subscriber.principal, request)
+        if self.size >= self.settings.max_subscribers:
+            self.counters.refused += 1
+            raise RequestError(RequestError.FULL, "full", f"{self.size} subscribers are connected, which is the bound")
+        if not 0 <= request.window <= MAX_WINDOW:
+            raise RequestError(RequestError.BAD_REQUEST, "bad_request", f"window is 1 to {MAX_WINDOW}")
+        stream = self.streams.stream(request.table, view)
+        subscriber.conflate, subscriber.window = request.conflate, request.window
+        self.size += 1
+        self.counters.subscribed += 1
+        self._enter(subscriber, stream)
+        return self._begins(subscriber, stream, request.position)
+
+    def refiltered(self, subscriber: Subscriber, request: SubscribeRequest, now: float) -> None:
+        """It wants other rows or columns of its table from now on: ``expired``, then a snapshot of those.
+
+        Raises:
+            RequestError: the filter is refused; the old one stays.
+        """
+        self.streams.now = now
+        stream = subscriber.stream
+        if stream is None:
+            raise RequestError(RequestError.BAD_REQUEST, "bad_message", "there is no subscription yet")
+        other = self.streams.stream(
+            stream.channel.name, self.view_of(stream.channel.name, subscriber.principal, request)
+        )
+        self._exit(subscriber)
+        self._enter(subscriber, other)
+        self.streams.start_over(subscriber, "filter", "the filter was changed")
+
+    def unsubscribed(self, subscriber: Subscriber) -> None:
+        """The connection is gone."""
+        if subscriber.stream is not None:
+            self._exit(subscriber)
+            self.size -= 1
+
+    def replay_received(self, subscriber: Subscriber, start: Position, rebuilt: Sequence[Message], now: float) -> None:
+        """Messages after ``start``, rebuilt from the log: they go out before anything else. Where the ring has room
+        before its first frame it keeps them. ``subscriber.replaying`` is False when the ring takes it on from there."""
+        wire_channel = self._wire_channel(subscriber)
+        frames = wire_channel.prepend(start, rebuilt, now)
+        subscriber.backlog.extend((frame.data, frame.position) for frame in frames)
+        self._joins(subscriber, wire_channel, frames[-1].position if frames else start)
+
+    def replay_failed(self, subscriber: Subscriber, detail: str) -> None:
+        """The log does not reach back to the position: a snapshot, then."""
+        self.streams.start_over(subscriber, "log", detail)
+
+    def paused(self, subscriber: Subscriber, now: float) -> None:
+        """Its socket takes no more for now."""
+        if subscriber.wire_channel is None:
+            return
+        subscriber.paused = True
+        if subscriber.waiting_since is None:
+            subscriber.waiting_since = now
+        if subscriber.live:
+            subscriber.wire_channel.falls_behind(subscriber)
+
+    def drained(self, subscriber: Subscriber, now: float) -> None:
+        """Its socket takes more: ask :meth:`data_to_send`."""
+        subscriber.paused = False
+        self.heard_from(subscriber, now)
+
+    def heard_from(self, subscriber: Subscriber, now: float) -> bool:
+        """A sign that it reads: a pong, or its buffer has shrunk.
+
+        Returns:
+            Whether it was silent, and so has missed something maybe: ask :meth:`data_to_send`.
+        """
+        was_silent, subscriber.silent = subscriber.silent, False
+        subscriber.waiting_since = now if subscriber.paused else None
+        if (subscriber.live or subscriber.idle) and subscriber.acked is None:
+            subscriber.told_slow = False
+        return was_silent
+
+    def acknowledged(self, subscriber: Subscriber, position: Position) -> bool:
+        """It says it has processed everything up to ``position``; one that the ring does not hold is passed over.
+
+        Returns:
+            Whether its window takes more now: ask :meth:`data_to_send`.
+        """
+        wire_channel = subscriber.wire_channel
+        if wire_channel is None:
+            return False
+        processed = bisect_right(subscriber.unacked, position)
+        del subscriber.unacked[:processed]
+        cursor = wire_channel.ring.find(position)
+        if cursor is not None:
+            subscriber.acked = max(cursor, subscriber.acked or cursor)
+            if cursor == wire_channel.ring.next:
+                subscriber.told_slow = False
+        return processed > 0
+
+    def reached(self, subscriber: Subscriber) -> Position | None:
+        """Where the bytes that it was handed bring it; None: into the middle of a snapshot."""
+        if subscriber.live and subscriber.wire_channel is not None:
+            return subscriber.wire_channel.ring.head
+        return subscriber.at
+
+    def behind(self, subscriber: Subscriber) -> int:
+        """Messages in the ring that it was not handed yet."""
+        if subscriber.live or subscriber.wire_channel is None:
+            return 0
+        return max(0, subscriber.wire_channel.ring.next - subscriber.cursor)
+
+    def data_to_send(self, subscriber: Subscriber) -> bytes:
+        """The next bytes for a subscriber whose socket takes some; empty: it has everything, its window is full, it is
+        silent, or what comes next is being made (then it will be woken)."""
+        while (wire_channel := subscriber.wire_channel) is not None and not (subscriber.live or subscriber.silent):
+            if subscriber.backlog:
+                data = _from_backlog(subscriber, self.counters)
+            elif subscriber.snapshot is not None:
+                data = _from_snapshot(subscriber, wire_channel, self.counters)
+            elif subscriber.replaying or subscriber in self._stream_of(subscriber).waiting:
+                return b""
+            elif subscriber.room != 0 and not wire_channel.ring.holds(subscriber.cursor):
+                lost = wire_channel.ring.first - subscriber.cursor
+                self.streams.start_over(subscriber, "lagged", f"{lost} messages behind what the server keeps")
+                data = b""
+            else:
+                data = _from_ring(subscriber, wire_channel, self.counters)
+            if data is None:
+                return b""
+            if data:
+                self.counters.bytes += len(data)
+                return data
+        return b""
+
+    # The clock
+
+    def tick(self, now: float, at: int) -> list[Outgoing]:
+        """Heartbeats when they are due; who is slow is told, who gives no sign is cut; unused views are dropped."""
+        self.streams.now = now
+        deliveries: list[Outgoing] = []
+        for channel in self.channels.values():
+            for stream in list(channel.streams.values()):
+                for wire_channel in stream.wire_channels.values():
+                    for subscriber in heartbeats.suspects(wire_channel):
+                        deliveries.extend(heartbeats.checked(self, subscriber, wire_channel, now))
+                heartbeats.tidy(channel, stream, now)
+        deliveries += self.beat(now, at)
+        return deliveries
+
+    def beat(self, now: float, at: int) -> list[Outgoing]:
+        """The heartbeats that are due: some at a time, so that a change never waits for all of them and their pongs.
+        Where :attr:`beating`, call it again after some 20 ms."""
+        if self._beats is None:
+            if now - self._beat_at < self.settings.heartbeat_ms:
+                return []
+            self._beat_at, self._beaten = now, 0
+            self._beats = heartbeats.slices(self.channels)
+        deliveries: list[Outgoing] = []
+        due = self.size * heartbeats.SPREAD * (now - self._beat_at) / self.settings.heartbeat_ms
+        most = max(self._beaten + heartbeats.SLICE, due)
+        while self._beaten < most:
+            if (some := next(self._beats, None)) is None:
+                self._beats = None
+                break
+            self._beaten += len(some.members)
+            deliveries += heartbeats.beats(some, now, at)
+        return deliveries
+
+    @property
+    def beating(self) -> bool:
+        """Whether some are still to have their heartbeat."""
+        return self._beats is not None
+
+    def waiting(self) -> Iterator[Subscriber]:
+        """Subscribers whose socket takes no more: report those whose buffer has shrunk by :meth:`heard_from`."""
+        for channel in self.channels.values():
+            for stream in channel.streams.values():
+                for wire_channel in stream.wire_channels.values():
+                    yield from [subscriber for subscriber in wire_channel.trailing if subscriber.paused]
+
+    # Parts
+
+    def _enter(self, subscriber: Subscriber, stream: ViewStream) -> None:
+        subscriber.stream = stream
+        stream.empty_since = None
+        stream.wire_channel(subscriber.codec, conflates=subscriber.conflate).join(subscriber)
+
+    def _exit(self, subscriber: Subscriber) -> None:
+        assert subscriber.stream is not None and subscriber.wire_channel is not None
+        subscriber.wire_channel.leave(subscriber)
+        subscriber.stream.waiting.discard(subscriber)
+        subscriber.stream = None
+        subscriber.forget()
+
+    def _begins(self, subscriber: Subscriber, stream: ViewStream, position: Position | None) -> Position | None:
+        if not stream.opened:
+            self.streams.begin(stream)
+        if position is None:
+            self.streams.give_snapshot(subscriber, stream)
+        elif position.table_id != stream.channel.state.table.table_id:
+            self.streams.start_over(subscriber, "log", "the position is of another table of this name")
+        elif position.view != stream.view.id:
+            self.streams.start_over(subscriber, "filter", "the position is of another filter or other columns")
+        else:
+            self.counters.resumed += 1
+            told = messages.resumed(stream.live.table, position, self.seal, stream.view.told)
+            subscriber.backlog.append((subscriber.codec.frame(told), None))
+            subscriber.at = position
+            return None if self._joins(subscriber, self._wire_channel(subscriber), position) else position
+        return None
+
+    def _joins(self, subscriber: Subscriber, wire_channel: WireChannel, position: Position) -> bool:
+        cursor = wire_channel.ring.find(position)
+        if cursor is None and self._stream_of(subscriber).backfilled(wire_channel, position, self.streams.now):
+            cursor = wire_channel.ring.find(position)
+        subscriber.replaying = cursor is None
+        if cursor is not None:
+            subscriber.cursor = cursor
+        return cursor is not None
+
+    def _stream_of(self, subscriber: Subscriber) -> ViewStream:
+        assert subscriber.stream is not None
+        return subscriber.stream
+
+    def _wire_channel(self, subscriber: Subscriber) -> WireChannel:
+        assert subscriber.wire_channel is not None
+        return subscriber.wire_channel

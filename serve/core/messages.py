@@ -1,0 +1,242 @@
+"""The server's messages as docs/protocol.md has them, with the position that each brings a subscriber to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from lakehouse.contract.lake import CommitFacts
+from lakehouse.contract.rows import Key, Row
+from serve.core.model import TableChange, TableInfo
+from serve.core.position import Position, Seal
+from serve.core.values import encode_rows, to_json
+
+PART_BYTES = 262_144  # rows of one message; part of what positions mean: all server processes must split alike
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One message, ready to be framed.
+
+    Attributes:
+        kind: its ``type``.
+        body: the JSON text.
+        head: its content beside the rows, with ``type``: what other encodings than JSON start from.
+        position: where it brings the subscriber; None: it leaves the position as it is.
+        after: the position that it starts from (of a change).
+        table: whose rows it has; None: it has none.
+        rows: upserts of a change, rows of a snapshot.
+        deletes: keys of a change.
+        left: those of ``deletes`` that only left the subscriber's view.
+    """
+
+    kind: str
+    body: bytes
+    head: Mapping[str, Any]
+    position: Position | None = None
+    after: Position | None = None
+    table: TableInfo | None = None
+    rows: Sequence[Row] = ()
+    deletes: Sequence[Key] = ()
+    left: frozenset[Key] = frozenset()
+
+
+def change_messages(change: TableChange, seal: Seal, view: bytes) -> list[Message]:
+    """The change as one or more messages, the last of them with ``last: true`` and the commit's version as position.
+
+    Args:
+        change: as the view shows it.
+        seal: writes positions.
+        view: the view's id.
+    """
+    table = change.table
+    upserts = encode_rows(table.columns, change.upserts)
+    deletes = encode_rows(table.key, change.deletes)
+    start = Position(table.table_id, change.version - 1, 0, view)
+    facts = _facts(change.facts) | _events(change.facts)
+    messages = []
+    parts = list(_parts(list(map(len, upserts)), list(map(len, deletes))))
+    for number, (up, down) in enumerate(parts, 1):
+        last = number == len(parts)
+        position = start.at(change.version) if last else start.at(change.version - 1, number)
+        after = start.at(change.version - 1, number - 1)
+        head = _change_head(table, seal, position, after, last) | facts
+        gone = change.deletes[down]
+        messages.append(
+            _with_rows(
+                head,
+                (upserts[up], deletes[down]),
+                Message("change", b"", head, position, after, table, change.upserts[up], gone, _among(gone, change)),
+            )
+        )
+    return messages
+
+
+def merged(messages: Sequence[Message], seal: Seal) -> Message:
+    """Consecutive changes as one, for a subscriber that lags and wants the latest of each key only.
+
+    Args:
+        messages: changes of one view, at least two, of one description of the table.
+        seal: writes positions.
+
+    Returns:
+        A change from the first one's ``after`` to the last one's position, with ``merged``, the number of messages
+        that it stands for. Events are summed over the commits that end within.
+    """
+    first, final = messages[0], messages[-1]
+    table = final.table
+    assert table is not None and first.after is not None and final.position is not None
+    key_at = [table.columns.index(name) for name in table.key]
+    now: dict[Key, Row | None] = {}
+    left: set[Key] = set()
+    for message in messages:
+        for row in message.rows:
+            now[tuple([row[i] for i in key_at])] = row
+        for key in message.deletes:
+            now[key] = None
+            (left.add if key in message.left else left.discard)(key)
+    rows = [row for row in now.values() if row is not None]
+    deletes = [key for key, row in now.items() if row is None]
+    ends = [message.head for message in messages if message.head["last"]]
+    facts = {name: final.head[name] for name in ("through", "committed_at")}
+    facts["events"] = sum(end["events"] for end in ends)
+    for name, pick in (("oldest_at", min), ("newest_at", max)):
+        times = [end[name] for end in ends if name in end]
+        facts |= {name: pick(times)} if times else {}
+    head = _change_head(table, seal, final.position, first.after, final.head["last"]) | facts
+    head["merged"] = len(messages)
+    shell = Message(
+        "change", b"", head, final.position, first.after, table, rows, deletes, frozenset(left.intersection(deletes))
+    )
+    return _with_rows(head, (encode_rows(table.columns, rows), encode_rows(table.key, deletes)), shell)
+
+
+def snapshot_messages(
+    table: TableInfo,
+    position: Position,
+    facts: CommitFacts,
+    rows: Sequence[tuple[Row, bytes]],
+    seal: Seal,
+    extra: Mapping[str, Any],
+) -> Iterator[Message]:
+    """A state as one or more messages of one position, made as they are asked for.
+
+    Args:
+        table: as the view shows it.
+        position: what the snapshot stands for.
+        facts: of the last commit.
+        rows: in the order of their keys, each with its JSON.
+        seal: writes positions.
+        extra: what else the first lines say: the view, and for how long positions live.
+    """
+    parts = [up for up, _ in _parts([len(text) for _, text in rows], [])]
+    base = {"type": "snapshot", **_table_head(table, position, seal), **extra}
+    for number, part in enumerate(parts, 1):
+        last = number == len(parts)
+        head = base | {"first": number == 1, "last": last} | _facts(facts)
+        part_rows = rows[part]
+        body = to_json(head | {"rows": [orjson.Fragment(text) for _, text in part_rows]})
+        at = position if last else None
+        yield Message("snapshot", body, head, at, None, table, [row for row, _ in part_rows])
+
+
+def resumed(table: TableInfo, position: Position, seal: Seal, extra: Mapping[str, Any]) -> Message:
+    """The position is served: the changes after it follow."""
+    return _message({"type": "resumed", **_table_head(table, position, seal), **extra}, position)
+
+
+def heartbeat(table: str, token: str, behind: int, newest_at: int | None, now_ms: int) -> Message:
+    """Alive, and how far the subscriber and the table are behind."""
+    lag = None if newest_at is None else max(0, now_ms - newest_at)
+    content = {"table": table, "position": token, "behind": behind, "lag_ms": lag, "at": now_ms}
+    return _message({"type": "heartbeat", **content})
+
+
+def slow(table: str, behind: int, behind_ms: int, cut_in_ms: int) -> Message:
+    """The subscriber lags."""
+    return _message({"type": "slow", "table": table, "behind": behind, "behind_ms": behind_ms, "cut_in_ms": cut_in_ms})
+
+
+def expired(table: str, reason: str, detail: str) -> Message:
+    """What the subscriber had is void; a snapshot follows."""
+    return _message({"type": "expired", "table": table, "reason": reason, "detail": detail})
+
+
+def error(code: str, detail: str) -> Message:
+    """The request is wrong; the connection is closed, but for a filter that was to replace another."""
+    return _message({"type": "error", "code": code, "detail": detail})
+
+
+def closed(code: int, detail: str) -> Message:
+    """The end, and why, on transports that have no close codes of their own."""
+    return _message({"type": "close", "code": code, "detail": detail})
+
+
+def _message(content: Mapping[str, Any], position: Position | None = None) -> Message:
+    return Message(content["type"], to_json(content), content, position)
+
+
+def _with_rows(head: Mapping[str, Any], rows: tuple[list[bytes], list[bytes]], shell: Message) -> Message:
+    upserts, deletes = rows
+    content = dict(head)
+    content["upserts"] = [orjson.Fragment(row) for row in upserts]
+    content["deletes"] = [orjson.Fragment(key) for key in deletes]
+    if shell.left:
+        gone = zip(shell.deletes, content["deletes"], strict=True)
+        content["leaves"] = [text for key, text in gone if key in shell.left]
+    return Message(
+        shell.kind,
+        to_json(content),
+        head,
+        shell.position,
+        shell.after,
+        shell.table,
+        shell.rows,
+        shell.deletes,
+        shell.left,
+    )
+
+
+def _change_head(table: TableInfo, seal: Seal, position: Position, after: Position, last: bool) -> dict[str, Any]:
+    tokens = {"position": seal.token(position), "after": seal.token(after)}
+    return {"type": "change", "table": table.name, **tokens, "last": last}
+
+
+def _table_head(table: TableInfo, position: Position, seal: Seal) -> dict[str, Any]:
+    return {
+        "table": table.name,
+        "key": table.key,
+        "columns": table.columns,
+        "position": seal.token(position),
+        "position_lives_ms": table.retention_ms,
+    }
+
+
+def _among(keys: Sequence[Key], change: TableChange) -> frozenset[Key]:
+    return change.left.intersection(keys) if change.left else change.left
+
+
+def _parts(upserts: Sequence[int], deletes: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """Rows, given by their sizes, cut into parts of about :data:`PART_BYTES`, upserts first; at least one part."""
+    starts, size = [0, 0], 0
+    ends = [0, 0]
+    for kind, sizes in enumerate((upserts, deletes)):
+        for row in sizes:
+            if size and size + row > PART_BYTES:
+                yield slice(starts[0], ends[0]), slice(starts[1], ends[1])
+                starts, size = list(ends), 0
+            ends[kind] += 1
+            size += row
+    yield slice(starts[0], ends[0]), slice(starts[1], ends[1])
+
+
+def _facts(facts: CommitFacts) -> dict[str, Any]:
+    return {"through": facts.through, "committed_at": facts.committed_at}
+
+
+def _events(facts: CommitFacts) -> dict[str, Any]:
+    times = {"oldest_at": facts.oldest_at, "newest_at": facts.newest_at}
+    return {"events": facts.events} | {name: at for name, at in times.items() if at is not None}

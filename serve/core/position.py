@@ -1,0 +1,169 @@
+"""A position: how far a subscriber is, as an opaque, signed text that any server process on the lake understands."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+import re
+import secrets
+import struct
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from lakehouse.contract.errors import EnvironmentProblem
+from serve.errors import PositionError
+
+WHOLE = bytes(8)
+"""The view of one who has the whole table."""
+
+KEY_FILE = "position.key"
+_FORMAT = struct.Struct(">BQI8s")
+_UUID, _TEXT = 3, 4  # forms of the table id; 1 and 2 were those of unsigned positions
+_TOKEN = re.compile(r"[A-Za-z0-9_-]+")
+_MAX_LENGTH = 300
+_TAG_BYTES = 12  # of HMAC-SHA-256, truncated as RFC 2104, section 5 allows (not less than 80 bits)
+_KEY_BYTES = 32
+_WRITTEN_KEPT = 4_096
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Position:
+    """Everything of the table up to ``version``, and the first ``ordinal`` messages of the version after it.
+
+    A commit whose change fits one message takes a subscriber from (id, V, 0) to (id, V + 1, 0); one that takes three
+    goes by (id, V, 1) and (id, V, 2). Positions of one table and view compare in the order of delivery.
+
+    Attributes:
+        table_id: id in the Delta table's metadata; a rebuilt table has another.
+        version: Delta version.
+        ordinal: messages of the next version that were delivered already.
+        view: what of the table it is a position in (8 bytes): rows held under one filter are no start for another.
+    """
+
+    table_id: str
+    version: int
+    ordinal: int = 0
+    view: bytes = WHOLE
+
+    def at(self, version: int, ordinal: int = 0) -> Position:
+        """Another position of the same table and view."""
+        return Position(self.table_id, version, ordinal, self.view)
+
+
+class Seal:
+    """Writes positions as text and reads them back, with a key that all server processes of a lake share.
+
+    The signature is there so that a position can be trusted as far as it goes: nobody can ask the server to load a
+    version that it never handed out, and a damaged one is told from an old one.
+
+    Args:
+        key: the secret.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._signer = hmac.new(key, digestmod="sha256")
+        # ByteCache for a while: the next message starts from where the last one ended. Asked by several threads.
+        self._written = lru_cache(_WRITTEN_KEPT)(self._text)
+
+    def __repr__(self) -> str:
+        return "Seal(…)"
+
+    def derived(self, purpose: bytes) -> bytes:
+        """Another secret that all server processes of the lake share, for one purpose alone."""
+        return hmac.digest(self._key, b"millrace " + purpose, "sha256")
+
+    def token(self, position: Position) -> str:
+        """The opaque text: URL-safe base64 without padding of form, version, ordinal, view, table id, signature."""
+        return self._written(position)
+
+    def parse(self, token: str) -> Position:
+        """The position that :meth:`token` wrote.
+
+        Raises:
+            PositionError: it is something else, or another lake's.
+        """
+        if not _TOKEN.fullmatch(token) or len(token) > _MAX_LENGTH:
+            raise PositionError(token, "it is not URL-safe base64 of a sensible length")
+        try:
+            signed = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
+        except binascii.Error:
+            raise PositionError(token, "it is not URL-safe base64") from None
+        raw, tag = signed[:-_TAG_BYTES], signed[-_TAG_BYTES:]
+        if len(raw) <= _FORMAT.size:
+            raise PositionError(token, "it is too short")
+        if not hmac.compare_digest(tag, self._tag(raw)):
+            raise PositionError(token, "its signature is not of this lake")
+        form, version, ordinal, view = _FORMAT.unpack_from(raw)
+        return Position(_unpacked(token, form, raw[_FORMAT.size :]), version, ordinal, view)
+
+    def _text(self, position: Position) -> str:
+        form, ident = _packed(position.table_id)
+        raw = _FORMAT.pack(form, position.version, position.ordinal, position.view) + ident
+        return base64.urlsafe_b64encode(raw + self._tag(raw)).rstrip(b"=").decode()
+
+    def _tag(self, raw: bytes) -> bytes:
+        signer = self._signer.copy()  # half of what it costs to begin with the key
+        signer.update(raw)
+        return signer.digest()[:_TAG_BYTES]
+
+
+def lake_seal(state: Path) -> Seal:
+    """The seal of a lake, made at the first start of any server process on it.
+
+    Args:
+        state: the lake's folder for what is no table; the key lies in it, readable by its owner only.
+
+    Raises:
+        EnvironmentProblem: the key can be neither read nor made.
+    """
+    path = state / KEY_FILE
+    try:
+        with suppress(FileNotFoundError):
+            return Seal(_checked(path))
+        state.mkdir(parents=True, exist_ok=True)
+        draft = state / f".{KEY_FILE}.{secrets.token_hex(6)}"
+        draft.touch(mode=0o600, exist_ok=False)
+        try:
+            draft.write_bytes(secrets.token_bytes(_KEY_BYTES))
+            with suppress(FileExistsError):  # another process was first: its key it is
+                path.hardlink_to(draft)
+        finally:
+            draft.unlink()
+        return Seal(_checked(path))
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"the key that signs positions cannot be kept in {path}: {error.strerror}",
+            "Let the server write to the lake's _millrace folder once, or put 32 random bytes there (mode 0600)",
+        ) from None
+
+
+def _checked(path: Path) -> bytes:
+    key = path.read_bytes()
+    if len(key) < _KEY_BYTES:
+        raise EnvironmentProblem(f"{path} holds {len(key)} bytes, not {_KEY_BYTES}", "Remove it; a new one is made")
+    return key
+
+
+@lru_cache(1_024)
+def _packed(table_id: str) -> tuple[int, bytes]:
+    try:  # the Delta protocol says GUID, and holds nobody to it
+        ident = uuid.UUID(table_id)
+    except ValueError:
+        return _TEXT, table_id.encode()
+    return (_UUID, ident.bytes) if str(ident) == table_id else (_TEXT, table_id.encode())
+
+
+def _unpacked(token: str, form: int, ident: bytes) -> str:
+    if form == _UUID and len(ident) == 16:
+        return str(uuid.UUID(bytes=ident))
+    if form == _TEXT:
+        try:
+            return ident.decode()
+        except UnicodeDecodeError:
+            pass
+    raise PositionError(token, "its table id cannot be read")

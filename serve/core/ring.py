@@ -1,0 +1,281 @@
+"""The ring: the last messages of one view in one wire form, framed once and read by any number of cursors.
+
+A cursor is the number of the message to be sent next. Numbers are never used twice, so a cursor whose message has been
+dropped is recognised. A :class:`WireChannel` is a ring with its readers. No I/O, no clock.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from serve.core.codec import Codec
+from serve.core.messages import PART_BYTES, Message, merged
+from serve.core.position import Position, Seal
+from serve.core.subscriber import Subscriber
+
+
+@dataclass(frozen=True, slots=True)
+class RingFrame:
+    """One message in its wire form.
+
+    Attributes:
+        data: bytes as they go on the wire.
+        position: where the message brings a subscriber.
+        at: ms on the hub's clock when it came.
+        message: what it says, kept where somebody may want it merged with others.
+    """
+
+    data: bytes
+    position: Position
+    at: float
+    message: Message | None = None
+
+
+class Ring:
+    """Frames ``first`` to ``next - 1``.
+
+    Args:
+        start: the position that the first frame to come starts from.
+        max_frames, max_bytes: the bound; the newest frame is kept whatever its size.
+    """
+
+    def __init__(self, start: Position, *, max_frames: int, max_bytes: int) -> None:
+        self._frames: deque[RingFrame] = deque()
+        self._max_frames = max_frames
+        self._max_bytes = max_bytes
+        self._start = start
+        self.bytes = 0
+        self.first = 0
+
+    @property
+    def next(self) -> int:
+        """The number that the next frame will have: the cursor of one who has everything."""
+        return self.first + len(self._frames)
+
+    @property
+    def head(self) -> Position:
+        """Position of one who has everything."""
+        return self._frames[-1].position if self._frames else self._start
+
+    @property
+    def start(self) -> Position:
+        """The oldest position that can be served from here."""
+        return self._start
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing can be put before its first frame."""
+        return len(self._frames) >= self._max_frames or self.bytes >= self._max_bytes
+
+    def append(self, frame: RingFrame) -> None:
+        """Add the newest frame, and drop old ones beyond the bound."""
+        self._frames.append(frame)
+        self.bytes += len(frame.data)
+        while len(self._frames) > 1 and (len(self._frames) > self._max_frames or self.bytes > self._max_bytes):
+            dropped = self._frames.popleft()
+            self.bytes -= len(dropped.data)
+            self._start = dropped.position
+            self.first += 1
+
+    def prepend(self, start: Position, frames: Sequence[RingFrame]) -> int:
+        """Fill up backwards with the frames right before :attr:`start`, as far as the bound allows.
+
+        Args:
+            start: the position before the first of ``frames``.
+            frames: consecutive, the last one ending at :attr:`start`.
+
+        Returns:
+            How many were taken, from the end.
+        """
+        if not frames or frames[-1].position != self._start:
+            return 0
+        taken = 0
+        for frame in reversed(frames):
+            if len(self._frames) >= self._max_frames or self.bytes + len(frame.data) > self._max_bytes:
+                break
+            self._frames.appendleft(frame)
+            self.bytes += len(frame.data)
+            self.first -= 1
+            taken += 1
+        if taken:
+            self._start = frames[-taken - 1].position if taken < len(frames) else start
+        return taken
+
+    def find(self, position: Position) -> int | None:
+        """The cursor of a subscriber at this position; None: it is older than the ring, or ahead of it."""
+        if not self._start <= position <= self.head:
+            return None
+        return self.first + bisect_right(self._frames, position, key=lambda frame: frame.position)
+
+    def holds(self, cursor: int) -> bool:
+        """Whether one who is at the cursor can be served on."""
+        return cursor >= self.first
+
+    def frame(self, cursor: int) -> RingFrame:
+        """The frame of this number; it must be held."""
+        return self._frames[cursor - self.first]
+
+    def frames(self, cursor: int, max_bytes: int, max_frames: int | None = None) -> list[RingFrame]:
+        """Frames from the cursor on, at least one where there is one."""
+        found: list[RingFrame] = []
+        size = 0
+        start = cursor - self.first
+        for frame in islice(self._frames, start, None if max_frames is None else start + max_frames):
+            if found and size + len(frame.data) > max_bytes:
+                break
+            found.append(frame)
+            size += len(frame.data)
+        return found
+
+
+_MERGES_KEPT = 4  # those who lag together share the merged change
+
+
+@dataclass(slots=True)
+class SharedSnapshot:
+    """A snapshot of a view, shared by whoever needs one, in whatever wire form.
+
+    Attributes:
+        messages: in order.
+        position: the state that it is.
+        size: bytes as JSON.
+        total: bytes that the stream had made when it was made.
+        at: ms on the hub's clock.
+    """
+
+    messages: Sequence[Message]
+    position: Position
+    size: int
+    total: int
+    at: float
+    _frames: dict[tuple[str, int], bytes] = field(default_factory=dict)
+
+    def frame(self, codec: Codec, part: int) -> bytes:
+        """A part's bytes, made once for each wire form and not before somebody takes them."""
+        key = (codec.name, part)
+        data = self._frames.get(key)
+        if data is None:
+            data = self._frames[key] = codec.frame(self.messages[part])
+        return data
+
+
+class WireChannel:
+    """See the module.
+
+    Args:
+        codec: its wire form.
+        ring: its frames.
+        seal: writes positions of merged changes.
+        conflates: whether messages are kept beside their bytes, for :meth:`merge`.
+    """
+
+    def __init__(self, codec: Codec, ring: Ring, seal: Seal, *, conflates: bool = False) -> None:
+        self.codec = codec
+        self.ring = ring
+        self.live: set[Subscriber] = set()
+        self.idle: set[Subscriber] = set()
+        self.trailing: set[Subscriber] = set()
+        self._conflates = conflates
+        self._seal = seal
+        self._listed: tuple[Subscriber, ...] | None = None  # those who are live, as long as they are the same
+        self._merges: dict[tuple[int, int], tuple[bytes, int]] = {}
+
+    def members(self) -> tuple[Subscriber, ...]:
+        """All its subscribers."""
+        return (*self.live, *self.idle, *self.trailing)
+
+    def listed(self) -> tuple[Subscriber, ...]:
+        """Who is live."""
+        if self._listed is None:
+            self._listed = tuple(self.live)
+        return self._listed
+
+    def append(self, messages: Sequence[Message], now: float) -> bytes:
+        """RingFrame messages, once for all, and put them into the ring. Their bytes, joined."""
+        parts = []
+        for message in messages:
+            assert message.position is not None
+            data = self.codec.frame(message)
+            self.ring.append(RingFrame(data, message.position, now, message if self._conflates else None))
+            parts.append(data)
+        self._merges.clear()
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def prepend(self, start: Position, messages: Sequence[Message], now: float) -> list[RingFrame]:
+        """RingFrame messages from before the ring, and put those into it that end where it starts and have room."""
+        kept = messages if self._conflates else [None] * len(messages)
+        frames = [
+            RingFrame(self.codec.frame(m), m.position, now, k)
+            for m, k in zip(messages, kept, strict=True)
+            if m.position is not None
+        ]
+        self.ring.prepend(start, frames)
+        return frames
+
+    def merge(self, cursor: int) -> tuple[bytes, int] | None:
+        """The changes from the cursor on as one, as many as make one message, and the cursor after them.
+
+        Returns:
+            None: there are not two that can be merged.
+        """
+        key = (cursor, self.ring.next)
+        if (known := self._merges.get(key)) is not None:
+            return known
+        taken: list[Message] = []
+        size = 0
+        for frame in self.ring.frames(cursor, 4 * PART_BYTES):
+            message = frame.message
+            if message is None or (taken and message.table is not taken[0].table):
+                break
+            size += len(message.body)
+            if taken and size > PART_BYTES and len({*taken[0].deletes, *message.deletes}) * 2 > len(taken):
+                break
+            taken.append(message)
+        if len(taken) < 2:
+            return None
+        made = self.codec.frame(merged(taken, self._seal)), cursor + len(taken)
+        while len(self._merges) >= _MERGES_KEPT:
+            self._merges.pop(next(iter(self._merges)))
+        self._merges[key] = made
+        return made
+
+    def join(self, subscriber: Subscriber) -> None:
+        """It trails, for now."""
+        subscriber.wire_channel = self
+        self.trailing.add(subscriber)
+
+    def leave(self, subscriber: Subscriber) -> None:
+        """It is gone."""
+        self._listed = None
+        for group in (self.live, self.idle, self.trailing):
+            group.discard(subscriber)
+        subscriber.wire_channel = None
+
+    def has_everything(self, subscriber: Subscriber) -> None:
+        """It has read to the end: what comes goes straight to its socket, or wakes it where it has a window."""
+        self.trailing.discard(subscriber)
+        if subscriber.window:
+            subscriber.idle = True
+            self.idle.add(subscriber)
+        else:
+            subscriber.live = True
+            self.live.add(subscriber)
+            self._listed = None
+
+    def falls_behind(self, subscriber: Subscriber) -> None:
+        """It was live and has had everything until now; what comes next it reads from the ring, when it can."""
+        subscriber.cursor = self.ring.next
+        subscriber.at = self.ring.head
+        self.trails(subscriber)
+
+    def trails(self, subscriber: Subscriber) -> None:
+        """It reads from the ring, from its cursor on."""
+        subscriber.live = subscriber.idle = False
+        self._listed = None
+        self.live.discard(subscriber)
+        self.idle.discard(subscriber)
+        self.trailing.add(subscriber)

@@ -1,0 +1,222 @@
+"""The streams of one process: which views of which tables are kept, and what is made before anybody is served.
+
+The hub's other half (:mod:`serve.core.hub` has the subscribers' side); no I/O, no clock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+
+from lakehouse.contract.channel import EVERYTHING, ChannelSpec
+from lakehouse.contract.settings import ServeSettings
+from serve.core import messages
+from serve.core.channel import INLINE_ROWS, Channel, ViewStream
+from serve.core.codec import Codec
+from serve.core.position import WHOLE, Seal
+from serve.core.ring import WireChannel
+from serve.core.subscriber import Counters, Outgoing, Subscriber, SubscribeRequest
+from serve.errors import FilterError, RequestError
+from serve.security.access import Principal
+from serve.tables.state import TableState
+from serve.views.view import SubscriberView
+
+log = logging.getLogger(__name__)
+
+
+class ViewStreams:
+    """See the module; arguments as of :class:`serve.core.hub.Hub`."""
+
+    def __init__(
+        self,
+        settings: ServeSettings,
+        codecs: Iterable[Codec],
+        seal: Seal,
+        working: Callable[[], None],
+        specs: Mapping[str, ChannelSpec],
+    ) -> None:
+        self.specs = specs
+        self.settings = settings
+        self.seal = seal
+        self.channels: dict[str, Channel] = {}
+        self.counters = Counters()
+        self.now = 0.0  # of the event that is being handled
+        self._codecs = tuple(codecs)
+        self._busy: deque[ViewStream] = deque()
+        self._owed: list[Outgoing] = []  # by what could not hand them out itself
+        self._working = working
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is something for :meth:`work`."""
+        return bool(self._busy or self._owed)
+
+    def open(self, state: TableState) -> None:
+        """A table that was not there before."""
+        spec = self.specs.get(state.table.name, EVERYTHING)
+        self.channels[state.table.name] = Channel(state, self._codecs, self.settings, self.seal, spec)
+
+    def close(self, table: str, problem: str) -> list[Outgoing]:
+        """A table cannot be served any more: its subscribers are told and closed."""
+        channel = self.channels.pop(table, None)
+        why = RequestError(RequestError.BAD_REQUEST, "not_served", problem)
+        streams = [] if channel is None else list(channel.streams.values())
+        return [delivery for stream in streams for delivery in self._ended(stream, why)]
+
+    def work(self) -> list[Outgoing]:
+        """What is still to be handed out, or else a slice of what takes long."""
+        if self._owed:
+            owed, self._owed = self._owed, []
+            return owed
+        if not self._busy:
+            return []
+        stream = self._busy.popleft()
+        deliveries = self._step(stream)
+        if stream.work is not None:
+            self._busy.append(stream)
+        return deliveries
+
+    def view_of(self, table: str, principal: Principal, request: SubscribeRequest) -> SubscriberView:
+        """What a principal sees of a table when it asks like this: the one place where its rights are applied.
+
+        Raises:
+            RequestError: no such table, or none for this principal; or the request's SQL is refused.
+        """
+        channel = self.channels.get(table)
+        if channel is None or not principal.may_read(table):
+            raise RequestError(RequestError.NOT_FOUND, "no_such_table", f"no table {table!r} is served here")
+        try:
+            return channel.view(request, principal.condition(table))
+        except FilterError as error:
+            raise RequestError(RequestError.BAD_REQUEST, "bad_filter", str(error)) from None
+
+    def filters(self) -> int:
+        """Distinct views kept up to date, beside whole tables."""
+        return sum(len(channel.streams) - 1 for channel in self.channels.values())
+
+    def stream(self, table: str, view: SubscriberView) -> ViewStream:
+        channel = self.channels[table]
+        stream = channel.streams.get(view.id)
+        if stream is None:
+            if self.filters() >= self.settings.max_filters and not self._evicted():
+                self.counters.refused += 1
+                problem = f"{self.settings.max_filters} filters are in use, which is the bound"
+                raise RequestError(RequestError.FULL, "full", problem)
+            stream = channel.streams[view.id] = ViewStream(view, channel)
+        return stream
+
+    def _evicted(self) -> bool:
+        for channel in self.channels.values():
+            for ident, stream in channel.streams.items():
+                if ident != WHOLE and not stream.members():
+                    del channel.streams[ident]
+                    return True
+        return False
+
+    def drop(self, stream: ViewStream, error: FilterError) -> list[Outgoing]:
+        """The view makes no sense any more."""
+        log.warning("%s: a filter is dropped: %s", stream.channel.name, error, exc_info=error.__cause__)
+        stream.channel.streams.pop(stream.view.id, None)
+        return self._ended(stream, RequestError(RequestError.BAD_REQUEST, "bad_filter", str(error)))
+
+    def _ended(self, stream: ViewStream, why: RequestError) -> list[Outgoing]:
+        """Nothing more comes of a stream: its subscribers are told and closed."""
+        stream.work, stream.ended = None, why
+        deliveries = []
+        for wire_channel in stream.wire_channels.values():
+            if members := wire_channel.members():
+                told = wire_channel.codec.frame(messages.error(why.code, why.detail))
+                deliveries.append(Outgoing(members, told, close=why.close, reason=why.detail))
+        return deliveries
+
+    def catch_up(self, stream: ViewStream) -> list[Outgoing]:
+        """Everything that the stream has not taken yet; ordinarily one commit."""
+        missed = stream.channel.since(stream.version)
+        deliveries: list[Outgoing] = []
+        try:
+            if missed is None:  # more has happened while it was made than is kept: it begins anew
+                stream.restarted()
+                for subscriber in stream.members():
+                    self.start_over(subscriber, "lagged", "the table changed faster than the view of it was made")
+            for change in missed or ():
+                for name, data in stream.taken(change, self.now).items():
+                    wire_channel = stream.wire_channels[name]
+                    if wire_channel.live and data:
+                        deliveries.append(self._counted(wire_channel, data))
+                    if wire_channel.idle:
+                        deliveries.append(Outgoing(tuple(wire_channel.idle), wake=True))
+                        for subscriber in tuple(wire_channel.idle):
+                            wire_channel.trails(subscriber)
+        except FilterError as error:
+            return [*deliveries, *self.drop(stream, error)]
+        return deliveries
+
+    def begin(self, stream: ViewStream) -> None:
+        """Have a snapshot made: at once where the table is small."""
+        if stream.ended is not None:
+            return
+        deliveries: list[Outgoing] = []
+        try:
+            stream.begin(self.now)
+        except FilterError as error:
+            deliveries = self.drop(stream, error)
+        if len(stream.channel.state.rows) <= INLINE_ROWS and len(stream.waiting) <= 1:
+            while stream.work is not None:
+                deliveries = self._step(stream)
+        if stream.ended is not None:
+            self._owed += deliveries
+            self._working()
+        elif stream.work is not None and stream not in self._busy:
+            self._busy.append(stream)
+            self._working()
+
+    def _step(self, stream: ViewStream) -> list[Outgoing]:
+        if stream.work is None:
+            return []
+        try:
+            done = stream.worked()
+        except FilterError as error:
+            return self.drop(stream, error)
+        if done:
+            return self._snapshot_made(stream)
+        return self.catch_up(stream) if stream.opened else []
+
+    def _snapshot_made(self, stream: ViewStream) -> list[Outgoing]:
+        waiting = tuple(stream.waiting)
+        stream.waiting.clear()
+        for subscriber in waiting:
+            self.give_snapshot(subscriber, stream, made=True)
+        return [Outgoing(waiting, wake=True)] if waiting else []
+
+    def give_snapshot(self, subscriber: Subscriber, stream: ViewStream, *, made: bool = False) -> None:
+        """The last snapshot, or the next one. One just made is taken whatever came meanwhile: the ring has that."""
+        wire_channel = subscriber.wire_channel
+        assert wire_channel is not None
+        snapshot = stream.usable(wire_channel, made=made)
+        if snapshot is None:
+            stream.waiting.add(subscriber)
+            self.begin(stream)
+            return
+        cursor = wire_channel.ring.find(snapshot.position)
+        assert cursor is not None, "a snapshot is of a position in the ring"
+        self.counters.snapshots += 1
+        subscriber.snapshot, subscriber.parts, subscriber.cursor = snapshot, 0, cursor
+        subscriber.at = None
+
+    def start_over(self, subscriber: Subscriber, reason: str, detail: str) -> None:
+        stream, wire_channel = subscriber.stream, subscriber.wire_channel
+        assert stream is not None and wire_channel is not None
+        self.counters.expired[reason] += 1
+        log.info("%s: expired (%s): %s", subscriber.label, reason, detail)
+        wire_channel.trails(subscriber)
+        subscriber.forget()
+        stream.waiting.discard(subscriber)
+        told = messages.expired(stream.channel.name, reason, detail)
+        subscriber.backlog.append((subscriber.codec.frame(told), None))
+        self.give_snapshot(subscriber, stream)
+
+    def _counted(self, wire_channel: WireChannel, data: bytes) -> Outgoing:
+        self.counters.messages += len(wire_channel.live)
+        self.counters.bytes += len(wire_channel.live) * len(data)
+        return Outgoing(wire_channel.listed(), data)

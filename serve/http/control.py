@@ -1,0 +1,209 @@
+"""Continuous queries over HTTP: add, list, look at, remove. The rules are those of ``lakehouse.contract.queries``.
+
+A query is only written down here; the driver takes it up. So the server needs no Java, and a query can be added while
+the driver is down.
+
+Changing anything is for keys that may (``millrace keys new --reader --queries``) and that see everything, because a
+query reads whole tables; where no key is asked for, it is for callers of this machine. A JSON body is asked for, which
+no form on a foreign page can send.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from dataclasses import replace
+from typing import Any
+
+import orjson
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+
+from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.lake import Lake
+from lakehouse.contract.pipeline import Pipeline, load_pipeline
+from lakehouse.contract.queries import Declared, QuerySpec, checked_query
+from lakehouse.contract.settings import Settings
+from lakehouse.contract.sqlcheck import QueryRefused
+from serve.core.hub import Hub
+from serve.core.values import to_json
+from serve.push.request import admitted
+
+MAX_BODY = 65_536
+_STATUS = {"taken": 409, "quota": 429, "unknown": 404}
+_KEYS = {"name", "sql", "key", "from", "source", "options"}
+
+
+async def list_queries(request: Request) -> Response:
+    """Every query that was added, and how it fares."""
+    principal = admitted(request)
+    found = await asyncio.to_thread(_listed, request.state.settings)
+    return _json({"queries": [each for each in found if principal.may_read(each["name"])]})
+
+
+async def show_query(request: Request) -> Response:
+    """One of them."""
+    name = request.path_params["name"]
+    for found in await asyncio.to_thread(_listed, request.state.settings):
+        if found["name"] == name and admitted(request).may_read(name):
+            return _json(found)
+    raise HTTPException(404, f"there is no query {name!r}")
+
+
+async def add_query(request: Request) -> Response:
+    """Check a query and write it down: 201, or a problem that says what to write instead."""
+    _check_may(request)
+    spec = _spec(await _body(request))
+    columns = _columns(request.state.hub)
+    try:
+        made = await asyncio.to_thread(_add, request.state.settings, spec, columns)
+    except QueryRefused as refused:
+        return _refusal(refused)
+    return _json({**_shown(made), "state": "waiting"}, 201, Location=f"/v1/queries/{made.name}")
+
+
+async def remove_query(request: Request) -> Response:
+    """Have a query stopped, with its checkpoint; ``?drop=true``: its table too. 202: the driver does it."""
+    _check_may(request)
+    drop = request.query_params.get("drop", "false")
+    if drop not in ("true", "false"):
+        raise HTTPException(400, "drop is true or false")
+    name = request.path_params["name"]
+    found = await asyncio.to_thread(_remove, request.state.settings, name, drop == "true")
+    if not found:
+        raise HTTPException(404, f"there is no query {name!r}")
+    return _json({"name": name, "state": "removing", "drop": drop == "true"}, 202)
+
+
+ROUTES: list[BaseRoute] = [
+    Route("/v1/queries", list_queries, methods=["GET"]),
+    Route("/v1/queries", add_query, methods=["POST"]),
+    Route("/v1/queries/{name}", show_query, methods=["GET"]),
+    Route("/v1/queries/{name}", remove_query, methods=["DELETE"]),
+]
+
+
+def _add(settings: Settings, spec: QuerySpec, columns: dict[str, tuple[str, ...]]) -> QuerySpec:
+    lake = Lake(settings.lake)
+    checked = checked_query(spec, _pipeline(settings), lake, settings.queries, columns)
+    Declared(lake, QuerySpec).add(checked)
+    return checked
+
+
+def _remove(settings: Settings, name: str, drop: bool) -> bool:
+    declared = Declared(Lake(settings.lake), QuerySpec)
+    spec = declared.all().get(name)
+    if spec is None:
+        return False
+    declared.replace(replace(spec, removed=True, drop=drop or spec.drop))
+    return True
+
+
+def _listed(settings: Settings) -> list[dict[str, Any]]:
+    declared = Declared(Lake(settings.lake), QuerySpec)
+    found = []
+    for name, spec in declared.all().items():
+        state = declared.state(name)
+        said = {"state": "removing" if spec.removed else state.state}
+        if state.reason:
+            said["detail"] = state.reason
+        found.append({**_shown(spec), **said})
+    return found
+
+
+def _shown(spec: QuerySpec) -> dict[str, Any]:
+    return {
+        "name": spec.name,
+        "sql": spec.sql,
+        "source": spec.relation,
+        "key": list(spec.key),
+        "from": spec.start,
+        "options": spec.options,
+        "created": spec.created,
+    }
+
+
+def _pipeline(settings: Settings) -> Pipeline:
+    try:
+        return load_pipeline(settings.pipeline_folder())
+    except ConfigError as error:
+        raise HTTPException(503, f"the server's pipeline cannot be read: {error}") from None
+
+
+def _spec(body: Any) -> QuerySpec:
+    if not isinstance(body, dict):
+        raise HTTPException(400, "send a JSON object")
+    unknown = sorted(body.keys() - _KEYS)
+    if unknown:
+        raise HTTPException(400, f"key {unknown[0]!r} is not known; there are: {', '.join(sorted(_KEYS))}")
+    texts = {
+        key: body.get(key, default) for key, default in (("name", ""), ("sql", ""), ("from", "now"), ("source", ""))
+    }
+    key, options = body.get("key", []), body.get("options", {})
+    plain = isinstance(options, dict) and all(isinstance(v, str | int | float | list) for v in options.values())
+    if not all(isinstance(text, str) for text in texts.values()) or not plain:
+        raise HTTPException(400, "name, sql, from and source are text, options an object of plain values")
+    if not isinstance(key, list) or not all(isinstance(column, str) for column in key):
+        raise HTTPException(400, "key is an array of column names")
+    return QuerySpec(texts["name"], texts["sql"], texts["source"], tuple(key), texts["from"], options)
+
+
+def _columns(hub: Hub) -> dict[str, tuple[str, ...]]:
+    return {name: channel.state.table.columns for name, channel in hub.channels.items()}
+
+
+async def _body(request: Request) -> Any:
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise HTTPException(415, "send application/json")
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > MAX_BODY:
+            raise HTTPException(413, f"the body has more than {MAX_BODY} bytes")
+        chunks.append(chunk)
+    try:
+        return orjson.loads(b"".join(chunks))
+    except orjson.JSONDecodeError as error:
+        raise HTTPException(400, f"not JSON: {error}") from None
+
+
+def _check_may(request: Request) -> None:
+    """Refuse a change by a key that may not; without keys, on an address that others reach, or by a page of another
+    site."""
+    principal = admitted(request)
+    if not (principal.queries and principal.unlimited):
+        remedy = "make one with: millrace keys new NAME --reader --queries"
+        raise HTTPException(403, f"this key may not change queries, or does not see everything; {remedy}")
+    if principal.key:
+        return
+    settings: Settings = request.state.settings
+    host = settings.serve.host
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    if not loopback:
+        raise HTTPException(403, "queries are changed on a loopback address, or with millrace query, only")
+    origin = request.headers.get("origin")
+    if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
+        raise HTTPException(403, "a page of another site may not do this")
+
+
+def _refusal(refused: QueryRefused) -> Response:
+    status = _STATUS.get(refused.code, 422)
+    content = {
+        "type": f"urn:millrace:query-{refused.code}",
+        "title": "Query refused",
+        "status": status,
+        "code": refused.code,
+        "detail": refused.problem,
+        "remedy": refused.remedy,
+    }
+    return _json(content, status, "application/problem+json")
+
+
+def _json(content: Any, status: int = 200, kind: str = "application/json", **headers: str) -> Response:
+    return Response(to_json(content), status, headers={"Cache-Control": "no-store", **headers}, media_type=kind)

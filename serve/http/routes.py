@@ -1,0 +1,262 @@
+"""All HTTP routes, and the access check in front of them: a request without a good key gets no further.
+
+Streams that own their connection (:mod:`serve.push.base`) ask the same gate themselves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lakehouse.contract.lake import UnknownTable
+from serve.core.hub import Hub
+from serve.core.values import to_json
+from serve.errors import RequestError
+from serve.http import control, lookup, schema
+from serve.http.peers import gathered
+from serve.http.rows import rows, rows_as_of
+from serve.push import longpoll
+from serve.push.request import admitted, invalid, problem, refused
+from serve.security.access import Access, Credentials
+from serve.security.gate import LIVES_S, ReaderGate
+from serve.sql import routes as sql
+from serve.tables.tables import Tables
+from serve.webhooks import routes as webhooks
+
+PUBLIC = frozenset({"/healthz", "/readyz", "/v1/openapi.json", "/v1/asyncapi.json"})
+"""Routes without data; so are the dashboard's files, which lie beside ``/v1/``."""
+
+ALLOWED_HEADERS = "authorization, x-api-key, content-type, if-none-match, last-event-id"
+EXPOSED_HEADERS = "etag, millrace-position, millrace-behind, millrace-version, retry-after"
+_METHODS = "GET, POST, DELETE"
+
+
+def needs_key(path: str) -> bool:
+    """Whether a path has data behind it."""
+    return path not in PUBLIC and (path == "/v1" or path.startswith("/v1/") or path == "/metrics")
+
+
+class AccessMiddleware:
+    """ASGI middleware. The principal is put into the request's state.
+
+    Args:
+        app: what is behind it.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        state: MutableMapping[str, Any] = scope.setdefault("state", {})
+        access: Access = state["access"]
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        origin = access.allowed_origin(headers)
+        if origin is not None:
+            send = _with_cors(send, origin)
+            if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
+                await _preflight(send)
+                return
+        if needs_key(scope["path"]):
+            client = scope.get("client")
+            peer = f"{client[0]}:{client[1]}" if client else "?"
+            try:
+                query = scope["query_string"].decode("latin-1")
+                state["principal"] = access.admit(Credentials(headers, query, peer))
+            except RequestError as error:
+                await refused(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _with_cors(send: Send, origin: str) -> Send:
+    async def wrapped(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message["headers"] = [
+                *message.get("headers", ()),
+                (b"access-control-allow-origin", origin.encode("latin-1")),
+                (b"access-control-expose-headers", EXPOSED_HEADERS.encode()),
+                (b"vary", b"origin"),
+            ]
+        await send(message)
+
+    return wrapped
+
+
+async def _preflight(send: Send) -> None:
+    headers = [
+        (b"access-control-allow-methods", _METHODS.encode()),
+        (b"access-control-allow-headers", ALLOWED_HEADERS.encode()),
+        (b"access-control-max-age", b"600"),
+    ]
+    await send({"type": "http.response.start", "status": 204, "headers": headers})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def new_ticket(request: Request) -> Response:
+    """A ticket with the rights of the key that asks: ``?ticket=`` on one address, within its life."""
+    access = request.state.access
+    if not isinstance(access, ReaderGate):
+        raise invalid("bad_request", "no tickets are needed here")
+    content = {"ticket": access.ticket(admitted(request)), "lives_s": LIVES_S}
+    return Response(to_json(content), 201, headers={"Cache-Control": "no-store"}, media_type="application/json")
+
+
+WEB = Path(__file__).parents[1] / "web"
+_SAFE = {
+    "Content-Security-Policy": (
+        "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+def json(content: Any, status: int = 200, kind: str = "application/json", **headers: str) -> Response:
+    """A JSON response that nobody keeps without asking again."""
+    return Response(to_json(content), status, headers={"Cache-Control": "no-cache", **headers}, media_type=kind)
+
+
+async def http_error(_: Request, error: Exception) -> Response:
+    """Starlette's own errors, in the same form."""
+    assert isinstance(error, HTTPException)
+    return problem(error.status_code, error.detail)
+
+
+async def unknown_table(_: Request, error: Exception) -> Response:
+    """A table that the lake does not have."""
+    return problem(404, str(error), "no_such_table")
+
+
+async def refused_request(_: Request, error: Exception) -> Response:
+    """A request that cannot be served."""
+    assert isinstance(error, RequestError)
+    return refused(error)
+
+
+async def server_error(_: Request, __: Exception) -> Response:
+    """A bug; the log has it."""
+    return problem(500, "the server failed; its log says how")
+
+
+async def tables(request: Request) -> Response:
+    """Every table, and whether it can be subscribed to."""
+    hub, known, principal = _hub(request), _tables(request), admitted(request)
+    listed = []
+    for table in await asyncio.to_thread(known.lake.tables):
+        if not principal.may_read(table.name):
+            continue
+        channel = hub.channels.get(table.name)
+        entry: dict[str, Any] = {"table": table.name, "layer": table.layer, "served": channel is not None}
+        if channel is not None:
+            state = channel.state
+            whole = not principal.condition(table.name) and not channel.spec.narrows
+            entry |= {
+                "key": state.table.key,
+                "columns": channel.columns,
+                "version": state.version,
+                "position": hub.seal.token(channel.head),
+                "position_lives_ms": state.table.retention_ms,
+                "committed_at": state.facts.committed_at,
+            }
+            if whole:  # how many others there are is not for one who sees a part
+                entry |= {"rows": len(state.rows), "subscribers": channel.members()}
+        elif why := known.problems.get(table.name):
+            entry["detail"] = why
+        listed.append(entry)
+    return json({"tables": listed})
+
+
+async def table(request: Request) -> Response:
+    """One table's rows: as they are, or as they were."""
+    return await (rows_as_of if "as_of" in request.query_params else rows)(request)
+
+
+async def subscribe(_: Request) -> Response:
+    """Reached only by a request that is neither an upgrade nor for events; those never come to a route."""
+    return problem(406, "subscribe with a WebSocket, or with Accept: text/event-stream on a connection of its own")
+
+
+async def healthz(_: Request) -> Response:
+    """The process answers."""
+    return json({"status": "ok", "process": os.getpid()})
+
+
+async def readyz(request: Request) -> Response:
+    """Every table found is in memory."""
+    known = _tables(request)
+    if not known.ready:
+        return problem(503, "tables are still being read")
+    return json({"status": "ready", "tables": len(_hub(request).channels), "not_served": len(known.problems)})
+
+
+async def metrics(request: Request) -> Response:
+    """Prometheus text; of all processes of the port, where there are several."""
+    if not admitted(request).unlimited:
+        raise RequestError(RequestError.FORBIDDEN, "forbidden", "metrics are of all tables; this key sees some only")
+    registry: CollectorRegistry = request.state.registry
+    text, peers = generate_latest(registry), request.state.peers
+    if peers is not None:
+        text = gathered({peers.name: text.decode(), **await peers.ask("metrics")})
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+class Web(StaticFiles):
+    """The dashboard's files, with headers that let it load nothing from elsewhere."""
+
+    async def get_response(self, path: str, scope: Scope) -> Response:
+        """The file."""
+        response = await super().get_response(path, scope)
+        response.headers.update(_SAFE)
+        return response
+
+
+ROUTES: list[BaseRoute] = [
+    Route("/v1/tables/{name}/{key:path}", lookup.row),  # the first that is tried: it comes by the thousand
+    Route("/v1/tables", tables),
+    Route("/v1/tables/{name}", table),
+    Route("/v1/poll", longpoll.poll),
+    Route("/v1/subscribe", subscribe),
+    Route("/v1/sse", subscribe),
+    *schema.ROUTES,
+    *sql.ROUTES,
+    *webhooks.ROUTES,
+    Route("/v1/tickets", new_ticket, methods=["POST"]),
+    *control.ROUTES,
+    Route("/healthz", healthz),
+    Route("/readyz", readyz),
+    Route("/metrics", metrics),
+    Mount("/", Web(directory=WEB, html=True, check_dir=False)),
+]
+HANDLERS = {
+    HTTPException: http_error,
+    UnknownTable: unknown_table,
+    RequestError: refused_request,
+    Exception: server_error,
+}
+
+
+def _hub(request: Request) -> Hub:
+    hub: Hub = request.state.hub
+    return hub
+
+
+def _tables(request: Request) -> Tables:
+    known: Tables = request.state.tables
+    return known

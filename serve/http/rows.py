@@ -1,0 +1,350 @@
+"""A table's rows over HTTP: ``GET /v1/tables/NAME``, as they are, or with ``as_of`` as they were.
+
+Current rows come from memory. The entity tag is the position: ``If-None-Match`` gives 304 at no cost. ``max-age`` is
+what is left of the usual pause between commits. Older versions are read from the Delta log and the files of that
+version, as long as the table keeps them. A subscription can go on from the position of either answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Hashable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from heapq import merge
+from itertools import islice
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import orjson
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lakehouse.contract.channel import EVERYTHING, ChannelSpec
+from lakehouse.contract.deltalog import DeltaLog, TableGone, TableUnreadable
+from lakehouse.contract.rows import Key, Row
+from serve.core.channel import SLICE_ROWS, Channel, live_view
+from serve.core.hub import Hub
+from serve.core.model import in_order
+from serve.core.position import Position, Seal
+from serve.core.subscriber import SubscribeRequest
+from serve.core.values import encode_rows, to_json
+from serve.errors import FilterError, PositionExpired, RequestError, SqlError
+from serve.push.request import admitted, invalid, problem, query_of, refused, subscription_of, whole_number
+from serve.tables.reader import Moment, TableReader, moment_of, version_at
+from serve.tables.state import TableState
+from serve.tables.tables import Tables, now_ms
+from serve.views.aggregate import AggregateView
+from serve.views.view import SubscriberView, faults_of
+from serve.views.visibility import NOT_SERVED, view_of
+
+K = TypeVar("K", bound=Hashable)
+
+CACHE_BYTES = 33_554_432
+ENTRY_BYTES = 256  # of one without a body
+
+
+class ByteCache(Generic[K]):
+    """The last answers, by what they are of; the least used go.
+
+    Args:
+        most: bytes together. None of them has more than a quarter of that.
+    """
+
+    def __init__(self, most: int = CACHE_BYTES) -> None:
+        self._most = most
+        self._bodies: OrderedDict[K, bytes] = OrderedDict()
+        self._bytes = 0
+
+    def get(self, key: K) -> bytes | None:
+        """An answer, if it is there."""
+        body = self._bodies.get(key)
+        if body is not None:
+            self._bodies.move_to_end(key)
+        return body
+
+    def put(self, key: K, body: bytes) -> None:
+        """Keep one."""
+        if key in self._bodies or len(body) > self._most // 4:
+            return
+        self._bodies[key] = body
+        self._bytes += len(body) + ENTRY_BYTES
+        while self._bytes > self._most:
+            self._bytes -= len(self._bodies.popitem(last=False)[1]) + ENTRY_BYTES
+
+
+MAX_LIMIT = 100_000
+_AT_ONCE = 4  # bodies being made; the others wait their turn
+_EXTRA = frozenset({"limit"})
+
+
+class Bodies(ByteCache[tuple[Position, int | None]]):
+    """The last bodies made: many ask for the same between two commits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots = asyncio.Semaphore(_AT_ONCE)
+
+
+async def rows(request: Request) -> Response:
+    """A table's current rows, from memory, as the principal may see them and the query wants them.
+
+    ``GET /v1/tables/NAME[?limit=&where=&columns=&select=]``
+    """
+    hub: Hub = request.state.hub
+    tables: Tables = request.state.tables
+    name: str = request.path_params["name"]
+    try:
+        query = query_of(request.url.query)
+        limit = whole_number(query["limit"], "limit", 1, MAX_LIMIT) if "limit" in query else None
+        wanted = subscription_of({**query, "table": name}, hub.seal, also=_EXTRA)
+        if wanted.position is not None or wanted.window or wanted.conflate:
+            raise invalid("bad_request", "this is the table as it is now: no from, window or conflate")
+        principal = admitted(request)
+        if not principal.may_read(name):
+            raise RequestError(RequestError.NOT_FOUND, "no_such_table", f"no table {name!r} is served here")
+        await tables.wait_for(name)
+        channel = hub.channels.get(name)
+        if channel is None:
+            return problem(409, _why_not(tables, name), "not_served")
+        view = hub.view_of(name, principal, wanted)
+        headers = _headers(hub, channel, _position(channel, view))
+        if _matches(request.headers.get("if-none-match", ""), headers["ETag"]):
+            return Response(status_code=304, headers=headers)
+        bodies: Bodies = request.state.bodies
+        async with bodies.slots:
+            position = _position(channel, view)
+            body = bodies.get((position, limit))
+            if body is None:
+                with faults_of(view):
+                    body = await _body(hub, channel, view, limit)
+                bodies.put((position, limit), body)
+        return Response(body, headers=_headers(hub, channel, position), media_type="application/json")
+    except FilterError as error:
+        return refused(invalid("bad_filter", str(error)))
+    except RequestError as error:
+        return refused(error)
+
+
+def _why_not(tables: Tables, name: str) -> str:
+    """Why a table that exists is not kept in memory.
+
+    Raises:
+        UnknownTable: it does not exist.
+    """
+    if known := tables.problems.get(name):
+        return known
+    table = tables.lake.find(name)
+    return f"{table.layer} table {name!r} is not kept in memory; query it with SQL"
+
+
+def _position(channel: Channel, view: SubscriberView) -> Position:
+    return Position(channel.state.table.table_id, channel.state.version, 0, view.id)
+
+
+def _headers(hub: Hub, channel: Channel, position: Position) -> dict[str, str]:
+    return {
+        "ETag": f'"{hub.seal.token(position)}"',
+        "Cache-Control": _cache_control(channel, now_ms()),
+        "Vary": "Authorization",
+    }
+
+
+def _cache_control(channel: Channel, now: int) -> str:
+    """For how long it will most likely not change: what is left of the usual pause between commits."""
+    if channel.interval_ms is None:
+        return "private, no-cache"
+    left = channel.interval_ms - (now - channel.state.facts.committed_at)
+    return f"private, max-age={int(left / 1000)}" if left >= 1_000 else "private, no-cache"
+
+
+def _matches(header: str, tag: str) -> bool:
+    """RFC 9110, 13.1.2: any of the tags listed, compared weakly."""
+    return header.strip() == "*" or tag in [each.strip().removeprefix("W/") for each in header.split(",")]
+
+
+async def _body(hub: Hub, channel: Channel, view: SubscriberView, limit: int | None) -> bytes:
+    """The rows at this moment, made in slices so that others have their turn."""
+    state = channel.state
+    facts, position = state.facts, _position(channel, view)
+    stream = channel.streams.get(view.id)
+    if stream is not None and stream.opened:
+        live = stream.live
+    else:
+        live = live_view(view, state)
+        if isinstance(live, AggregateView):
+            for _ in live.opening(list(state.rows.values())):
+                await asyncio.sleep(0)
+    table, source = live.table, live.source(state.rows)
+    runs: list[list[tuple[Key, Row]]] = []
+    for start in range(0, len(source), SLICE_ROWS):
+        runs.append(sorted(live.rows(source[start : start + SLICE_ROWS]), key=_by_key))
+        if start:
+            await asyncio.sleep(0)
+    ordered = islice(merge(*runs, key=_by_key), limit)
+    texts: list[bytes] = []
+    while some := [row for _, row in islice(ordered, SLICE_ROWS)]:
+        texts += encode_rows(table.columns, some)
+        if len(texts) > SLICE_ROWS:
+            await asyncio.sleep(0)
+    content = {
+        "table": channel.name,
+        "key": table.key,
+        "columns": table.columns,
+        "position": hub.seal.token(position),
+        "position_lives_ms": table.retention_ms,
+        **view.told,
+        "rows": [orjson.Fragment(text) for text in texts],
+        "through": facts.through,
+        "committed_at": facts.committed_at,
+    }
+    return to_json(content)
+
+
+def _by_key(pair: tuple[Key, Row]) -> tuple[object, ...]:
+    return in_order(pair[0])
+
+
+GONE = 4410
+_KEPT = 4  # states of older versions in memory: a page asks for the same one several times
+_AS_OF_EXTRA = frozenset({"limit", "as_of"})
+
+
+class History:
+    """Older versions, a few at a time.
+
+    Args:
+        at_once: how many are read at a time; twice as many more wait their turn.
+    """
+
+    def __init__(self, at_once: int) -> None:
+        self._at_once = at_once
+        self._busy = 0
+        self._slots = asyncio.Semaphore(at_once)
+        self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="history")
+        self._states: OrderedDict[tuple[Path, int, tuple[int, int]], TableState] = OrderedDict()
+
+    def close(self) -> None:
+        """Nobody asks any more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def body(self, folder: Path, moment: Moment, wanted: Wanted) -> bytes:
+        """A version as a principal may see it and wants it.
+
+        Raises:
+            RequestError: it is gone, the filter is refused, or too many ask at a time.
+        """
+        if self._busy >= 3 * self._at_once:
+            raise RequestError(RequestError.FULL, "busy", "too many older versions are being read; ask again")
+        self._busy += 1
+        try:
+            async with self._slots:
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._threads, self._made, folder, moment, wanted)
+        except (PositionExpired, TableGone) as gone:
+            raise RequestError(GONE, "expired", str(gone)) from None
+        except TableUnreadable as error:
+            raise invalid("not_served", str(error)) from None
+        except FilterError as error:
+            raise invalid("bad_filter", str(error)) from None
+        finally:
+            self._busy -= 1
+
+    def _made(self, folder: Path, moment: Moment, wanted: Wanted) -> bytes:
+        state = self._state(folder, version_at(folder, moment))
+        with faults_of(wanted.view(state)):
+            return wanted.body(state)
+
+    def _state(self, folder: Path, version: int) -> TableState:
+        stamp = DeltaLog(folder).stamp(version)
+        state = None if stamp is None else self._states.get((folder, version, stamp))
+        if state is None:
+            state = TableReader(folder).load(version)
+            if stamp is not None:
+                self._states[folder, version, stamp] = state
+            while len(self._states) > _KEPT:
+                self._states.popitem(last=False)
+        return state
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is asked of a version.
+
+    Attributes:
+        request: filter, columns or aggregate.
+        guard: the principal's condition.
+        limit: rows at most; None: all.
+        seal: writes positions.
+        spec: what is declared of the table's channel.
+    """
+
+    request: SubscribeRequest
+    guard: str
+    limit: int | None
+    seal: Seal
+    spec: ChannelSpec = EVERYTHING
+
+    def body(self, state: TableState) -> bytes:
+        """The answer. Blocking.
+
+        Raises:
+            FilterError: the filter does not fit the table as it was.
+        """
+        view = self.view(state)
+        live = live_view(view, state)
+        if isinstance(live, AggregateView):
+            for _ in live.opening(state.rows.values()):
+                pass
+        table = live.table
+        ordered = sorted(live.rows(live.source(state.rows)), key=lambda pair: in_order(pair[0]))[: self.limit]
+        texts = encode_rows(table.columns, (row for _, row in ordered))
+        content = {
+            "table": table.name,
+            "key": table.key,
+            "columns": table.columns,
+            "version": state.version,
+            "position": self.seal.token(Position(table.table_id, state.version, 0, view.id)),
+            "position_lives_ms": table.retention_ms,
+            **view.told,
+            "rows": [orjson.Fragment(text) for text in texts],
+            "through": state.facts.through,
+            "committed_at": state.facts.committed_at,
+        }
+        return to_json(content)
+
+    def view(self, state: TableState) -> SubscriberView:
+        """What is seen of it.
+
+        Raises:
+            FilterError: the filter does not fit the table as it was.
+        """
+        return view_of(state.table, self.request, self.guard, self.spec)
+
+
+async def rows_as_of(request: Request) -> Response:
+    """``GET /v1/tables/NAME?as_of=[&limit=&where=&columns=&select=]``."""
+    hub: Hub = request.state.hub
+    tables: Tables = request.state.tables
+    history: History = request.state.history
+    name: str = request.path_params["name"]
+    principal = admitted(request)
+    query = query_of(request.url.query)
+    limit = whole_number(query["limit"], "limit", 1, MAX_LIMIT) if "limit" in query else None
+    wanted = subscription_of({**query, "table": name}, hub.seal, also=_AS_OF_EXTRA)
+    if wanted.position is not None or wanted.window or wanted.conflate:
+        raise invalid("bad_request", "this is the table as it was: no from, window or conflate")
+    try:
+        moment = moment_of(query["as_of"])
+    except SqlError as error:
+        raise invalid("bad_request", str(error)) from None
+    if not principal.may_read(name):
+        raise RequestError(RequestError.NOT_FOUND, "no_such_table", f"no table {name!r} is served here")
+    found = await asyncio.to_thread(tables.lake.find, name)
+    spec = hub.streams.specs.get(name, EVERYTHING)
+    if not spec.served:
+        raise RequestError(4409, "not_served", NOT_SERVED)
+    body = await history.body(found.path, moment, Wanted(wanted, principal.condition(name), limit, hub.seal, spec))
+    headers = {"Cache-Control": "private, no-cache", "Vary": "Authorization"}
+    return Response(body, headers=headers, media_type="application/json")

@@ -1,0 +1,174 @@
+"""What transports that own their connection have in common: an asyncio protocol beneath uvicorn, without a task or a
+queue of its own. A task lives only for as long as a subscriber waits for a table or a replay."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any
+
+from serve.core.codec import Codec
+from serve.core.hub import Hub
+from serve.core.subscriber import Subscriber
+from serve.errors import RequestError
+from serve.security.access import OPEN, Access, Credentials, OpenAccess, Principal
+from serve.tables.tables import Tables, clock_ms
+
+if TYPE_CHECKING:
+    from uvicorn.server import ServerState
+
+log = logging.getLogger(__name__)
+
+GOING_AWAY = 1001
+UNSENT_BYTES = 131_072  # more than this the kernel does not hold back for a subscriber that does not read
+
+
+def _nowhere(data: bytes) -> None:
+    """Where bytes go before the first message may be written, and after the last."""
+
+
+class SubscriberConnection(asyncio.Protocol):
+    """One connection. Finds hub, tables and access in the lifespan's state.
+
+    Args:
+        server_state, app_state: as uvicorn gives them; ``app_state`` has ``hub``, ``tables`` and maybe ``access``.
+        codec: what subscribers get before they ask for something else.
+    """
+
+    def __init__(self, server_state: ServerState, app_state: dict[str, Any], codec: Codec) -> None:
+        self.hub: Hub = app_state["hub"]
+        self.tables: Tables = app_state["tables"]
+        self.access: Access = app_state.get("access") or OpenAccess()
+        self.principal = OPEN
+        self.peer = ""
+        self.lost = False
+        self.open = False  # whether messages may be written now
+        self.write: Callable[[bytes], None] = _nowhere  # bytes of whole messages; the transport's own while it is open
+        self.transport: asyncio.Transport = None  # type: ignore[assignment]
+        self.subscribers: list[Subscriber] = [Subscriber(self, codec)]
+        self.loop = asyncio.get_running_loop()
+        self._connections: set[Any] = server_state.connections
+        self._tasks: tuple[asyncio.Task[None], ...] = ()
+        self._drain: asyncio.Future[None] | None = None
+        self._entered = False
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The request follows."""
+        self.transport = transport  # type: ignore[assignment]
+        self._connections.add(self)
+        peer = transport.get_extra_info("peername")
+        self.peer = f"{peer[0]}:{peer[1]}" if peer else "?"
+        for subscriber in self.subscribers:
+            subscriber.label = self.peer
+        if transport.get_extra_info("sslcontext") is None:
+            # Whatever the socket takes goes out at once. Else uvloop gathers what is written in a turn of the loop: the
+            # first subscriber of 10,000 would wait until the last one's bytes are handed over, about 10 ms.
+            self.transport.set_write_buffer_limits(0)
+        raw: socket.socket | None = transport.get_extra_info("socket")
+        if raw is not None and hasattr(socket, "TCP_NOTSENT_LOWAT") and raw.family != socket.AF_UNIX:
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
+            # A peer that is gone without a word acknowledges nothing: the kernel tells, and later than our own cut.
+            patience = self.hub.settings.cut_after_ms + 5_000
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the subscribers."""
+        self.lost = True
+        self.shut()
+        self._connections.discard(self)
+        self._left()
+        for subscriber in self.subscribers:
+            self.hub.unsubscribed(subscriber)
+        for task in self._tasks:
+            task.cancel()
+        self._release()
+
+    def pause_writing(self) -> None:
+        """The transport's buffer is above its high-water mark."""
+        for subscriber in self.subscribers:
+            subscriber.paused = True
+            self.hub.paused(subscriber, clock_ms())
+
+    def resume_writing(self) -> None:
+        """The transport's buffer has drained."""
+        for subscriber in self.subscribers:
+            self.hub.drained(subscriber, clock_ms())
+        self._release()
+        self.pump()
+
+    # Link
+
+    def pump(self) -> None:
+        """Write what the hub has for these subscribers, until they have everything or the socket takes no more."""
+        for subscriber in self.subscribers:
+            while self.open and not subscriber.paused:
+                data = self.hub.data_to_send(subscriber)
+                if not data:
+                    break
+                self.transport.write(data)
+
+    def close(self, code: int, reason: str) -> None:
+        """Say why, then close."""
+        raise NotImplementedError
+
+    def buffered(self) -> int:
+        """Bytes in the transport's buffer."""
+        return 0 if self.lost else self.transport.get_write_buffer_size()
+
+    async def drained(self) -> None:
+        """Returns when the socket takes more."""
+        if any(subscriber.paused for subscriber in self.subscribers) and not self.lost:
+            self._drain = self._drain or self.loop.create_future()
+            await asyncio.shield(self._drain)
+
+    def shutdown(self) -> None:
+        """Uvicorn stops."""
+        self.close(GOING_AWAY, "the server stops; reconnect with your last position")
+
+    # For the transports
+
+    def opened(self) -> None:
+        """Messages may be written from now on."""
+        self.open, self.write = True, self.transport.write
+
+    def shut(self) -> None:
+        """They may not any more."""
+        self.open, self.write = False, _nowhere
+
+    def admit(self, credentials: Credentials) -> Principal:
+        """Who this is; counted towards its key's connections until the connection is gone.
+
+        Raises:
+            RequestError: nobody that may come in, or one too many.
+        """
+        self.principal = self.access.admit(credentials)
+        self.access.enter(self.principal, self)
+        self._entered = True
+        return self.principal
+
+    def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Do something that waits; a failure of it closes the connection."""
+        task = self.loop.create_task(work)
+        self._tasks = (*self._tasks, task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks = tuple(other for other in self._tasks if other is not task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s: the subscription failed", self.peer, exc_info=error)
+            self.close(RequestError.FAILED, "the server failed; its log says how")
+
+    def _left(self) -> None:
+        if self._entered:
+            self._entered = False
+            self.access.leave(self.principal, self)
+
+    def _release(self) -> None:
+        if self._drain is not None and not self._drain.done():
+            self._drain.set_result(None)
+        self._drain = None

@@ -1,0 +1,120 @@
+"""Who asks, and what it may see: the one border between subscribers and data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """A caller and its rights.
+
+    Attributes:
+        name: for logs; never a secret.
+        tenant: whose it is; empty: nobody's in particular.
+        tables: names that it may read; None: all.
+        rows: SQL conditions by table (``*``: every other one) that its rows must fulfil, whatever else it asks for.
+        key: id of the key that it showed; empty: none was asked for.
+        queries: may add and remove continuous queries.
+    """
+
+    name: str = "anyone"
+    tenant: str = ""
+    tables: frozenset[str] | None = None
+    rows: Mapping[str, str] = field(default_factory=dict)
+    key: str = ""
+    queries: bool = False
+
+    def may_read(self, table: str) -> bool:
+        """Whether the table exists for it."""
+        return self.tables is None or table in self.tables
+
+    def condition(self, table: str) -> str:
+        """The condition on the table's rows; empty: none."""
+        return self.rows.get(table, self.rows.get("*", ""))
+
+    @property
+    def unlimited(self) -> bool:
+        """Whether it may know of everything, as a monitoring system has to."""
+        return self.tables is None and not self.rows
+
+
+OPEN = Principal(queries=True)
+"""Everything: for a server that only this machine reaches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What a connection shows before it gets anything.
+
+    Attributes:
+        headers: of the request, names in lower case.
+        query: the address's query, as it stands.
+        peer: the other side's address.
+    """
+
+    headers: Mapping[str, str]
+    query: str = ""
+    peer: str = ""
+
+
+class Closing(Protocol):
+    """What a principal holds open, and how it is ended."""
+
+    @property
+    def principal(self) -> Principal:
+        """Whose it is."""
+
+    def close(self, code: int, reason: str) -> None:
+        """End it; the code is docs/protocol.md's."""
+
+
+class Access(Protocol):
+    """Decides who comes in: :class:`serve.security.gate.ReaderGate`, or :class:`OpenAccess`."""
+
+    def admit(self, credentials: Credentials) -> Principal:
+        """The principal.
+
+        Raises:
+            RequestError: nobody that may come in (4401, 4403), or too often (4429).
+        """
+
+    def enter(self, principal: Principal, holder: Closing) -> None:
+        """A stream or a poll begins.
+
+        Raises:
+            RequestError: one too many (1013).
+        """
+
+    def leave(self, principal: Principal, holder: Closing) -> None:
+        """It has ended."""
+
+    def principal_of(self, key_id: str) -> Principal | None:
+        """The rights of a key by now; None: it is gone."""
+
+    def allowed_origin(self, headers: Mapping[str, str]) -> str | None:
+        """The foreign page's origin, where it is one that may come."""
+
+
+class OpenAccess:
+    """Everyone may see everything."""
+
+    def admit(self, credentials: Credentials) -> Principal:
+        """:data:`OPEN`."""
+        return OPEN
+
+    def enter(self, principal: Principal, holder: Closing) -> None:
+        """As many as want to."""
+
+    def leave(self, principal: Principal, holder: Closing) -> None:
+        """Nothing is counted."""
+
+    def principal_of(self, key_id: str) -> Principal | None:
+        """:data:`OPEN`."""
+        return OPEN
+
+    def allowed_origin(self, headers: Mapping[str, str]) -> str | None:
+        """None."""
+        return None

@@ -1,0 +1,345 @@
+"""The lake's tables in memory: finds them, follows each with one tail, tells the hub, and replays older changes.
+
+A product's rows are refreshed ahead: the tail applies a commit before anybody asks. What is not in memory, bronze and
+ad-hoc results, is read through (:mod:`serve.sql`). Nothing is written here.
+
+A subscriber whose position is older than the ring is replayed from the Delta log, also one that another process served
+before: 1. load the state at the position's version, and look at it through the subscriber's view; 2. read commit after
+commit and make the same messages that the hub made of them, as many at a time as the socket takes; 3. hand over to the
+ring as soon as it holds the position.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from lakehouse.contract.channel import EVERYTHING
+from lakehouse.contract.deltalog import DeltaLog, TableGone, TableUnreadable
+from lakehouse.contract.lake import NAME_PATTERN, Lake, TableRef
+from lakehouse.contract.settings import ServeSettings
+from serve.core.channel import live_view
+from serve.core.hub import Hub
+from serve.core.messages import Message, change_messages
+from serve.core.model import TableInfo
+from serve.core.position import Position, Seal
+from serve.core.subscriber import Outgoing, Subscriber, SubscribeRequest
+from serve.errors import FilterError, PositionExpired, RequestError
+from serve.tables.reader import TableReader
+from serve.tables.state import TableState
+from serve.tables.tail import Opened, Tail
+from serve.views.aggregate import AggregateView
+from serve.views.view import LiveView, SubscriberView, faults_of
+from serve.views.visibility import NOT_SERVED, misfit
+
+log = logging.getLogger(__name__)
+
+CHUNK_BYTES = 262_144
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive messages.
+
+    Attributes:
+        start: the position before the first.
+        messages: in order; each has a position.
+    """
+
+    start: Position
+    messages: Sequence[Message]
+
+
+class Replay:
+    """Rebuilds what follows a position. Blocking: not for the event loop.
+
+    Args:
+        folder: the table's folder.
+        position: where the subscriber is.
+        view: what of the table it sees.
+        seal: writes positions.
+    """
+
+    def __init__(self, folder: Path, position: Position, view: SubscriberView, seal: Seal) -> None:
+        self.folder = folder
+        self.position = position
+        self._view = view
+        self._seal = seal
+        self._reader = TableReader(folder)
+        self._log = DeltaLog(folder)
+        self._state: TableState | None = None
+        self._live: LiveView | None = None
+
+    def next_chunk(self, until: int) -> Chunk:
+        """The next messages, up to version ``until`` and about :data:`CHUNK_BYTES`; none when it is there.
+
+        Raises:
+            PositionExpired: log or data files have been cleaned up, the table is another one, or the view did not fit
+                it then.
+        """
+        start = self.position
+        messages: list[Message] = []
+        size = 0
+        try:
+            state, live = self._opened()
+            while state.version < until and size < CHUNK_BYTES:
+                change = self._reader.advance(state, self._log.read(state.version + 1))
+                with faults_of(self._view):
+                    made = change_messages(live.advance(change), self._seal, self._view.id)
+                for message in made:
+                    assert message.position is not None
+                    if message.position > start:
+                        messages.append(message)
+                        size += len(message.body)
+        except (TableGone, TableUnreadable, FilterError) as gone:
+            raise PositionExpired(self.folder.name, start.version, str(gone)) from gone
+        if messages:
+            assert messages[-1].position is not None
+            self.position = messages[-1].position
+        return Chunk(start, messages)
+
+    def _opened(self) -> tuple[TableState, LiveView]:
+        if self._state is None or self._live is None:
+            self._state = self._load()
+            self._live = live_view(self._view, self._state)
+            if isinstance(self._live, AggregateView):
+                with faults_of(self._view):
+                    for _ in self._live.opening(self._state.rows.values()):
+                        pass
+        return self._state, self._live
+
+    def _load(self) -> TableState:
+        state = self._reader.load(self.position.version)
+        if state.table.table_id != self.position.table_id:
+            raise TableGone(self.folder.name, "the position is of another table of this name")
+        return state
+
+
+WARM_VERSIONS = 64
+_SCAN_S = 0.5
+_UNREADABLE_RETRY_S = 5.0
+_FAILED_RETRY_S = 1.0
+_FIRST_LOOK_S = 5.0
+_AHEAD_MS = 5_000
+_WINDOW_LOOK_S = 0.01
+_LONGEST_LOOK_S = 0.25
+_REPLAYS = 4  # at a time; the others wait their turn
+_AT_ONCE_S = 1.0  # for as long one may take what was rebuilt for it and keep its turn
+
+
+def clock_ms() -> float:
+    """Milliseconds of a clock that never goes back."""
+    return time.monotonic() * 1000
+
+
+def now_ms() -> int:
+    """Milliseconds since the epoch."""
+    return int(time.time() * 1000)
+
+
+def _pauses(first: float) -> Iterator[float]:
+    """Between looks for something that most often happens soon, s: there may be thousands who look."""
+    while True:
+        yield first
+        first = min(2 * first, _LONGEST_LOOK_S)
+
+
+class Tables:
+    """Tails of all products of a lake.
+
+    Args:
+        lake: where tables are.
+        hub: told of every table and commit.
+        settings: poll interval.
+        deliver: carries out the hub's deliveries.
+    """
+
+    def __init__(
+        self, lake: Lake, hub: Hub, settings: ServeSettings, deliver: Callable[[Iterable[Outgoing]], None]
+    ) -> None:
+        self.lake = lake
+        self._specs = hub.streams.specs
+        self.problems: dict[str, str] = {}
+        self.scanned = asyncio.Event()
+        self._hub = hub
+        self._settings = settings
+        self._deliver = deliver
+        self._executor = ThreadPoolExecutor(max_workers=4, thread_name_prefix="tail")
+        self._replays = ThreadPoolExecutor(max_workers=_REPLAYS, thread_name_prefix="replay")
+        self._slots = asyncio.Semaphore(_REPLAYS)
+        self._tails: dict[str, asyncio.Task[None]] = {}
+        self._opened = asyncio.Condition()
+
+    async def run(self) -> None:
+        """Follow every table beside bronze, those too that come later. Runs until it is cancelled."""
+        try:
+            while True:
+                try:
+                    await self._scan()
+                except Exception:
+                    log.exception("the lake's tables cannot be listed; those that are followed are")
+                await asyncio.sleep(_SCAN_S)
+        finally:
+            for task in self._tails.values():
+                task.cancel()
+            await asyncio.gather(*self._tails.values(), return_exceptions=True)
+            self._executor.shutdown(wait=False, cancel_futures=True)
+            self._replays.shutdown(wait=False, cancel_futures=True)
+
+    @property
+    def ready(self) -> bool:
+        """Whether every table that was found is in memory or known not to be served."""
+        return self.scanned.is_set() and self._tails.keys() <= self._hub.channels.keys() | self.problems.keys()
+
+    async def wait_for(self, name: str) -> None:
+        """Wait a little for a table that exists and is not in memory yet.
+
+        Raises:
+            RequestError: the lake cannot be looked at now.
+        """
+        if name in self._hub.channels or not NAME_PATTERN.fullmatch(name):
+            return
+        try:
+            await self._scan()
+        except OSError as error:
+            log.warning("the lake's tables cannot be listed: %s", error)
+            raise RequestError(RequestError.FULL, "busy", "the lake cannot be read at the moment; ask again") from None
+        if name not in self._tails:
+            return
+        try:
+            async with asyncio.timeout(_FIRST_LOOK_S), self._opened:
+                await self._opened.wait_for(lambda: name in self._hub.channels or name in self.problems)
+        except TimeoutError:
+            log.warning("table %s is not in memory after %.0f s", name, _FIRST_LOOK_S)
+
+    async def join(
+        self, subscriber: Subscriber, request: SubscribeRequest, accepted: Callable[[], None] | None = None
+    ) -> None:
+        """What every transport does with a request: wait for the table, subscribe, and bring the subscriber up to date.
+
+        Returns when the ring takes it on; its link is pumped meanwhile, first after ``accepted`` was called.
+
+        Raises:
+            RequestError: it cannot be served.
+        """
+        if not subscriber.principal.may_read(request.table):
+            raise RequestError(RequestError.NOT_FOUND, "no_such_table", f"no table {request.table!r} is served here")
+        await self.wait_for(request.table)
+        if problem := self.problems.get(request.table):
+            raise RequestError(RequestError.BAD_REQUEST, "not_served", problem)
+        replay_from = self._hub.subscribed(subscriber, request, clock_ms())
+        subscriber.label += f" {request.table}"
+        if accepted is not None:
+            accepted()
+        subscriber.link.pump()
+        if replay_from is not None:
+            await self.replay(subscriber, replay_from)
+
+    async def replay(self, subscriber: Subscriber, position: Position) -> None:
+        """Bring a subscriber from a position that is older than the ring to the ring, at its own pace: one that takes
+        its time, or does not acknowledge, keeps nobody else's turn, nor a table in memory."""
+        if await self._reached(subscriber, position):
+            while subscriber.replaying:
+                async with self._slots:
+                    position = await self._rebuilt(subscriber, position)
+                await self._taken(subscriber)
+        subscriber.link.pump()
+
+    async def _rebuilt(self, subscriber: Subscriber, position: Position) -> Position:
+        """Hands it what follows a position, as long as it takes it at once; how far that is."""
+        stream = subscriber.stream
+        if stream is None or not subscriber.replaying:
+            return position
+        loop = asyncio.get_running_loop()
+        replay = Replay(self.lake.find(stream.channel.name).path, position, stream.view, self._hub.seal)
+        while subscriber.replaying:
+            try:
+                until = stream.channel.state.version
+                chunk = await loop.run_in_executor(self._replays, replay.next_chunk, until)
+            except PositionExpired as expired:
+                if subscriber.replaying:
+                    self._hub.replay_failed(subscriber, expired.detail)
+                break
+            if subscriber.replaying:
+                self._hub.replay_received(subscriber, chunk.start, chunk.messages, clock_ms())
+                try:
+                    async with asyncio.timeout(_AT_ONCE_S):
+                        await self._taken(subscriber)
+                except TimeoutError:
+                    break
+        return replay.position
+
+    async def _taken(self, subscriber: Subscriber) -> None:
+        """Returns when its socket has taken what was rebuilt, as far as its window lets it."""
+        pauses = _pauses(_WINDOW_LOOK_S)
+        subscriber.link.pump()
+        while subscriber.replaying and subscriber.backlog:
+            await subscriber.link.drained()
+            await asyncio.sleep(next(pauses))
+            subscriber.link.pump()
+
+    async def _reached(self, subscriber: Subscriber, position: Position) -> bool:
+        """Waits for this process to be as far as the position; another one may have been ahead."""
+        give_up = clock_ms() + _AHEAD_MS
+        pauses = _pauses(self._settings.poll_ms / 1000)
+        while subscriber.replaying and subscriber.stream is not None:
+            if position.version <= subscriber.stream.channel.state.version:
+                return True
+            if clock_ms() > give_up:
+                self._hub.replay_failed(subscriber, "the position is ahead of the table")
+                break
+            await asyncio.sleep(next(pauses))
+        subscriber.link.pump()
+        return False
+
+    async def _scan(self) -> None:
+        loop = asyncio.get_running_loop()
+        for table in await loop.run_in_executor(self._executor, self.lake.tables):
+            if not self._specs.get(table.name, EVERYTHING).served:
+                self.problems[table.name] = NOT_SERVED
+            elif table.layer != "bronze" and table.name not in self._tails:
+                self._tails[table.name] = asyncio.create_task(self._follow(table), name=f"tail {table.name}")
+        self.scanned.set()
+
+    async def _follow(self, table: TableRef) -> None:
+        warm = WARM_VERSIONS
+        while True:
+            tail = Tail(table.path, poll_ms=self._settings.poll_ms, warm=warm, executor=self._executor)
+            pause = _FAILED_RETRY_S
+            try:
+                async for event in tail.follow():
+                    if isinstance(event, Opened):
+                        self._check_fits(event.state.table)
+                        self._deliver(self._hub.table_opened(event.state, event.detail))
+                        await self._tell_opened(table.name, None)
+                    else:
+                        if event.was is not None:
+                            self._check_fits(event.table)
+                        self._deliver(self._hub.change_received(event, clock_ms()))
+            except TableUnreadable as error:
+                if self.problems.get(table.name) != str(error):
+                    log.warning("%s", error)
+                await self._tell_opened(table.name, str(error))
+                self._deliver(self._hub.table_closed(table.name, str(error)))
+                pause = _UNREADABLE_RETRY_S
+            except Exception:
+                log.exception("tail of %s failed", table.name)
+            warm = 0
+            await asyncio.sleep(pause)
+
+    def _check_fits(self, table: TableInfo) -> None:
+        if why := misfit(table, self._specs):
+            raise TableUnreadable(table.name, f"products.{table.name}.channel does not fit it: {why}")
+
+    async def _tell_opened(self, name: str, problem: str | None) -> None:
+        if problem is None:
+            self.problems.pop(name, None)
+        else:
+            self.problems[name] = problem
+        async with self._opened:
+            self._opened.notify_all()

@@ -1,0 +1,250 @@
+"""Rows and columns of a table as one subscriber sees them. Subscribers who ask the same share one view."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import orjson
+
+from lakehouse.contract.rows import Key, Row
+from serve.core.model import TableChange, TableInfo, in_order
+from serve.core.position import WHOLE
+from serve.errors import FilterError
+from serve.views.compile import Pin, compile_condition, pin_of
+from serve.views.functions import Columns, Getter
+from serve.views.parse import MAX_LENGTH, conjunction, parse_condition
+
+MAX_COLUMNS = 1_000
+FEW_ROWS = 8  # of a change: looked at one by one whatever a condition pins
+
+
+class LiveView(Protocol):
+    """A view at work on one table: what a commit to the table is in the view."""
+
+    @property
+    def table(self) -> TableInfo:
+        """The view's columns and key."""
+
+    def advance(self, change: TableChange) -> TableChange:
+        """The change in the view; to be called for every commit, in order.
+
+        Raises:
+            FilterError: the table's columns are others now, and the view makes no sense any more.
+        """
+
+    def source(self, rows: Mapping[Key, Row]) -> list[tuple[Key, Row]]:
+        """What :meth:`rows` starts from, as of now: the table's current rows, or what the view holds of its own."""
+
+    def rows(self, pairs: Iterable[tuple[Key, Row]]) -> Iterable[tuple[Key, Row]]:
+        """The view's rows by key, of some of :meth:`source`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SubscriberView:
+    """What of a table is seen: data, told apart by :attr:`id`.
+
+    Attributes:
+        where: the subscriber's condition, normalised; empty: none.
+        columns: those it wants; empty: all.
+        select: a live aggregate, normalised; empty: none.
+        guard: the condition that its principal's rows must fulfil.
+        id: eight bytes that a position carries; :data:`~serve.core.position.WHOLE` for the whole table.
+    """
+
+    where: str = ""
+    columns: tuple[str, ...] = ()
+    select: str = ""
+    guard: str = ""
+    id: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        said = [self.where, self.columns, self.select, self.guard]
+        ident = hashlib.sha256(orjson.dumps(said)).digest()[: len(WHOLE)] if any(said) else WHOLE
+        object.__setattr__(self, "id", ident)
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What ``snapshot`` and ``resumed`` say of it; a principal's own condition is not its subscribers' business."""
+        return {name: text for name, text in (("where", self.where), ("select", self.select)) if text}
+
+
+@contextmanager
+def faults_of(view: SubscriberView) -> Iterator[None]:
+    """Whatever a filter raises is a fault of that filter, and no matter of others who look at the table.
+
+    Raises:
+        FilterError: it failed.
+    """
+    try:
+        yield
+    except FilterError:
+        raise
+    except Exception as error:
+        if view.id == WHOLE:
+            raise
+        raise FilterError(f"it fails on a row: {error}") from error
+
+
+def rows_view(
+    table: TableInfo, where: str, columns: Sequence[str], guard: str, seen: TableInfo | None = None
+) -> SubscriberView:
+    """The view that a request asks for.
+
+    Args:
+        table: the table as it is now.
+        where, columns: as the subscriber wrote them.
+        guard: its principal's condition.
+        seen: the table with the columns that ``where`` and ``columns`` may name; None: all of them.
+
+    Raises:
+        FilterError: see :func:`serve.views.parse.parse_condition`; or a column is not there.
+    """
+    known, named = Columns.of(table), Columns.of(seen or table)
+    if len(columns) > MAX_COLUMNS or sum(map(len, columns)) > MAX_LENGTH:
+        raise FilterError("these are too many columns")
+    chosen = {named.resolve(name) for name in columns}
+    wanted = tuple(name for name in table.columns if name in chosen or name in table.key) if chosen else ()
+    view = SubscriberView(_text(where, named), () if wanted == table.columns else wanted, "", _text(guard, known))
+    RowsView(view, table)  # kinds are checked here
+    return view
+
+
+def _text(condition: str, columns: Columns) -> str:
+    tree = parse_condition(condition, columns)
+    return "" if tree is None else tree.sql("duckdb")
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """A view for one description of the table."""
+
+    seen: TableInfo
+    matches: Getter | None
+    project: Callable[[Row], Row] | None
+    pin: Pin | None = None
+
+
+def touched_rows(change: TableChange, pin: Pin | None) -> tuple[Iterable[tuple[Key, Row]], Sequence[Key]]:
+    """The upserts with their keys, and the deletes, that a view with this pin has to look at."""
+    if pin is None or len(change.upserts) + len(change.deletes) <= FEW_ROWS:
+        return change.keyed(), change.deletes
+    return change.pinned(pin.column, pin.values)
+
+
+class RowsView:
+    """A view of rows: those for which the condition is true, in the columns asked for.
+
+    Args:
+        view: what is seen.
+        table: of what.
+
+    Raises:
+        FilterError: the condition does not fit the table.
+    """
+
+    def __init__(self, view: SubscriberView, table: TableInfo) -> None:
+        self._view = view
+        self._source = table
+        self._bound = self._bind(table)
+
+    @property
+    def table(self) -> TableInfo:
+        """The view's columns and key."""
+        return self._bound.seen
+
+    def advance(self, change: TableChange) -> TableChange:
+        """Rows that are in it now, keys that are no longer: gone from the table, or out of the condition."""
+        if change.was is not None:
+            return self._rebound(change)
+        if change.table is not self._source:
+            self._source = change.table
+            self._bound = self._bind(change.table)
+        bound, before = self._bound, change.before
+        if bound.matches is None and bound.project is None:
+            return change
+        matches, project = bound.matches or _always, bound.project or _same
+        upserts, left = [], []
+        changed, gone = touched_rows(change, bound.pin)
+        for key, row in changed:
+            old = before.get(key)
+            was_in = old is not None and matches(old) is True
+            if matches(row) is True:
+                seen = project(row)
+                if not was_in or old is None or project(old) != seen:
+                    upserts.append(seen)
+            elif was_in:
+                left.append(key)
+        deletes = [key for key in gone if key in before and matches(before[key]) is True]
+        if left:
+            deletes = sorted([*deletes, *left], key=in_order)
+        return TableChange(
+            bound.seen, change.version, tuple(upserts), tuple(deletes), change.facts, left=frozenset(left)
+        )
+
+    def source(self, rows: Mapping[Key, Row]) -> list[tuple[Key, Row]]:
+        """All of them."""
+        return list(rows.items())
+
+    def rows(self, pairs: Iterable[tuple[Key, Row]]) -> Iterable[tuple[Key, Row]]:
+        """Those that fulfil the condition."""
+        matches, project = self._bound.matches, self._bound.project
+        if matches is not None:
+            pairs = [pair for pair in pairs if matches(pair[1]) is True]
+        return pairs if project is None else [(key, project(row)) for key, row in pairs]
+
+    def _rebound(self, change: TableChange) -> TableChange:
+        """The table's columns are others: every row has been sent anew, what was in is judged as it was then."""
+        old, self._source = self._bound, change.table
+        self._bound = bound = self._bind(change.table)
+        were_in, are_in = old.matches or _always, bound.matches or _always
+        inside = {key: row for key, row in change.keyed() if are_in(row) is True}
+        gone = [key for key, row in change.before.items() if were_in(row) is True and key not in inside]
+        return replace(
+            change,
+            table=bound.seen,
+            upserts=tuple(map(bound.project or _same, inside.values())),
+            deletes=tuple(sorted(gone, key=in_order)),
+            before={},
+            left=frozenset(gone) - frozenset(change.deletes),
+            keys=(),
+        )
+
+    def _bind(self, table: TableInfo) -> _Bound:
+        known = Columns.of(table)
+        condition = conjunction(parse_condition(self._view.guard, known), parse_condition(self._view.where, known))
+        matches = None if condition is None else compile_condition(condition, known)
+        pin = None if condition is None else pin_of(condition, known)
+        if not self._view.columns:
+            return _Bound(table, matches, None, pin)
+        chosen = {known.resolve(name) for name in self._view.columns} | set(table.key)
+        at = [i for i, name in enumerate(table.columns) if name in chosen]
+        types = tuple(table.types[i] for i in at) if table.types else ()
+        fold = {name: how for name, how in table.fold.items() if name in chosen}
+        seen = replace(table, columns=tuple(table.columns[i] for i in at), types=types, fold=fold)
+        return _Bound(seen, matches, lambda row: tuple([row[i] for i in at]), pin)
+
+
+def undone(rows: Mapping[Key, Row], changes: Sequence[TableChange]) -> dict[Key, Row]:
+    """The rows before these changes, which are consecutive and end at ``rows``."""
+    earlier = dict(rows)
+    for change in reversed(changes):
+        for key in change.keys or map(change.table.key_of, change.upserts):
+            if key in change.before:
+                earlier[key] = change.before[key]
+            else:
+                earlier.pop(key, None)
+        for key in change.deletes:
+            earlier[key] = change.before[key]
+    return earlier
+
+
+def _always(_: Row) -> bool:
+    return True
+
+
+def _same(row: Row) -> Row:
+    return row
