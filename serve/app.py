@@ -207,7 +207,7 @@ async def run_server(
 
 
 class _UvicornServer(uvicorn.Server):
-    """Uvicorn that leaves signals to whoever runs it, and says when it is up."""
+    """Uvicorn without its own signal handlers; calls ``up`` once it takes connections."""
 
     def __init__(self, config: uvicorn.Config, up: Callable[[], None]) -> None:
         super().__init__(config)
@@ -279,7 +279,7 @@ def _registry(*own: Collector) -> CollectorRegistry:
 
 
 async def _kept_running(run: partial[Coroutine[Any, Any, None]]) -> None:
-    """What nobody thought of ends no task that all depend on."""
+    """Run a background task for ever: an unexpected failure is logged, then it starts again."""
     while True:
         try:
             await run()
@@ -289,14 +289,14 @@ async def _kept_running(run: partial[Coroutine[Any, Any, None]]) -> None:
 
 
 async def _run_gate(gate: ReaderGate) -> None:
-    """A key that is revoked ends what it holds open."""
+    """Close connections whose key was revoked."""
     while True:
         await asyncio.sleep(1.0)
         gate.sweep()
 
 
 async def _run_work(hub: Hub, some: asyncio.Event) -> None:
-    """What takes long, a few milliseconds at a time, so that a large snapshot delays nobody's changes by more."""
+    """Do long work in slices of a few milliseconds, so that a large snapshot delays no change by more."""
     while True:
         if not hub.working:
             some.clear()
@@ -306,7 +306,7 @@ async def _run_work(hub: Hub, some: asyncio.Event) -> None:
 
 
 async def _run_clock(hub: Hub, settings: ServeSettings) -> None:
-    """Ticks; and tells the hub whose buffer has shrunk, because a slow reader may take long to drain it."""
+    """Tick. Tell the hub whose write buffer has shrunk: a slow reader may take long to drain it."""
     pause = max(0.02, min(settings.heartbeat_ms, settings.slow_after_ms, settings.cut_after_ms) / 5_000)
     buffered: dict[Link, int] = {}
     while True:

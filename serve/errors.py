@@ -114,5 +114,5 @@ class RequestError(ServeError):
 
     @property
     def status(self) -> int:
-        """The HTTP status that means the same."""
+        """The corresponding HTTP status."""
         return self._STATUS.get(self.close, self.close - 4_000 if self.close >= 4_400 else 500)

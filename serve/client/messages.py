@@ -100,7 +100,7 @@ Message: TypeAlias = Snapshot | Change
 
 
 class Assembler:
-    """Puts the parts of snapshots and changes together. One a connection: parts of a broken one are void."""
+    """Puts snapshots and changes together from their parts. Use one for each connection."""
 
     def __init__(self) -> None:
         self.key: tuple[str, ...] = ()
@@ -180,7 +180,6 @@ class TableView:
         self.rows: dict[tuple[Any, ...], JsonRow] = {}
 
     def apply(self, message: Message) -> None:
-        """Bring the rows to the message's position."""
         if isinstance(message, Snapshot):
             self.rows = {tuple(row[name] for name in message.key): row for row in message.rows}
         else:

@@ -35,11 +35,9 @@ class MemoryStore:
         self.position = position
 
     async def load(self) -> str | None:
-        """The position."""
         return self.position
 
     async def save(self, position: str) -> None:
-        """Keep it."""
         self.position = position
 
 
@@ -62,7 +60,6 @@ class FileStore:
         return await asyncio.to_thread(self._load)
 
     async def save(self, position: str) -> None:
-        """Replace the file."""
         await asyncio.to_thread(self._save, position)
 
     def _load(self) -> str | None:

@@ -130,7 +130,7 @@ class Subscription:
 
     @property
     def keeping_up(self) -> bool:
-        """Whether the readers are fast enough: the queue is not full, and the server has not said otherwise."""
+        """Whether the readers keep up: the queue is not full, and the server reports no greater backlog."""
         return not self._queue.full() and self._server_behind < self._queue.maxsize
 
     def reader(self) -> AsyncIterator[Message]:
@@ -230,7 +230,7 @@ class Subscription:
                 raise
 
     def _follows(self, content: Mapping[str, Any], reached: str | None) -> bool:
-        """Whether a change starts where the message before it ended. If not, what lies between is asked for again."""
+        """Whether a change starts where the last message ended. If not, the missing part is requested again."""
         if content["type"] != "change" or reached is None:
             return True
         if content.get("after", reached) == reached or content["position"] == reached:

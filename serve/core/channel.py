@@ -55,11 +55,10 @@ class ViewStream:
 
     @property
     def head(self) -> Position:
-        """The position of one who has everything."""
+        """Position of a subscriber that has everything."""
         return Position(self.channel.state.table.table_id, self.version, 0, self.view.id)
 
     def members(self) -> list[Subscriber]:
-        """All its subscribers."""
         return [subscriber for wire_channel in self.wire_channels.values() for subscriber in wire_channel.members()]
 
     def wire_channel(self, codec: Codec, *, conflates: bool = False) -> WireChannel:
@@ -109,14 +108,14 @@ class ViewStream:
             wire_channel.ring = self._new_ring()
 
     def usable(self, wire_channel: WireChannel, *, made: bool = False) -> SharedSnapshot | None:
-        """The last snapshot, if the ring goes on from it and (unless it was made this moment) little came since."""
+        """The last snapshot, if the ring continues from it and, unless it was just made, little has changed since."""
         last = self.snapshot
         if last is None or wire_channel.ring.find(last.position) is None:
             return None
         return last if made or (self.total - last.total) * 4 <= last.size else None
 
     def begin(self, now: float) -> None:
-        """Start the work that ends in a new snapshot, unless it is under way."""
+        """Start building a snapshot, unless one is under way."""
         if self.work is None:
             if not self.opened and self.version != self.channel.state.version:
                 self.restarted()
@@ -227,22 +226,20 @@ class Channel:
 
     @property
     def name(self) -> str:
-        """The table's name."""
         return self.state.table.name
 
     @property
     def head(self) -> Position:
-        """The position of one who has the whole table."""
+        """Position of a subscriber that has the whole table."""
         return Position(self.state.table.table_id, self.state.version)
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The columns that there are for subscribers."""
+        """Columns that subscribers may see."""
         return visible(self.state.table, self.spec).columns
 
     @property
     def whole(self) -> ViewStream:
-        """The stream of the whole table."""
         return self.streams[WHOLE]
 
     def view(self, request: SubscribeRequest, guard: str) -> SubscriberView:
@@ -264,7 +261,6 @@ class Channel:
         return view
 
     def members(self) -> int:
-        """How many subscribers."""
         return sum(
             len(wire_channel.members())
             for stream in self.streams.values()
@@ -272,7 +268,7 @@ class Channel:
         )
 
     def remember(self, change: TableChange) -> None:
-        """Keep a change for views that come later, and how often they come."""
+        """Keep a change for views that come later, and update the average interval between changes."""
         if self._history and change.facts.events:
             pause = max(0, change.facts.committed_at - self._history[-1].facts.committed_at)
             self.interval_ms = pause if self.interval_ms is None else 0.8 * self.interval_ms + 0.2 * pause
@@ -283,7 +279,7 @@ class Channel:
             self._history_rows -= len(dropped.upserts) + len(dropped.deletes)
 
     def since(self, version: int) -> list[TableChange] | None:
-        """Changes after a version, to the newest; None: they are not all here."""
+        """Changes after a version up to the newest; None if some are no longer kept."""
         if version == self.state.version:
             return []
         if not self._history or self._history[0].version > version + 1 or version > self.state.version:
@@ -291,7 +287,7 @@ class Channel:
         return [change for change in self._history if change.version > version]
 
     def restarted(self, state: TableState) -> None:
-        """The table is another one now."""
+        """The table was replaced."""
         self.state = state
         self.interval_ms = None
         self._history.clear()

@@ -26,12 +26,11 @@ CHANGE_COLUMN = "_change"
 
 
 def as_json(message: Message) -> tuple[bytes, bool]:
-    """The message's own form; text."""
     return message.body, True
 
 
 def as_msgpack(message: Message) -> tuple[bytes, bool]:
-    """The same object as in JSON. What MessagePack has no number for (decimals, integers beyond 64 bits) is text."""
+    """The same object as in JSON. Numbers that MessagePack lacks (decimals, integers beyond 64 bits) are text."""
     content: dict[str, Any] = dict(message.head)
     if message.table is not None:
         columns, key = message.table.columns, message.table.key
@@ -84,12 +83,12 @@ def _array(values: Sequence[Any], kind: pa.DataType | None) -> pa.Array:
 
 
 def _as_text(value: Any) -> str:
-    """As JSON has it, without quotes; integers may have any size."""
+    """A value as in JSON, without quotes; integers of any size."""
     return str(value) if isinstance(value, int) else to_json(value).decode().strip('"')
 
 
 def _plain(value: Any) -> Any:
-    """What MessagePack has no form for, in the form that JSON has."""
+    """JSON's form of a value that MessagePack has no form for."""
     if isinstance(value, (datetime, date, time)):
         return to_json(value)[1:-1].decode()
     if isinstance(value, (set, frozenset)):
@@ -104,21 +103,19 @@ _EMPTY_BLOCK = b"\x00\x00\xff\xff"
 
 
 class Codec(Protocol):
-    """A wire form of messages."""
-
     @property
     def name(self) -> str:
         """Unique among codecs."""
 
     @property
     def answers(self) -> bool:
-        """Whether subscribers answer a heartbeat by themselves, which shows that they read."""
+        """Whether subscribers answer heartbeats by themselves, which shows that they read."""
 
     def frame(self, message: Message) -> bytes:
-        """The message's bytes, the same for every subscriber; empty: this wire form does without it."""
+        """The message's bytes, the same for every subscriber; empty if this wire form omits the message."""
 
     def heartbeat(self, message: Message) -> bytes:
-        """A heartbeat's bytes, with what makes the subscriber answer."""
+        """A heartbeat's bytes, including what makes the subscriber answer."""
 
 
 class WebSocketCodec:
@@ -141,7 +138,6 @@ class WebSocketCodec:
         self._bits = bits
 
     def frame(self, message: Message) -> bytes:
-        """Header and payload."""
         payload, text = self._encode(message)
         first = 0x81 if text else 0x82
         if self._bits and len(payload) >= LEAST_COMPRESSED:
@@ -150,12 +146,12 @@ class WebSocketCodec:
         return header(first, len(payload)) + payload
 
     def heartbeat(self, message: Message) -> bytes:
-        """The frame and a ping: every WebSocket client answers it, browsers too."""
+        """The frame and a ping, which every WebSocket client answers, browsers too."""
         return self.frame(message) + PING
 
 
 def header(first: int, length: int) -> bytes:
-    """Frame header of an unmasked frame: first byte (FIN, RSV1 and opcode), then the payload's length."""
+    """Header of an unmasked frame. ``first`` holds FIN, RSV1 and opcode."""
     if length < 126:
         return bytes((first, length))
     if length < 65_536:
@@ -179,7 +175,7 @@ _BY_BITS: dict[tuple[str, int], WebSocketCodec] = {("json", 0): WEBSOCKET}
 
 
 def websocket_codec(name: str, bits: int) -> WebSocketCodec:
-    """The codec of an encoding; the same object each time. Arrow's buffers are left as they are."""
+    """The codec of an encoding, the same object each time. Arrow is never compressed."""
     bits = 0 if name == "arrow" else bits
     codec = _BY_BITS.get((name, bits))
     if codec is None:

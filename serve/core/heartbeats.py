@@ -30,7 +30,7 @@ SPREAD = 2  # all have theirs within this part of the pause between heartbeats: 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Some of those who read from a wire channel, as they were when the heartbeat came to it."""
+    """Some readers of a wire channel, as they were when the heartbeat reached it."""
 
     stream: ViewStream
     wire_channel: WireChannel
@@ -38,7 +38,7 @@ class Slice:
 
 
 def slices(channels: Mapping[str, Channel]) -> Iterator[Slice]:
-    """Everybody, some at a time."""
+    """All subscribers, some at a time."""
     for channel in list(channels.values()):
         for stream in list(channel.streams.values()):
             for wire_channel in list(stream.wire_channels.values()):
@@ -48,7 +48,7 @@ def slices(channels: Mapping[str, Channel]) -> Iterator[Slice]:
 
 
 def suspects(wire_channel: WireChannel) -> list[Subscriber]:
-    """Those whom :func:`checked` could have something to tell: not who has everything and was not asked for a sign."""
+    """Subscribers that :func:`checked` may have something to tell: not those that have everything and owe no answer."""
     live = [each for each in wire_channel.live if each.waiting_since is not None or each.acked is not None]
     return [*live, *wire_channel.idle, *wire_channel.trailing]
 
@@ -78,7 +78,7 @@ def beats(some: Slice, now: float, at: int) -> Iterator[Outgoing]:
 
 
 def checked(hub: Hub, subscriber: Subscriber, wire_channel: WireChannel, now: float) -> Iterator[Outgoing]:
-    """What has to be told to one subscriber, if anything."""
+    """The messages or the close that are due to one subscriber."""
     waited = 0.0 if subscriber.waiting_since is None else now - subscriber.waiting_since
     if waited >= hub.settings.cut_after_ms:
         hub.counters.cut += 1
@@ -100,7 +100,7 @@ def checked(hub: Hub, subscriber: Subscriber, wire_channel: WireChannel, now: fl
 
 
 def tidy(channel: Channel, stream: ViewStream, now: float) -> None:
-    """Drop a view that has been without subscribers for a while, and snapshots of filters that nobody asked for."""
+    """Drop a view that had no subscribers for a while, and filters' snapshots that nobody asked for."""
     if stream.view.id == WHOLE:
         return
     if stream.snapshot is not None and now - stream.snapshot.at >= SNAPSHOT_MS:
@@ -118,7 +118,7 @@ def tidy(channel: Channel, stream: ViewStream, now: float) -> None:
 
 
 def _behind(subscriber: Subscriber, wire_channel: WireChannel, now: float, waited: float) -> tuple[int, float]:
-    """Messages, and for how long the first of them has been there."""
+    """Messages that it is behind, and the age of the first of them in ms."""
     ring = wire_channel.ring
     has_everything = subscriber.live or subscriber.idle
     if subscriber.acked is not None:

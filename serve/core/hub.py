@@ -26,7 +26,7 @@ SLICE_BYTES = 131_072  # most that a trailing subscriber is handed at once
 
 
 def _from_backlog(subscriber: Subscriber, counters: Counters) -> bytes | None:
-    """What it is to hear before anything else; None: its window is full."""
+    """What goes out before anything else; None if its window is full."""
     taken: list[bytes] = []
     sent: list[Position] = []
     size = 0
@@ -45,7 +45,6 @@ def _from_backlog(subscriber: Subscriber, counters: Counters) -> bytes | None:
 
 
 def _from_snapshot(subscriber: Subscriber, wire_channel: WireChannel, counters: Counters) -> bytes:
-    """The next part of its snapshot."""
     snapshot = subscriber.snapshot
     assert snapshot is not None
     data = snapshot.frame(wire_channel.codec, subscriber.parts)
@@ -58,7 +57,7 @@ def _from_snapshot(subscriber: Subscriber, wire_channel: WireChannel, counters: 
 
 
 def _from_ring(subscriber: Subscriber, wire_channel: WireChannel, counters: Counters) -> bytes | None:
-    """Frames from its cursor on, which the ring must hold; None: it has everything, or its window is full."""
+    """Frames from its cursor on, which the ring must hold; None if it has everything or its window is full."""
     room = subscriber.room
     if room == 0:
         return None
@@ -114,7 +113,7 @@ class Hub:
     # Events from tables
 
     def table_opened(self, state: TableState, detail: str) -> list[Outgoing]:
-        """A table is there, or has been replaced (then its subscribers hear ``detail`` and get a snapshot)."""
+        """A table is there, or was replaced: then its subscribers get ``expired`` with ``detail`` and a snapshot."""
         channel = self.channels.get(state.table.name)
         if channel is None:
             self.streams.open(state)
@@ -135,7 +134,7 @@ class Hub:
         return deliveries
 
     def table_closed(self, name: str, problem: str) -> list[Outgoing]:
-        """A table cannot be served any more; where it was, its subscribers hear ``not_served`` and are closed."""
+        """A table cannot be served any more: its subscribers get ``not_served`` and are closed."""
         return self.streams.close(name, problem)
 
     def change_received(self, change: TableChange, now: float) -> Iterator[Outgoing]:
@@ -152,13 +151,13 @@ class Hub:
         change.settle()
 
     def work(self, now: float) -> list[Outgoing]:
-        """A few milliseconds of what takes long, such as the snapshot of a large table; see :attr:`working`."""
+        """Do a few milliseconds of long work, such as the snapshot of a large table; see :attr:`working`."""
         self.streams.now = now
         return self.streams.work()
 
     @property
     def working(self) -> bool:
-        """Whether there is something for :meth:`work`."""
+        """Whether :meth:`work` has something to do."""
         return self.streams.busy
 
     # Events from subscribers
@@ -223,7 +222,7 @@ class Hub:
         self._joins(subscriber, wire_channel, frames[-1].position if frames else start)
 
     def replay_failed(self, subscriber: Subscriber, detail: str) -> None:
-        """The log does not reach back to the position: a snapshot, then."""
+        """The log does not reach back to the position: a snapshot follows."""
         self.streams.start_over(subscriber, "log", detail)
 
     def paused(self, subscriber: Subscriber, now: float) -> None:
@@ -272,13 +271,13 @@ class Hub:
         return processed > 0
 
     def reached(self, subscriber: Subscriber) -> Position | None:
-        """Where the bytes that it was handed bring it; None: into the middle of a snapshot."""
+        """Position that the bytes handed out bring it to; None in the middle of a snapshot."""
         if subscriber.live and subscriber.wire_channel is not None:
             return subscriber.wire_channel.ring.head
         return subscriber.at
 
     def behind(self, subscriber: Subscriber) -> int:
-        """Messages in the ring that it was not handed yet."""
+        """Messages in the ring that it has not been handed yet."""
         if subscriber.live or subscriber.wire_channel is None:
             return 0
         return max(0, subscriber.wire_channel.ring.next - subscriber.cursor)
@@ -309,7 +308,7 @@ class Hub:
     # The clock
 
     def tick(self, now: float, at: int) -> list[Outgoing]:
-        """Heartbeats when they are due; who is slow is told, who gives no sign is cut; unused views are dropped."""
+        """Send due heartbeats, warn and cut slow subscribers, drop unused views."""
         self.streams.now = now
         deliveries: list[Outgoing] = []
         for channel in self.channels.values():
@@ -342,11 +341,11 @@ class Hub:
 
     @property
     def beating(self) -> bool:
-        """Whether some are still to have their heartbeat."""
+        """Whether a round of heartbeats is under way."""
         return self._beats is not None
 
     def waiting(self) -> Iterator[Subscriber]:
-        """Subscribers whose socket takes no more: report those whose buffer has shrunk by :meth:`heard_from`."""
+        """Subscribers whose socket takes no more. Report a shrunken buffer by :meth:`heard_from`."""
         for channel in self.channels.values():
             for stream in channel.streams.values():
                 for wire_channel in stream.wire_channels.values():

@@ -144,19 +144,18 @@ def snapshot_messages(
 
 
 def resumed(table: TableInfo, position: Position, seal: Seal, extra: Mapping[str, Any]) -> Message:
-    """The position is served: the changes after it follow."""
+    """The position is accepted; the changes after it follow."""
     return _message({"type": "resumed", **_table_head(table, position, seal), **extra}, position)
 
 
 def heartbeat(table: str, token: str, behind: int, newest_at: int | None, now_ms: int) -> Message:
-    """Alive, and how far the subscriber and the table are behind."""
+    """The server is alive; how far the subscriber and the table are behind."""
     lag = None if newest_at is None else max(0, now_ms - newest_at)
     content = {"table": table, "position": token, "behind": behind, "lag_ms": lag, "at": now_ms}
     return _message({"type": "heartbeat", **content})
 
 
 def slow(table: str, behind: int, behind_ms: int, cut_in_ms: int) -> Message:
-    """The subscriber lags."""
     return _message({"type": "slow", "table": table, "behind": behind, "behind_ms": behind_ms, "cut_in_ms": cut_in_ms})
 
 
@@ -166,12 +165,12 @@ def expired(table: str, reason: str, detail: str) -> Message:
 
 
 def error(code: str, detail: str) -> Message:
-    """The request is wrong; the connection is closed, but for a filter that was to replace another."""
+    """The request is wrong. The connection is closed, unless it was a filter to replace another."""
     return _message({"type": "error", "code": code, "detail": detail})
 
 
 def closed(code: int, detail: str) -> Message:
-    """The end, and why, on transports that have no close codes of their own."""
+    """The end and its reason, for transports without close codes."""
     return _message({"type": "close", "code": code, "detail": detail})
 
 
@@ -220,7 +219,7 @@ def _among(keys: Sequence[Key], change: TableChange) -> frozenset[Key]:
 
 
 def _parts(upserts: Sequence[int], deletes: Sequence[int]) -> Iterator[tuple[slice, slice]]:
-    """Rows, given by their sizes, cut into parts of about :data:`PART_BYTES`, upserts first; at least one part."""
+    """Cut rows, given by their sizes, into parts of about :data:`PART_BYTES`, upserts first; at least one part."""
     starts, size = [0, 0], 0
     ends = [0, 0]
     for kind, sizes in enumerate((upserts, deletes)):

@@ -47,11 +47,9 @@ class TableInfo:
 
     @property
     def folding(self) -> Fold:
-        """How partials become rows."""
         return Fold(self.key, self.fold, self.order)
 
     def key_of(self, row: Row) -> Key:
-        """The key's values in a row."""
         return tuple([row[self.columns.index(name)] for name in self.key])
 
 
@@ -83,7 +81,6 @@ class TableChange:
     _indexes: dict[int, _Index] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def keyed(self) -> Iterator[tuple[Key, Row]]:
-        """Upserts with their keys."""
         return zip(self.keys or map(self.table.key_of, self.upserts), self.upserts, strict=True)
 
     def pinned(self, column: int, values: Collection[Any]) -> tuple[list[tuple[Key, Row]], list[Key]]:
@@ -97,12 +94,12 @@ class TableChange:
         return [index.pairs[at] for at in upserts], [self.deletes[at] for at in deletes]
 
     def settle(self) -> None:
-        """Everybody has asked :meth:`pinned`: what was kept for it is dropped, and made anew for who asks later."""
+        """Drop the indexes that :meth:`pinned` made; they are made anew if somebody asks later."""
         self._indexes.clear()
 
 
 class _Index:
-    """Where a change's rows are, by the values that a column has now and had before."""
+    """Rows of a change by the values that a column has now and had before."""
 
     def __init__(self, change: TableChange, column: int) -> None:
         self.pairs = list(change.keyed())
@@ -120,5 +117,5 @@ class _Index:
 
 
 def in_order(key: Key) -> tuple[Any, ...]:
-    """A sort key for keys: nulls last, so that every process sends a commit's rows in the same order."""
+    """Sort key for keys, nulls last: every process sends a commit's rows in the same order."""
     return tuple([(value is None, value if value is not None else 0) for value in key])

@@ -50,7 +50,6 @@ class Position:
     view: bytes = WHOLE
 
     def at(self, version: int, ordinal: int = 0) -> Position:
-        """Another position of the same table and view."""
         return Position(self.table_id, version, ordinal, self.view)
 
 
@@ -74,11 +73,11 @@ class Seal:
         return "Seal(…)"
 
     def derived(self, purpose: bytes) -> bytes:
-        """Another secret that all server processes of the lake share, for one purpose alone."""
+        """A secret for one purpose, shared by all server processes of the lake."""
         return hmac.digest(self._key, b"millrace " + purpose, "sha256")
 
     def token(self, position: Position) -> str:
-        """The opaque text: URL-safe base64 without padding of form, version, ordinal, view, table id, signature."""
+        """Opaque text: URL-safe base64, unpadded, of form, version, ordinal, view, table id and signature."""
         return self._written(position)
 
     def parse(self, token: str) -> Position:

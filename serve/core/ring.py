@@ -53,22 +53,22 @@ class Ring:
 
     @property
     def next(self) -> int:
-        """The number that the next frame will have: the cursor of one who has everything."""
+        """Number of the next frame: the cursor of a subscriber that has everything."""
         return self.first + len(self._frames)
 
     @property
     def head(self) -> Position:
-        """Position of one who has everything."""
+        """Position of a subscriber that has everything."""
         return self._frames[-1].position if self._frames else self._start
 
     @property
     def start(self) -> Position:
-        """The oldest position that can be served from here."""
+        """Oldest position that can be served from here."""
         return self._start
 
     @property
     def full(self) -> bool:
-        """Whether nothing can be put before its first frame."""
+        """Whether :meth:`prepend` has no room."""
         return len(self._frames) >= self._max_frames or self.bytes >= self._max_bytes
 
     def append(self, frame: RingFrame) -> None:
@@ -106,21 +106,21 @@ class Ring:
         return taken
 
     def find(self, position: Position) -> int | None:
-        """The cursor of a subscriber at this position; None: it is older than the ring, or ahead of it."""
+        """Cursor of a subscriber at this position; None if the position is older than the ring or ahead of it."""
         if not self._start <= position <= self.head:
             return None
         return self.first + bisect_right(self._frames, position, key=lambda frame: frame.position)
 
     def holds(self, cursor: int) -> bool:
-        """Whether one who is at the cursor can be served on."""
+        """Whether a subscriber at the cursor has missed nothing."""
         return cursor >= self.first
 
     def frame(self, cursor: int) -> RingFrame:
-        """The frame of this number; it must be held."""
+        """The frame with this number, which must be held."""
         return self._frames[cursor - self.first]
 
     def frames(self, cursor: int, max_bytes: int, max_frames: int | None = None) -> list[RingFrame]:
-        """Frames from the cursor on, at least one where there is one."""
+        """Frames from the cursor on; at least one if there is one."""
         found: list[RingFrame] = []
         size = 0
         start = cursor - self.first
@@ -155,7 +155,7 @@ class SharedSnapshot:
     _frames: dict[tuple[str, int], bytes] = field(default_factory=dict)
 
     def frame(self, codec: Codec, part: int) -> bytes:
-        """A part's bytes, made once for each wire form and not before somebody takes them."""
+        """A part's bytes, made once for each wire form, when first needed."""
         key = (codec.name, part)
         data = self._frames.get(key)
         if data is None:
@@ -185,17 +185,16 @@ class WireChannel:
         self._merges: dict[tuple[int, int], tuple[bytes, int]] = {}
 
     def members(self) -> tuple[Subscriber, ...]:
-        """All its subscribers."""
         return (*self.live, *self.idle, *self.trailing)
 
     def listed(self) -> tuple[Subscriber, ...]:
-        """Who is live."""
+        """Live subscribers; the same tuple as long as they are the same."""
         if self._listed is None:
             self._listed = tuple(self.live)
         return self._listed
 
     def append(self, messages: Sequence[Message], now: float) -> bytes:
-        """RingFrame messages, once for all, and put them into the ring. Their bytes, joined."""
+        """Frame messages, once for all, and append them to the ring. Returns their bytes, joined."""
         parts = []
         for message in messages:
             assert message.position is not None
@@ -206,7 +205,7 @@ class WireChannel:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def prepend(self, start: Position, messages: Sequence[Message], now: float) -> list[RingFrame]:
-        """RingFrame messages from before the ring, and put those into it that end where it starts and have room."""
+        """Frame messages from before the ring; those that end where it starts go into it as far as there is room."""
         kept = messages if self._conflates else [None] * len(messages)
         frames = [
             RingFrame(self.codec.frame(m), m.position, now, k)
@@ -244,19 +243,18 @@ class WireChannel:
         return made
 
     def join(self, subscriber: Subscriber) -> None:
-        """It trails, for now."""
+        """It trails at first."""
         subscriber.wire_channel = self
         self.trailing.add(subscriber)
 
     def leave(self, subscriber: Subscriber) -> None:
-        """It is gone."""
         self._listed = None
         for group in (self.live, self.idle, self.trailing):
             group.discard(subscriber)
         subscriber.wire_channel = None
 
     def has_everything(self, subscriber: Subscriber) -> None:
-        """It has read to the end: what comes goes straight to its socket, or wakes it where it has a window."""
+        """It has read to the end: new frames go straight to its socket, or wake it if it has a window."""
         self.trailing.discard(subscriber)
         if subscriber.window:
             subscriber.idle = True
@@ -267,7 +265,7 @@ class WireChannel:
             self._listed = None
 
     def falls_behind(self, subscriber: Subscriber) -> None:
-        """It was live and has had everything until now; what comes next it reads from the ring, when it can."""
+        """It was live and cannot take more: it will read from the ring, from the next frame on."""
         subscriber.cursor = self.ring.next
         subscriber.at = self.ring.head
         self.trails(subscriber)

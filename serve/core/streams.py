@@ -49,23 +49,22 @@ class ViewStreams:
 
     @property
     def busy(self) -> bool:
-        """Whether there is something for :meth:`work`."""
+        """Whether :meth:`work` has something to do."""
         return bool(self._busy or self._owed)
 
     def open(self, state: TableState) -> None:
-        """A table that was not there before."""
         spec = self.specs.get(state.table.name, EVERYTHING)
         self.channels[state.table.name] = Channel(state, self._codecs, self.settings, self.seal, spec)
 
     def close(self, table: str, problem: str) -> list[Outgoing]:
-        """A table cannot be served any more: its subscribers are told and closed."""
+        """A table cannot be served any more: tell and close its subscribers."""
         channel = self.channels.pop(table, None)
         why = RequestError(RequestError.BAD_REQUEST, "not_served", problem)
         streams = [] if channel is None else list(channel.streams.values())
         return [delivery for stream in streams for delivery in self._ended(stream, why)]
 
     def work(self) -> list[Outgoing]:
-        """What is still to be handed out, or else a slice of what takes long."""
+        """Return deliveries that are owed, or do a slice of long work."""
         if self._owed:
             owed, self._owed = self._owed, []
             return owed
@@ -92,7 +91,7 @@ class ViewStreams:
             raise RequestError(RequestError.BAD_REQUEST, "bad_filter", str(error)) from None
 
     def filters(self) -> int:
-        """Distinct views kept up to date, beside whole tables."""
+        """Number of distinct views, whole tables not counted."""
         return sum(len(channel.streams) - 1 for channel in self.channels.values())
 
     def stream(self, table: str, view: SubscriberView) -> ViewStream:
@@ -115,13 +114,13 @@ class ViewStreams:
         return False
 
     def drop(self, stream: ViewStream, error: FilterError) -> list[Outgoing]:
-        """The view makes no sense any more."""
+        """Drop a view that no longer fits its table, or fails."""
         log.warning("%s: a filter is dropped: %s", stream.channel.name, error, exc_info=error.__cause__)
         stream.channel.streams.pop(stream.view.id, None)
         return self._ended(stream, RequestError(RequestError.BAD_REQUEST, "bad_filter", str(error)))
 
     def _ended(self, stream: ViewStream, why: RequestError) -> list[Outgoing]:
-        """Nothing more comes of a stream: its subscribers are told and closed."""
+        """End a stream: its subscribers are told and closed."""
         stream.work, stream.ended = None, why
         deliveries = []
         for wire_channel in stream.wire_channels.values():
@@ -131,7 +130,7 @@ class ViewStreams:
         return deliveries
 
     def catch_up(self, stream: ViewStream) -> list[Outgoing]:
-        """Everything that the stream has not taken yet; ordinarily one commit."""
+        """Apply every change that the stream has not taken yet, ordinarily one."""
         missed = stream.channel.since(stream.version)
         deliveries: list[Outgoing] = []
         try:
@@ -153,7 +152,7 @@ class ViewStreams:
         return deliveries
 
     def begin(self, stream: ViewStream) -> None:
-        """Have a snapshot made: at once where the table is small."""
+        """Start a snapshot; that of a small table is finished at once."""
         if stream.ended is not None:
             return
         deliveries: list[Outgoing] = []
@@ -190,7 +189,7 @@ class ViewStreams:
         return [Outgoing(waiting, wake=True)] if waiting else []
 
     def give_snapshot(self, subscriber: Subscriber, stream: ViewStream, *, made: bool = False) -> None:
-        """The last snapshot, or the next one. One just made is taken whatever came meanwhile: the ring has that."""
+        """Give it the last snapshot, or the next. A snapshot just made is used even if changes came meanwhile."""
         wire_channel = subscriber.wire_channel
         assert wire_channel is not None
         snapshot = stream.usable(wire_channel, made=made)

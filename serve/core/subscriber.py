@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class Link(Protocol):
-    """One connection. Nothing here waits but :meth:`drained`."""
+    """One connection. Only :meth:`drained` waits."""
 
     def write(self, data: bytes) -> None:
         """Take bytes of whole messages, now. Called by the hub's deliveries only while the subscriber is live, and for
@@ -38,13 +38,13 @@ class Link(Protocol):
         """Write what :meth:`serve.core.hub.Hub.data_to_send` gives, until it gives nothing or the socket is full."""
 
     def close(self, code: int, reason: str) -> None:
-        """Say why, then close; abort if the other side does not take it. The code is docs/protocol.md's."""
+        """Send the reason, then close; abort if the other side does not take it. docs/protocol.md has the codes."""
 
     def buffered(self) -> int:
-        """Bytes that the socket has not taken yet: when they get fewer, somebody reads."""
+        """Bytes that the socket has not taken yet. When they shrink, the other side reads."""
 
     async def drained(self) -> None:
-        """Returns when the socket takes more, or is gone. Used by replays only, which make data at its pace."""
+        """Return when the socket takes more or is gone. For replays, which make data at its pace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,18 +138,18 @@ class Subscriber:
 
     @property
     def room(self) -> int | None:
-        """How many more changes its window takes; None: it has none."""
+        """How many more changes its window takes; None if it has no window."""
         return max(0, self.window - len(self.unacked)) if self.window else None
 
     def sent(self, positions: Sequence[Position]) -> None:
-        """Changes that were handed to its socket."""
+        """Changes were handed to its socket."""
         if positions:
             self.at = positions[-1]
             if self.window:
                 self.unacked.extend(positions)
 
     def forget(self) -> None:
-        """Nothing that was on its way to it counts any more."""
+        """Forget whatever was on its way to it."""
         self.backlog.clear()
         self.unacked.clear()
         self.snapshot = None
@@ -179,7 +179,7 @@ class Outgoing:
 
 @dataclass(slots=True)
 class Counters:
-    """What has happened since the start, for metrics."""
+    """Events since the start, for metrics."""
 
     subscribed: int = 0
     messages: int = 0
@@ -194,7 +194,6 @@ class Counters:
 
 
 def deliver(deliveries: Iterable[Outgoing]) -> None:
-    """Carry out what the hub says."""
     for delivery in deliveries:
         if delivery.data:
             for subscriber in delivery.to:
@@ -208,7 +207,7 @@ def deliver(deliveries: Iterable[Outgoing]) -> None:
 
 
 def _woken(subscriber: Subscriber) -> None:
-    """What fails for one of them is nothing to the others."""
+    """Pump one subscriber. Its failure does not affect the others."""
     try:
         subscriber.link.pump()
     except Exception:

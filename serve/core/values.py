@@ -22,7 +22,7 @@ _INT64 = range(-(2**63), 2**63)
 
 
 def is_binary(kind: pa.DataType) -> bool:
-    """Whether a column of this type is left out of what is pushed."""
+    """Whether a column of this type is not pushed."""
     return bool(
         pa.types.is_binary(kind)
         or pa.types.is_large_binary(kind)
@@ -32,7 +32,7 @@ def is_binary(kind: pa.DataType) -> bool:
 
 
 def rows_of(table: pa.Table) -> list[Row]:
-    """The table's rows in its order of columns. Times without a zone, in UTC: they hash and compare faster."""
+    """The table's rows, columns in order. Times are in UTC without a zone: they hash and compare faster."""
     columns = [_plain(column).to_pylist() for column in table.columns]
     if not columns:
         return [() for _ in range(table.num_rows)]
@@ -49,7 +49,6 @@ def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def to_json(value: Any) -> bytes:
-    """JSON of any value that a message or row is made of."""
     return orjson.dumps(value, default=_other, option=_OPTIONS)
 
 

@@ -37,14 +37,13 @@ _KEYS = {"name", "sql", "key", "from", "source", "options"}
 
 
 async def list_queries(request: Request) -> Response:
-    """Every query that was added, and how it fares."""
+    """List all added queries with their states."""
     principal = admitted(request)
     found = await asyncio.to_thread(_listed, request.state.settings)
     return _json({"queries": [each for each in found if principal.may_read(each["name"])]})
 
 
 async def show_query(request: Request) -> Response:
-    """One of them."""
     name = request.path_params["name"]
     for found in await asyncio.to_thread(_listed, request.state.settings):
         if found["name"] == name and admitted(request).may_read(name):
@@ -53,7 +52,7 @@ async def show_query(request: Request) -> Response:
 
 
 async def add_query(request: Request) -> Response:
-    """Check a query and write it down: 201, or a problem that says what to write instead."""
+    """Check a query and record it: 201, or a problem that says what to write instead."""
     _check_may(request)
     spec = _spec(await _body(request))
     columns = _columns(request.state.hub)
@@ -65,7 +64,7 @@ async def add_query(request: Request) -> Response:
 
 
 async def remove_query(request: Request) -> Response:
-    """Have a query stopped, with its checkpoint; ``?drop=true``: its table too. 202: the driver does it."""
+    """Have the driver stop a query and remove its checkpoint, with ``?drop=true`` its table too: 202."""
     _check_may(request)
     drop = request.query_params.get("drop", "false")
     if drop not in ("true", "false"):

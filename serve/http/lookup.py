@@ -69,7 +69,7 @@ class Lookups:
         self._read: ByteCache[tuple[str, str, str, int, tuple[int, int] | None]] = ByteCache(_READ_THROUGH_BYTES)
 
     async def rows(self, channel: Channel, prefix: Key, view: SubscriberView) -> list[tuple[Key, Row]]:
-        """The rows whose key begins so, as the view shows them, in the order of their keys."""
+        """Rows whose key begins with ``prefix``, as the view shows them, in key order."""
         state, table = channel.state, channel.state.table
         if len(prefix) == len(table.key):
             row = state.rows.get(prefix)
@@ -92,7 +92,7 @@ class Lookups:
         return known[1]
 
     def seen(self, channel: Channel, view: SubscriberView) -> TableInfo:
-        """The columns that a view has."""
+        """Columns of a view."""
         return self._live(channel, view).table
 
     async def read_through(self, name: str, event_id: str, principal: Principal) -> bytes:
@@ -133,15 +133,14 @@ class Index:
         self._turn = asyncio.Lock()
 
     def of(self, channel: Channel) -> bool:
-        """Whether it is of this table as it is now, and not of one that was there before."""
+        """Whether it belongs to this table, not to one that it replaced."""
         return self._channel is channel and self._table_id == channel.state.table.table_id
 
     def keys(self, prefix: Key) -> set[Key]:
-        """Those that begin so."""
         return self._keys.get(prefix, set())
 
     async def caught_up(self) -> None:
-        """Returns when it is as new as the table."""
+        """Return when it is as new as the table."""
         if self._version == self._channel.state.version:
             return
         async with self._turn:

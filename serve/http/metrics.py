@@ -27,7 +27,6 @@ class HubCollector(Collector):
         self._hub = hub
 
     def collect(self) -> Iterator[Metric]:
-        """All families."""
         counters = self._hub.counters
         yield GaugeMetricFamily("millrace_serve_subscribers", "Subscribers connected.", value=self._hub.size)
         for name, text, value in (
@@ -68,7 +67,7 @@ class HubCollector(Collector):
 
 
 def _by_codec(channel: Channel) -> dict[str, tuple[int, int]]:
-    """Bytes in rings and subscribers that trail, by wire form, whatever they filter by."""
+    """Bytes in rings, and trailing subscribers, by wire form."""
     found: dict[str, tuple[int, int]] = {}
     for stream in channel.streams.values():
         for codec, wire_channel in stream.wire_channels.items():
@@ -91,7 +90,6 @@ class AccessCollector(Collector):
         self._fleet = fleet
 
     def collect(self) -> Iterator[Metric]:
-        """All families."""
         for name, text, label, counts in (
             ("millrace_serve_denied", "Requests and connections that were not let in.", "code", self._gate.refused),
             ("millrace_serve_sql", "SQL statements by how they ended.", "outcome", self._workers.counts),

@@ -53,7 +53,7 @@ class Peers:
         self._note = folder / f"{name}-{os.getpid()}.json"
 
     async def run(self) -> None:
-        """Answer until cancelled."""
+        """Answer other processes until cancelled."""
         server = await asyncio.start_server(self._serve, _HOST, 0, limit=_MOST_ASKED)
         try:
             port = server.sockets[0].getsockname()[1]
@@ -64,7 +64,7 @@ class Peers:
             server.close()
 
     async def ask(self, what: str, **content: Any) -> dict[str, Any]:
-        """What the other processes answer, by their names."""
+        """Answers of the other processes by their names."""
         notes = await asyncio.to_thread(self._others)
         found = await asyncio.gather(*(self._ask(path, port, {"ask": what, **content}) for path, _, port in notes))
         return {name: answer for (_, name, _), answer in zip(notes, found, strict=True) if answer is not None}

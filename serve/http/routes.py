@@ -43,7 +43,6 @@ _METHODS = "GET, POST, DELETE"
 
 
 def needs_key(path: str) -> bool:
-    """Whether a path has data behind it."""
     return path not in PUBLIC and (path == "/v1" or path.startswith("/v1/") or path == "/metrics")
 
 
@@ -58,7 +57,6 @@ class AccessMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -108,7 +106,7 @@ async def _preflight(send: Send) -> None:
 
 
 async def new_ticket(request: Request) -> Response:
-    """A ticket with the rights of the key that asks: ``?ticket=`` on one address, within its life."""
+    """A ticket with the rights of the caller's key, for ``?ticket=`` on one address."""
     access = request.state.access
     if not isinstance(access, ReaderGate):
         raise invalid("bad_request", "no tickets are needed here")
@@ -129,23 +127,20 @@ _SAFE = {
 
 
 def json(content: Any, status: int = 200, kind: str = "application/json", **headers: str) -> Response:
-    """A JSON response that nobody keeps without asking again."""
+    """A JSON response that caches must revalidate."""
     return Response(to_json(content), status, headers={"Cache-Control": "no-cache", **headers}, media_type=kind)
 
 
 async def http_error(_: Request, error: Exception) -> Response:
-    """Starlette's own errors, in the same form."""
     assert isinstance(error, HTTPException)
     return problem(error.status_code, error.detail)
 
 
 async def unknown_table(_: Request, error: Exception) -> Response:
-    """A table that the lake does not have."""
     return problem(404, str(error), "no_such_table")
 
 
 async def refused_request(_: Request, error: Exception) -> Response:
-    """A request that cannot be served."""
     assert isinstance(error, RequestError)
     return refused(error)
 
@@ -184,22 +179,20 @@ async def tables(request: Request) -> Response:
 
 
 async def table(request: Request) -> Response:
-    """One table's rows: as they are, or as they were."""
     return await (rows_as_of if "as_of" in request.query_params else rows)(request)
 
 
 async def subscribe(_: Request) -> Response:
-    """Reached only by a request that is neither an upgrade nor for events; those never come to a route."""
+    """Any request but upgrades and requests for events, which never reach a route."""
     return problem(406, "subscribe with a WebSocket, or with Accept: text/event-stream on a connection of its own")
 
 
 async def healthz(_: Request) -> Response:
-    """The process answers."""
     return json({"status": "ok", "process": os.getpid()})
 
 
 async def readyz(request: Request) -> Response:
-    """Every table found is in memory."""
+    """Whether every table found is in memory."""
     known = _tables(request)
     if not known.ready:
         return problem(503, "tables are still being read")
@@ -207,7 +200,7 @@ async def readyz(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """Prometheus text; of all processes of the port, where there are several."""
+    """Prometheus text, of all processes of the port."""
     if not admitted(request).unlimited:
         raise RequestError(RequestError.FORBIDDEN, "forbidden", "metrics are of all tables; this key sees some only")
     registry: CollectorRegistry = request.state.registry
@@ -218,10 +211,9 @@ async def metrics(request: Request) -> Response:
 
 
 class Web(StaticFiles):
-    """The dashboard's files, with headers that let it load nothing from elsewhere."""
+    """The dashboard's files, with headers that forbid loading anything from elsewhere."""
 
     async def get_response(self, path: str, scope: Scope) -> Response:
-        """The file."""
         response = await super().get_response(path, scope)
         response.headers.update(_SAFE)
         return response

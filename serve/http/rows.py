@@ -58,14 +58,12 @@ class ByteCache(Generic[K]):
         self._bytes = 0
 
     def get(self, key: K) -> bytes | None:
-        """An answer, if it is there."""
         body = self._bodies.get(key)
         if body is not None:
             self._bodies.move_to_end(key)
         return body
 
     def put(self, key: K, body: bytes) -> None:
-        """Keep one."""
         if key in self._bodies or len(body) > self._most // 4:
             return
         self._bodies[key] = body
@@ -80,7 +78,7 @@ _EXTRA = frozenset({"limit"})
 
 
 class Bodies(ByteCache[tuple[Position, int | None]]):
-    """The last bodies made: many ask for the same between two commits."""
+    """Cached answers: many ask for the same between two commits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +150,7 @@ def _headers(hub: Hub, channel: Channel, position: Position) -> dict[str, str]:
 
 
 def _cache_control(channel: Channel, now: int) -> str:
-    """For how long it will most likely not change: what is left of the usual pause between commits."""
+    """Expected life of an answer: what is left of the usual pause between commits."""
     if channel.interval_ms is None:
         return "private, no-cache"
     left = channel.interval_ms - (now - channel.state.facts.committed_at)
@@ -165,7 +163,7 @@ def _matches(header: str, tag: str) -> bool:
 
 
 async def _body(hub: Hub, channel: Channel, view: SubscriberView, limit: int | None) -> bytes:
-    """The rows at this moment, made in slices so that others have their turn."""
+    """Current rows, built in slices so that others get their turn."""
     state = channel.state
     facts, position = state.facts, _position(channel, view)
     stream = channel.streams.get(view.id)
@@ -226,7 +224,6 @@ class History:
         self._states: OrderedDict[tuple[Path, int, tuple[int, int]], TableState] = OrderedDict()
 
     def close(self) -> None:
-        """Nobody asks any more."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def body(self, folder: Path, moment: Moment, wanted: Wanted) -> bytes:

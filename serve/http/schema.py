@@ -97,19 +97,18 @@ _SOMETIMES = frozenset({"leaves", "merged", "oldest_at", "newest_at", "where", "
 
 
 def shape(fields: Mapping[str, Schema], optional: frozenset[str] = _OPTIONAL) -> Schema:
-    """An object of these fields and no others."""
+    """An object with these fields and no others."""
     needed = [name for name in fields if name not in optional]
     return {"type": "object", "properties": dict(fields), "required": needed, "additionalProperties": False}
 
 
 def message_schemas() -> dict[str, Schema]:
-    """Of every message, by its type."""
     pushed = {name: shape({"type": {"const": name}} | fields, _SOMETIMES) for name, (_, fields) in PUSHED.items()}
     return pushed | {name: shape({"type": {"const": name}} | fields) for name, (_, fields) in SENT.items()}
 
 
 def answer_schemas() -> dict[str, Schema]:
-    """Of the HTTP answers that a subscriber reads: a poll's, and a table's rows."""
+    """Schemas of a poll's answer and of a table's rows."""
     polled = [
         {"$ref": f"#/components/schemas/{name}"} for name in ("snapshot", "change", "heartbeat", "slow", "expired")
     ]
@@ -174,7 +173,7 @@ def asyncapi(version: str) -> dict[str, Any]:
 
 
 def _called() -> dict[str, Any]:
-    """What the server calls, with a message as parameters. A change has its position as id where replies are wanted."""
+    """The server's calls, with a message as parameters. With replies, a change's id is its position."""
     found = {name: _call(name, _payload(name)) for name in _STREAMED}
     for name in ("change", "alert"):
         found[name] = _call(name, _payload("change"), True)
@@ -212,7 +211,7 @@ def _shared(names: Iterable[str]) -> dict[str, Any]:
 
 
 def _channel(address: str | None, words: str, messages: dict[str, Any], query: Any = None) -> dict[str, Any]:
-    """A channel; with ``query`` over a WebSocket."""
+    """A channel; with ``query`` it is a WebSocket."""
     found = {"address": address, "description": words, "messages": messages}
     if query is None:
         return found
@@ -341,7 +340,6 @@ _PUBLIC = ("/healthz", "/readyz", "/v1/openapi.json", "/v1/asyncapi.json")
 
 
 def openapi() -> dict[str, Any]:
-    """The OpenAPI document."""
     paths: dict[str, dict[str, Any]] = {}
     for (method, path), (summary, query) in OPERATIONS.items():
         inside = [
@@ -375,12 +373,10 @@ def openapi() -> dict[str, Any]:
 
 
 async def show_openapi(_: Request) -> Response:
-    """The OpenAPI document."""
     return Response(to_json(openapi()), media_type="application/json")
 
 
 async def show_asyncapi(_: Request) -> Response:
-    """The AsyncAPI document."""
     return Response(to_json(asyncapi(VERSION)), media_type="application/json")
 
 

@@ -26,7 +26,7 @@ UNSENT_BYTES = 131_072  # more than this the kernel does not hold back for a sub
 
 
 def _nowhere(data: bytes) -> None:
-    """Where bytes go before the first message may be written, and after the last."""
+    """Sink for bytes before the first message may be written and after the last."""
 
 
 class SubscriberConnection(asyncio.Protocol):
@@ -57,7 +57,6 @@ class SubscriberConnection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """The request follows."""
         self.transport = transport  # type: ignore[assignment]
         self._connections.add(self)
         peer = transport.get_extra_info("peername")
@@ -76,7 +75,6 @@ class SubscriberConnection(asyncio.Protocol):
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the subscribers."""
         self.lost = True
         self.shut()
         self._connections.discard(self)
@@ -88,13 +86,11 @@ class SubscriberConnection(asyncio.Protocol):
         self._release()
 
     def pause_writing(self) -> None:
-        """The transport's buffer is above its high-water mark."""
         for subscriber in self.subscribers:
             subscriber.paused = True
             self.hub.paused(subscriber, clock_ms())
 
     def resume_writing(self) -> None:
-        """The transport's buffer has drained."""
         for subscriber in self.subscribers:
             self.hub.drained(subscriber, clock_ms())
         self._release()
@@ -103,7 +99,7 @@ class SubscriberConnection(asyncio.Protocol):
     # Link
 
     def pump(self) -> None:
-        """Write what the hub has for these subscribers, until they have everything or the socket takes no more."""
+        """Write what the hub has, until these subscribers have everything or the socket takes no more."""
         for subscriber in self.subscribers:
             while self.open and not subscriber.paused:
                 data = self.hub.data_to_send(subscriber)
@@ -112,21 +108,18 @@ class SubscriberConnection(asyncio.Protocol):
                 self.transport.write(data)
 
     def close(self, code: int, reason: str) -> None:
-        """Say why, then close."""
         raise NotImplementedError
 
     def buffered(self) -> int:
-        """Bytes in the transport's buffer."""
         return 0 if self.lost else self.transport.get_write_buffer_size()
 
     async def drained(self) -> None:
-        """Returns when the socket takes more."""
         if any(subscriber.paused for subscriber in self.subscribers) and not self.lost:
             self._drain = self._drain or self.loop.create_future()
             await asyncio.shield(self._drain)
 
     def shutdown(self) -> None:
-        """Uvicorn stops."""
+        """Called by uvicorn when it stops."""
         self.close(GOING_AWAY, "the server stops; reconnect with your last position")
 
     # For the transports
@@ -136,7 +129,7 @@ class SubscriberConnection(asyncio.Protocol):
         self.open, self.write = True, self.transport.write
 
     def shut(self) -> None:
-        """They may not any more."""
+        """Messages may no longer be written."""
         self.open, self.write = False, _nowhere
 
     def admit(self, credentials: Credentials) -> Principal:
@@ -151,7 +144,7 @@ class SubscriberConnection(asyncio.Protocol):
         return self.principal
 
     def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Do something that waits; a failure of it closes the connection."""
+        """Run a task for this connection; its failure closes the connection."""
         task = self.loop.create_task(work)
         self._tasks = (*self._tasks, task)
         task.add_done_callback(self._done)

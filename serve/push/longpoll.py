@@ -38,31 +38,27 @@ class PollCodec:
     media_type = "application/json"
 
     def frame(self, message: Message) -> bytes:
-        """The message, and a comma."""
         return b"" if message.kind == "resumed" else message.body + b","
 
     def heartbeat(self, message: Message) -> bytes:
-        """Nothing: an answer without changes has one of its own."""
+        """Nothing: an answer without changes has its own heartbeat."""
         return b""
 
     def answer(self, data: bytes, position: str, behind: int) -> bytes:
-        """The body."""
         tail = to_json({"position": position, "behind": behind})
         return b'{"messages":[' + data.removesuffix(b",") + b"]," + tail[1:]
 
 
 class PollPackCodec(PollCodec):
-    """A sequence of MessagePack objects; position and the rest stand in headers."""
+    """MessagePack objects in sequence; position and lag are in headers."""
 
     name = "poll msgpack"
     media_type = "application/vnd.msgpack"
 
     def frame(self, message: Message) -> bytes:
-        """The message."""
         return b"" if message.kind == "resumed" else as_msgpack(message)[0]
 
     def answer(self, data: bytes, position: str, behind: int) -> bytes:
-        """The body."""
         return data
 
 
@@ -87,14 +83,12 @@ class PollLink:
         self._hub = hub
 
     def write(self, data: bytes) -> None:
-        """Take it; the answer can go."""
         if data:
             self.parts.append(data)
             self.size += len(data)
             self.some.set()
 
     def pump(self) -> None:
-        """Fetch."""
         subscriber = self.subscriber
         assert subscriber is not None
         while self.closed is None and (self.size < MAX_BYTES or subscriber.snapshot is not None):
@@ -104,7 +98,7 @@ class PollLink:
             self.write(data)
 
     def close(self, code: int, reason: str) -> None:
-        """The answer is an error, or what there is; of a stream that has ended, why it has."""
+        """End the poll: with an error, or with what there is. If the stream ended, its reason is the error."""
         stream = None if self.subscriber is None else self.subscriber.stream
         self.closed = RequestError(code, "closed", reason)
         if stream is not None and stream.ended is not None:
@@ -113,7 +107,6 @@ class PollLink:
         self.some.set()
 
     def buffered(self) -> int:
-        """Nothing waits: the answer is written at once."""
         return 0
 
     async def drained(self) -> None:
@@ -121,14 +114,13 @@ class PollLink:
 
     @property
     def whole(self) -> bool:
-        """Whether it holds something, and no half of a snapshot."""
+        """Whether it holds something, and not half a snapshot."""
         subscriber = self.subscriber
         waits = subscriber is not None and self._hub.reached(subscriber) is None
         return self.closed is not None or (bool(self.parts) and not waits)
 
 
 async def poll(request: Request) -> Response:
-    """One answer."""
     tables: Tables = request.state.tables
     hub: Hub = request.state.hub
     access: Access = request.state.access
@@ -163,7 +155,7 @@ async def poll(request: Request) -> Response:
 
 
 async def _wait(request: Request, link: PollLink, joining: asyncio.Task[None], seconds: float) -> None:
-    """Until there is an answer, the time is up, or nobody is there any more."""
+    """Wait for an answer, the end of the time, or a hang-up."""
     gone = asyncio.ensure_future(_disconnected(request))
     loop = asyncio.get_running_loop()
     until = loop.time() + seconds
@@ -190,7 +182,7 @@ async def _wait(request: Request, link: PollLink, joining: asyncio.Task[None], s
 
 
 def _fetching(link: PollLink) -> bool:
-    """Whether a snapshot is being made for it."""
+    """Whether its snapshot is being made."""
     subscriber = link.subscriber
     return subscriber is not None and subscriber.stream is not None and subscriber in subscriber.stream.waiting
 
@@ -217,7 +209,7 @@ def _answer(hub: Hub, subscriber: Subscriber, codec: PollCodec, link: PollLink) 
 
 
 def _late_ms(subscriber: Subscriber) -> float:
-    """How long the first message after this answer has been waiting for its poll."""
+    """Age of the first message that comes after this answer, ms."""
     wire_channel = subscriber.wire_channel
     if subscriber.live or wire_channel is None or subscriber.cursor >= wire_channel.ring.next:
         return 0.0

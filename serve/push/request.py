@@ -34,14 +34,13 @@ def problem(status: int, detail: str, code: str = "") -> Response:
 
 
 def refused(error: RequestError) -> Response:
-    """A request that cannot be served."""
     response = problem(error.status, error.detail, error.code)
     response.headers.update(hints(error))
     return response
 
 
 def hints(error: RequestError) -> dict[str, str]:
-    """Headers that tell a client what to do about it."""
+    """Headers that tell a client what to do next."""
     if error.close == RequestError.UNAUTHORIZED:
         return {"WWW-Authenticate": 'Bearer realm="millrace"'}
     return {"Retry-After": "1"} if error.close in (RequestError.TOO_FAST, RequestError.FULL) else {}
@@ -153,7 +152,7 @@ def position_of(token: str, seal: Seal) -> Position:
 
 
 def columns_of(text: str) -> tuple[str, ...]:
-    """Names of columns, separated by commas."""
+    """Column names, separated by commas."""
     return tuple(name for name in (part.strip() for part in text.split(",")) if name)
 
 
@@ -215,15 +214,13 @@ def admitted(request: Request) -> Principal:
 
 
 def peer_of(request: Request) -> str:
-    """The other side of an HTTP request."""
     return f"{request.client.host}:{request.client.port}" if request.client else "?"
 
 
 def invalid(code: str, detail: str) -> RequestError:
-    """A request that is at fault itself."""
+    """A refusal because the request itself is wrong."""
     return RequestError(RequestError.BAD_REQUEST, code, detail)
 
 
 def credentials(headers: Mapping[str, str], path: str, peer: str) -> Credentials:
-    """What a connection shows."""
     return Credentials(headers, urlsplit(path).query, peer)

@@ -47,7 +47,7 @@ def rpc_codec(method: str, reply: bool, bits: int) -> WebSocketCodec:
 
 
 class _SkippingCodec(WebSocketCodec):
-    """Alerts: what has no row that fulfils the condition makes no call."""
+    """For alerts: messages without a row that fulfils the condition make no call."""
 
     def __init__(self, inner: WebSocketCodec) -> None:
         self.name = inner.name
@@ -108,7 +108,7 @@ class RpcSession:
         }
 
     def received(self, text: bytes) -> None:
-        """A call of the client's, or its answer to one of ours."""
+        """Handle a call by the client, or its answer to one of ours."""
         try:
             content = orjson.loads(text)
         except orjson.JSONDecodeError:
@@ -137,7 +137,7 @@ class RpcSession:
             self._say({"id": ident, "result": result})
 
     def _answered(self, content: dict[str, Any]) -> None:
-        """The reply to a change. With an error in it nothing more is sent: the client comes back from where it was."""
+        """The reply to a change. After an error nothing more is sent; the client resumes from where it was."""
         ident = content.get("id")
         if "error" in content:
             self._wire.close(RequestError.BAD_REQUEST, "the call of a change failed; resume from before it")
@@ -181,7 +181,7 @@ class RpcSession:
             self._refused(wanted.ident, error)
 
     def _unsubscribe(self, params: dict[str, str], _: Any) -> dict[str, Any]:
-        """Ends a subscription, also one that is still being made: then its own call is refused."""
+        """End a subscription. One still being made has its call refused."""
         wanted = self._forget(params.get("table", ""))
         if wanted is None:
             raise invalid("bad_request", "that table is not subscribed to")

@@ -34,19 +34,17 @@ _CLOSE_S = 2.0
 
 
 class SseCodec:
-    """Events without a name (``onmessage``): the type is in the data. One ``data`` line: JSON has no line breaks."""
+    """Unnamed events (``onmessage``); the type is in the data, one line of JSON."""
 
     name = "sse json"
     answers = False  # nothing comes back on this connection
 
     def frame(self, message: Message) -> bytes:
-        """Position, where the message has one, and data."""
         if message.position is None:
             return b"data: " + message.body + b"\n\n"
         return b"id: " + str(message.head["position"]).encode() + b"\ndata: " + message.body + b"\n\n"
 
     def heartbeat(self, message: Message) -> bytes:
-        """As any other message."""
         return self.frame(message)
 
 
@@ -54,7 +52,6 @@ SSE = SseCodec()
 
 
 def wants_events(method: bytes, path: bytes, headers: Mapping[str, str]) -> bool:
-    """Whether a request is for a stream of events."""
     if method != b"GET" or path not in PATHS:
         return False
     return path == PATHS[1] or KIND.decode() in headers.get("accept", "")
@@ -73,7 +70,7 @@ class SseConnection(SubscriberConnection):
         self._origin: str | None = None  # of a foreign page that may read this
 
     def begin(self, query: str, headers: Mapping[str, str]) -> None:
-        """Answer the request; ``connection_made`` comes first."""
+        """Answer the request; call ``connection_made`` first."""
         try:
             [subscriber] = self.subscribers
             subscriber.principal = self.admit(credentials(headers, f"?{query}", self.peer))
@@ -93,12 +90,11 @@ class SseConnection(SubscriberConnection):
         """Nothing is expected after the request."""
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the subscriber."""
         self._ended = True
         super().connection_lost(exc)
 
     def close(self, code: int, reason: str) -> None:
-        """The last event says why; the connection's end ends the stream."""
+        """Send the reason as the last event, then end the stream."""
         for subscriber in self.subscribers:
             self.hub.unsubscribed(subscriber)
         if self.lost or self._ended:
@@ -123,7 +119,7 @@ class SseConnection(SubscriberConnection):
         return b"access-control-allow-origin: %s\r\nvary: origin\r\n" % self._origin.encode("latin-1")
 
     def _head(self) -> None:
-        """The body goes on to the end of the connection: every event's bytes are the same for everybody."""
+        """Send the response head. The body lasts as long as the connection."""
         if self._ended:
             return
         self.opened()  # from the head to the last event
@@ -135,7 +131,7 @@ class SseConnection(SubscriberConnection):
         )
 
     def _refuse(self, error: RequestError) -> None:
-        """A problem (RFC 9457) before the stream: an EventSource does not ask again then."""
+        """Before the stream, answer with a problem (RFC 9457): then an EventSource does not retry."""
         if self.open:
             self.transport.write(SSE.frame(messages.error(error.code, error.detail)))
             self.close(error.close, error.detail)
@@ -164,12 +160,10 @@ class ServingHttpProtocol(HttpToolsProtocol):
     _events: tuple[str, dict[str, str]] | None = None
 
     def connection_made(self, transport: Any) -> None:
-        """Start the clock."""
         super().connection_made(transport)
         self._limit = self.loop.call_later(FIRST_REQUEST_S, self._too_late)
 
     def data_received(self, data: bytes) -> None:
-        """Stop it when the request is there."""
         super().data_received(data)
         if self._events is not None and self.transport.get_protocol() is self:
             self._stream(*self._events)
@@ -178,7 +172,7 @@ class ServingHttpProtocol(HttpToolsProtocol):
             self._limit = None
 
     def on_headers_complete(self) -> None:
-        """A request for events gets no ASGI task. One behind another on the same connection is left to the routes."""
+        """Take requests for events out; pipelined ones are left to the routes."""
         url = httptools.parse_url(self.url)
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in self.headers}
         idle = self.cycle is None or self.cycle.response_complete
@@ -189,23 +183,20 @@ class ServingHttpProtocol(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Of an ordinary request."""
         if self._events is None:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Of an ordinary request."""
         if self._events is None:
             super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clock."""
         if self._limit is not None:
             self._limit.cancel()
         super().connection_lost(exc)
 
     def _stream(self, query: str, headers: dict[str, str]) -> None:
-        """As uvicorn does for a WebSocket: another protocol takes the transport."""
+        """Hand the transport to another protocol, as uvicorn does for WebSockets."""
         self.connections.discard(self)
         protocol = SseConnection(self.server_state, self.app_state)
         protocol.connection_made(self.transport)

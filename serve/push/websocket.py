@@ -56,7 +56,7 @@ _DEFLATE = ServerPerMessageDeflateFactory(server_no_context_takeover=True, clien
 
 
 class _ClosedAmid(Protocol):
-    """A close may come between the frames of a message, as any control frame (RFC 6455, 5.4): that message is lost."""
+    """Accepts a close between the frames of a message, as any control frame (RFC 6455, 5.4); that message is lost."""
 
     def recv_frame(self, frame: Frame) -> None:
         if frame.opcode is Opcode.CLOSE:
@@ -65,7 +65,7 @@ class _ClosedAmid(Protocol):
 
 
 class _Handshake(_ClosedAmid, ServerProtocol):
-    """From the upgrade request on."""
+    """Starts with the upgrade request."""
 
 
 def _subprotocol(_: ServerProtocol, offered: Any) -> Subprotocol | None:
@@ -97,13 +97,11 @@ class WebSocketConnection(SubscriberConnection):
         self._opcode = Opcode.TEXT  # of that message
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the subscriber."""
         super().connection_lost(exc)
         if self._closing is not None:
             self._closing.cancel()
 
     def data_received(self, data: bytes) -> None:
-        """Handshake, control frames, what the client says."""
         if self._parser is None and len(data) == _PONG_BYTES and data.startswith(_PONG_START):
             self._answered()
             return
@@ -116,7 +114,6 @@ class WebSocketConnection(SubscriberConnection):
             self._parser = None  # that was the request and nothing else
 
     def eof_received(self) -> None:
-        """The other side sends no more; the transport closes."""
         self._wire.receive_eof()
         self._react()
 
@@ -137,14 +134,14 @@ class WebSocketConnection(SubscriberConnection):
         self._closing = self.loop.call_later(_CLOSE_S, self.transport.abort)
 
     def say(self, text: bytes) -> None:
-        """A message of this connection's own."""
+        """Send a message for this connection alone."""
         self.write(header(0x81, len(text)) + text)
 
     # Protocol of the wire
 
     @property
     def _wire(self) -> Protocol:
-        """Made anew where the last one is not needed any more: between two frames it has no state but this."""
+        """The parser; dropped between frames, when it has no other state, and made again when needed."""
         if self._parser is None:
             self._parser = _ClosedAmid(Side.SERVER, state=State.OPEN, max_size=MAX_INCOMING_BYTES, logger=log)
             self._parser.extensions = list(self._extensions)
@@ -165,7 +162,7 @@ class WebSocketConnection(SubscriberConnection):
             self._closing = self.loop.call_later(_CLOSE_S, self.transport.abort)
 
     def _flush(self) -> None:
-        """Send what the sans-I/O protocol wants sent; an empty part is its sign for the end."""
+        """Write what the sans-I/O protocol wants sent; an empty part means the end."""
         for data in self._wire.data_to_send():
             if data:
                 self.transport.write(data)
@@ -219,7 +216,7 @@ class WebSocketConnection(SubscriberConnection):
 
     @property
     def _bits(self) -> int:
-        """What was agreed on: the window that we compress with; 0: nothing is compressed."""
+        """Window bits of the agreed compression; 0 without."""
         agreed = [each for each in self._extensions if isinstance(each, PerMessageDeflate)]
         return agreed[0].local_max_window_bits if agreed else 0
 
@@ -240,7 +237,7 @@ class WebSocketConnection(SubscriberConnection):
                     self._message(message)
 
     def _answered(self) -> None:
-        """The other side reads: it has come as far as our ping."""
+        """A pong: the other side has read as far as our ping."""
         now = clock_ms()
         were_silent = [self.hub.heard_from(subscriber, now) for subscriber in self.subscribers]
         if any(were_silent):
@@ -253,7 +250,7 @@ class WebSocketConnection(SubscriberConnection):
             self._heed(message)
 
     def _heed(self, text: bytes) -> None:
-        """An acknowledgement, or another filter."""
+        """Handle an acknowledgement or a new filter."""
         [subscriber] = self.subscribers
         try:
             try:

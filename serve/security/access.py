@@ -32,12 +32,12 @@ class Principal:
         return self.tables is None or table in self.tables
 
     def condition(self, table: str) -> str:
-        """The condition on the table's rows; empty: none."""
+        """Condition on the table's rows; empty if none."""
         return self.rows.get(table, self.rows.get("*", ""))
 
     @property
     def unlimited(self) -> bool:
-        """Whether it may know of everything, as a monitoring system has to."""
+        """Whether it may see everything, as a monitoring system must."""
         return self.tables is None and not self.rows
 
 
@@ -61,14 +61,14 @@ class Credentials:
 
 
 class Closing(Protocol):
-    """What a principal holds open, and how it is ended."""
+    """An open connection of a principal."""
 
     @property
     def principal(self) -> Principal:
         """Whose it is."""
 
     def close(self, code: int, reason: str) -> None:
-        """End it; the code is docs/protocol.md's."""
+        """End it, with a code of docs/protocol.md."""
 
 
 class Access(Protocol):
@@ -92,17 +92,16 @@ class Access(Protocol):
         """It has ended."""
 
     def principal_of(self, key_id: str) -> Principal | None:
-        """The rights of a key by now; None: it is gone."""
+        """Current rights of a key; None if it is gone."""
 
     def allowed_origin(self, headers: Mapping[str, str]) -> str | None:
-        """The foreign page's origin, where it is one that may come."""
+        """Origin of a foreign page that is allowed; None for any other."""
 
 
 class OpenAccess:
     """Everyone may see everything."""
 
     def admit(self, credentials: Credentials) -> Principal:
-        """:data:`OPEN`."""
         return OPEN
 
     def enter(self, principal: Principal, holder: Closing) -> None:
@@ -112,9 +111,7 @@ class OpenAccess:
         """Nothing is counted."""
 
     def principal_of(self, key_id: str) -> Principal | None:
-        """:data:`OPEN`."""
         return OPEN
 
     def allowed_origin(self, headers: Mapping[str, str]) -> str | None:
-        """None."""
         return None

@@ -71,13 +71,11 @@ class ReaderKey(Key):
                 raise ConfigError(str(error), key=f"rows.{table}", remedy="Write a condition as in where=") from None
 
     def principal(self) -> Principal:
-        """Its rights."""
         tables = frozenset(self.tables) if self.tables else None
         return Principal(self.name or self.id, self.tenant, tables, self.rows, key=self.id, queries=self.queries)
 
 
 def reader_keys(settings: Settings) -> KeyFile[ReaderKey]:
-    """The file of the readers' keys."""
     named = settings.serve.keys
     return KeyFile(Path(named) if named else Lake(settings.lake).state / "readers.toml", ReaderKey)
 
@@ -120,12 +118,11 @@ class Tickets:
         return "Tickets(…)"
 
     def new(self, key_id: str) -> str:
-        """A ticket for whoever has this key."""
         body = _HEAD.pack(int(self._clock()) + LIVES_S, secrets.token_bytes(12)) + key_id.encode()
         return base64.urlsafe_b64encode(self._mac(body) + body).rstrip(b"=").decode()
 
     def take(self, text: str) -> str | None:
-        """The id of the key that it was made for; None: it is none of ours, too old, or was shown before."""
+        """Id of the key that it was made for; None if it is forged, expired or already used."""
         if len(text) > _MAX_CHARS:
             return None
         try:
@@ -181,7 +178,7 @@ class ReaderGate:
 
     @property
     def required(self) -> bool:
-        """Whether a key is asked for."""
+        """Whether callers must show a key."""
         return self._keys.required
 
     def admit(self, credentials: Credentials) -> Principal:
@@ -202,7 +199,7 @@ class ReaderGate:
         return self._principal(key)
 
     def principal_of(self, key_id: str) -> Principal | None:
-        """The principal of what was left here for a key, such as a webhook; None: the key is gone."""
+        """The current principal of a key that left something here, such as a webhook; None if the key is gone."""
         if not key_id:
             return None if self._keys.required else OPEN
         key = self._keys.get(key_id)
@@ -222,7 +219,6 @@ class ReaderGate:
         held.add(holder)
 
     def leave(self, principal: Principal, holder: Closing) -> None:
-        """It has ended, or never began."""
         held = self._held.get(principal.key)
         if held is not None:
             held.discard(holder)
@@ -230,7 +226,7 @@ class ReaderGate:
                 del self._held[principal.key]
 
     def sweep(self) -> None:
-        """Close what was let in with a key that is gone, or has other rights by now. Call it about once a second."""
+        """Close what was admitted with a key that is gone or has other rights now. Call it every second."""
         for key_id, held in list(self._held.items()):
             now = self.principal_of(key_id)
             for holder in list(held):
@@ -240,11 +236,9 @@ class ReaderGate:
                     held.discard(holder)
 
     def ticket(self, principal: Principal) -> str:
-        """A ticket with this principal's rights."""
         return self._tickets.new(principal.key)
 
     def allowed_origin(self, headers: Mapping[str, str]) -> str | None:
-        """The foreign page's origin, where it is one that may come: what CORS headers have to name."""
         origin = headers.get("origin", "")
         return origin if origin in self._origins else None
 
@@ -258,7 +252,7 @@ class ReaderGate:
             )
 
     def _is_local(self, host: str) -> bool:
-        """Names that no foreign DNS answers for; or that the operator has named."""
+        """Whether no foreign DNS answers for the name, or the operator has allowed it."""
         return is_local_name(host) or any(urlsplit(origin).netloc == host for origin in self._origins)
 
     def _shown(self, credentials: Credentials) -> ReaderKey | None:
@@ -297,7 +291,7 @@ class ReaderGate:
 
 @lru_cache(256)
 def is_local_name(host: str) -> bool:
-    """Whether a ``Host`` header is a number or a name that no foreign DNS answers for."""
+    """Whether a ``Host`` header is a number, or a name that no foreign DNS answers for."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
         if not host or name == "localhost" or name.endswith(".localhost"):

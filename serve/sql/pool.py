@@ -63,7 +63,6 @@ class Workers:
         return self._asked
 
     async def close(self) -> None:
-        """End every process."""
         self._closed = True
         for process in self._idle:
             await _killed(process)
@@ -72,7 +71,7 @@ class Workers:
     def start(
         self, sql: str, principal: Principal, *, as_of: str = "", rows: int | None = None, arrow: bool = False
     ) -> asyncio.Task[Result]:
-        """A statement that runs on its own; cancelling it, at any time, ends it and its process. See :meth:`run`."""
+        """Run a statement as a task; cancelling it at any time ends its process. See :meth:`run`."""
         task = asyncio.create_task(self.run(sql, principal, as_of=as_of, rows=rows, arrow=arrow))
         task.add_done_callback(self._ended)
         return task

@@ -55,7 +55,7 @@ async def run(request: Request) -> Response:
 
 
 async def cancel(request: Request) -> Response:
-    """End a statement of one's own, whichever process of the port runs it."""
+    """End one of the caller's statements, whichever process of the port runs it."""
     ident: str = request.path_params["ident"]
     key, peers = admitted(request).key, request.state.peers
     found = end(request.state.statements, key, ident)
@@ -67,7 +67,7 @@ async def cancel(request: Request) -> Response:
 
 
 def end(running: Mapping[tuple[str, str], asyncio.Task[Result]], key: str, ident: str) -> bool:
-    """End a statement of this process; False where it runs none of this id and key."""
+    """End a statement of this process; False if it does not run it."""
     task = running.get((key, ident))
     return task is not None and task.cancel()
 

@@ -213,7 +213,7 @@ def read_statement(sql: str) -> exp.Expression:
 
 
 def _tables(tree: exp.Expression, known: set[str], statement: Statement) -> dict[str, tuple[str, Moment | None]]:
-    """What the statement reads: name in it → table and moment. Takes the moments out of the tree."""
+    """Tables that the statement reads: name in it → table and moment. Removes the moments from the tree."""
     defined = {cte.alias.lower() for cte in tree.find_all(exp.CTE)}
     everywhere = moment_of(statement.as_of) if statement.as_of else None
     for call in tree.find_all(exp.Func):
@@ -298,7 +298,7 @@ def _open(
 
 
 def _described(path: Path, table: DeltaTable, schema: pa.Schema) -> tuple[TableInfo, Fold | None]:
-    """What filters have to know of a table; bronze and the like have no key."""
+    """Description for filters. Bronze, for one, has no key."""
     try:
         info = describe(path.name, metadata_of(table)).info
     except TableUnreadable:
@@ -313,7 +313,7 @@ def _folded(connection: duckdb.DuckDBPyConnection, fold: Fold, raw: str, rows: A
 
 
 def _answer(statement: Statement, schema: pa.Schema, batches: Any) -> StatementResult:
-    """The rows that the bounds let through."""
+    """The rows within the bounds."""
     answer = StatementResult(b"", [(column.name, str(column.type)) for column in schema])
     sink = pa.BufferOutputStream() if statement.arrow else None
     writer = pa.ipc.new_stream(sink, schema) if sink is not None else None

@@ -31,7 +31,6 @@ _SPARE_S = 5  # the alarm goes off so much later than the server should have kil
 
 
 def main() -> None:
-    """Serve until standard input ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints does not end up among the answers
@@ -44,7 +43,6 @@ def main() -> None:
 
 
 def packed(head: Any, body: bytes = b"") -> bytes:
-    """A message."""
     text = orjson.dumps(head)
     return LENGTH.pack(len(text), len(body)) + text + body
 
@@ -100,7 +98,7 @@ def _told(found: StatementResult) -> dict[str, Any]:
 
 
 def _limit_memory(memory_mb: int) -> None:
-    """What DuckDB does not count, a single huge text say, meets the system's limit."""
+    """Limit the process too: DuckDB does not count everything, for instance a single huge text."""
     status = Path("/proc/self/status").read_text(encoding="ascii")
     mapped = int(status.partition("VmSize:")[2].split()[0]) * 1024
     most = mapped + 2 * memory_mb * 1024 * 1024 + _SPARE_BYTES

@@ -82,7 +82,6 @@ def describe(name: str, metadata: Mapping[str, Any]) -> Described:
 
 
 def metadata_of(table: DeltaTable) -> dict[str, Any]:
-    """The metaData action of an open table."""
     metadata = table.metadata()
     return {
         "id": str(metadata.id),
@@ -108,7 +107,7 @@ def _fold_of(name: str, configuration: Mapping[str, str], schema: pa.Schema) -> 
 
 
 def _retention_ms(configuration: Mapping[str, str]) -> int:
-    """How long a version can be read again: neither its log entries nor the files removed after it may be gone."""
+    """For how long a version can be read: its log entries and data files must exist."""
     return min(
         _interval_ms(configuration.get("delta.logRetentionDuration", ""), 30 * 86_400_000),
         _interval_ms(configuration.get("delta.deletedFileRetentionDuration", ""), DEFAULT_RETENTION_MS),
@@ -116,7 +115,7 @@ def _retention_ms(configuration: Mapping[str, str]) -> int:
 
 
 def _interval_ms(text: str, default: int) -> int:
-    """Milliseconds of Delta's ``interval 6 hours``; the default where it says something that we do not read."""
+    """Milliseconds of Delta's ``interval 6 hours``; the default for a form not known here."""
     words = text.lower().removeprefix("interval").split()
     total = 0.0
     for number, unit in zip(words[::2], words[1::2], strict=False):
@@ -189,7 +188,7 @@ class TableReader:
         return rows_of(_shaped(table, described, file))
 
     def advance(self, state: TableState, commit: Commit) -> TableChange:
-        """Apply the next commit to the state (see :func:`prepare` for doing it beside a state that others read)."""
+        """Apply the next commit. Use :func:`prepare` to do so beside a state that others read."""
         return state.apply(self.prepare(state, commit))
 
     def prepare(self, state: TableState, commit: Commit) -> StateStep:
@@ -212,7 +211,7 @@ class TableReader:
             return compare(state, self.load(commit.version), CommitFacts.of(self.folder.name, commit))
 
     def _facts(self, version: int) -> CommitFacts:
-        """Facts of a version, with what earlier commits said where it says nothing itself."""
+        """Facts of a version; what it does not say comes from earlier commits."""
         facts, log = CommitFacts(0), DeltaLog(self.folder)
         for back in range(version, max(-1, version - _FACTS_BACK), -1):
             try:

@@ -39,7 +39,7 @@ class TableState:
     files: dict[str, frozenset[Key]] = field(default_factory=dict)
 
     def apply(self, step: StateStep) -> TableChange:
-        """Move to the step's version, and say what changed."""
+        """Move to the step's version; returns what changed."""
         was = None if step.table.columns == self.table.columns else self.table
         self.table, self.version = step.table, step.version
         self.facts = carried(self.facts, step.facts)
@@ -65,7 +65,7 @@ class TableState:
 
 @dataclass(frozen=True, slots=True)
 class StateStep:
-    """What one commit does to a state: prepared beside it, applied in one go."""
+    """The effect of one commit on a state: prepared beside it, applied at once."""
 
     table: TableInfo
     version: int
@@ -77,11 +77,11 @@ class StateStep:
 
 
 class NeedsLoad(Exception):
-    """The commit alone does not say what the rows are now: load the version and :func:`compare`."""
+    """The commit alone does not tell the rows: load the version and :func:`compare`."""
 
 
 def carried(before: CommitFacts, after: CommitFacts) -> CommitFacts:
-    """Facts of ``after`` where it says something, else of ``before``: maintenance commits say nothing of events."""
+    """``after``, with gaps filled from ``before``: maintenance commits say nothing of events."""
     return replace(
         after,
         through=before.through if after.through is None else after.through,

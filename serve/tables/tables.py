@@ -133,17 +133,15 @@ _AT_ONCE_S = 1.0  # for as long one may take what was rebuilt for it and keep it
 
 
 def clock_ms() -> float:
-    """Milliseconds of a clock that never goes back."""
     return time.monotonic() * 1000
 
 
 def now_ms() -> int:
-    """Milliseconds since the epoch."""
     return int(time.time() * 1000)
 
 
 def _pauses(first: float) -> Iterator[float]:
-    """Between looks for something that most often happens soon, s: there may be thousands who look."""
+    """Seconds between polls for something that most often happens soon; thousands may poll."""
     while True:
         yield first
         first = min(2 * first, _LONGEST_LOOK_S)
@@ -176,7 +174,7 @@ class Tables:
         self._opened = asyncio.Condition()
 
     async def run(self) -> None:
-        """Follow every table beside bronze, those too that come later. Runs until it is cancelled."""
+        """Follow all tables except bronze, including later ones, until cancelled."""
         try:
             while True:
                 try:
@@ -251,7 +249,7 @@ class Tables:
         subscriber.link.pump()
 
     async def _rebuilt(self, subscriber: Subscriber, position: Position) -> Position:
-        """Hands it what follows a position, as long as it takes it at once; how far that is."""
+        """Hand over what follows a position, as long as it is taken at once; returns how far."""
         stream = subscriber.stream
         if stream is None or not subscriber.replaying:
             return position
@@ -275,7 +273,7 @@ class Tables:
         return replay.position
 
     async def _taken(self, subscriber: Subscriber) -> None:
-        """Returns when its socket has taken what was rebuilt, as far as its window lets it."""
+        """Return when the socket has taken what was rebuilt, as far as its window allows."""
         pauses = _pauses(_WINDOW_LOOK_S)
         subscriber.link.pump()
         while subscriber.replaying and subscriber.backlog:
@@ -284,7 +282,7 @@ class Tables:
             subscriber.link.pump()
 
     async def _reached(self, subscriber: Subscriber, position: Position) -> bool:
-        """Waits for this process to be as far as the position; another one may have been ahead."""
+        """Wait until this process has reached the position; another process may have been ahead."""
         give_up = clock_ms() + _AHEAD_MS
         pauses = _pauses(self._settings.poll_ms / 1000)
         while subscriber.replaying and subscriber.stream is not None:

@@ -28,21 +28,19 @@ _EXACT = Context(prec=76)  # decimal128 has 38 digits; this adds up 10^38 of the
 
 
 class Accumulator:
-    """Takes values in and out. NULLs never come here."""
+    """Takes values in and out; never NULL."""
 
     def add(self, value: Any) -> None:
-        """One more."""
+        """Add a value."""
 
     def remove(self, value: Any) -> None:
-        """One that was added, taken back."""
+        """Take back a value that was added."""
 
     def result(self) -> Any:
-        """Of the values that are in."""
+        """The aggregate of the values."""
 
 
 class Count(Accumulator):
-    """How many."""
-
     def __init__(self) -> None:
         self.count = 0
 
@@ -97,7 +95,7 @@ class Total(Accumulator):
 
 
 class Mean(Total):
-    """The exact sum by the number; None as a sum is."""
+    """The exact mean; None in the same cases as the sum."""
 
     def result(self) -> float | None:
         total = super().result()
@@ -140,8 +138,6 @@ class Extreme(Accumulator):
 
 
 class DistinctCount(Accumulator):
-    """How many different ones."""
-
     def __init__(self) -> None:
         self._counts: dict[Any, int] = {}
 
@@ -230,7 +226,7 @@ class AggregateView:
 
     @property
     def table(self) -> TableInfo:
-        """The result's columns; its key is what is grouped by."""
+        """Columns of the result; its key is the grouping columns."""
         return self._table
 
     def opening(self, rows: Iterable[Row]) -> Iterator[None]:
@@ -247,7 +243,7 @@ class AggregateView:
         self._settle(touched)
 
     def advance(self, change: TableChange) -> TableChange:
-        """Groups that have other results now, and those that have no rows any more."""
+        """Groups with new results, and groups without rows."""
         if change.was is not None:
             return self._rebound(change)
         touched: set[Key] = set()
@@ -262,11 +258,9 @@ class AggregateView:
         return self._told(change, *self._settle(touched))
 
     def source(self, rows: Mapping[Key, Row]) -> list[tuple[Key, Row]]:
-        """The results by group."""
         return list(self._results.items())
 
     def rows(self, pairs: Iterable[tuple[Key, Row]]) -> Iterable[tuple[Key, Row]]:
-        """As they are."""
         return pairs
 
     def _bind(self, table: TableInfo) -> None:
@@ -331,7 +325,7 @@ class AggregateView:
         return tuple([next(parts).result() if item.group is None else at[item.group] for item in self._items])
 
     def _rebound(self, change: TableChange) -> TableChange:
-        """The table's columns are others: every row was sent anew, so it is grouped anew."""
+        """The table's columns have changed and every row was sent again: group anew."""
         old, self._groups, self._results = self._results, {}, {}
         columns = self._table.columns
         self._bind(change.table)

@@ -161,7 +161,7 @@ class _FilterCompiler:
         raise FilterError(f"{node.sql('duckdb')} is not taken in a filter")
 
     def pin(self, node: exp.Expr) -> Pin | None:
-        """Of one term of a conjunction: ``column = literal``, either way round, or ``column IN (literals)``."""
+        """The pin of ``column = literal``, either way round, or ``column IN (literals)``; None otherwise."""
         match node:
             case exp.EQ():
                 sides = [(node.this, [node.expression]), (node.expression, [node.this])]
@@ -360,7 +360,7 @@ class _FilterCompiler:
 
 
 def _fitting(node: exp.Expr, kind: str, other: str) -> tuple[str, Convert | None]:
-    """The kind in which a value of ``kind`` compares with one of ``other``, and what brings it there."""
+    """Kind in which values of ``kind`` and ``other`` compare, and the conversion to it."""
     if kind == other:
         return kind, None
     if kind in NUMBERS and other in NUMBERS:

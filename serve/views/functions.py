@@ -42,7 +42,6 @@ class Columns:
 
     @classmethod
     def of(cls, table: TableInfo) -> Columns:
-        """The columns of a table."""
         kinds = [kind_of(each) for each in table.types] or [OTHER] * len(table.columns)
         return cls({name: (i, kind) for i, (name, kind) in enumerate(zip(table.columns, kinds, strict=True))})
 
@@ -61,7 +60,6 @@ class Columns:
 
 
 def kind_of(kind: pa.DataType) -> str:
-    """The kind of an Arrow type's values."""
     for test, name in _KINDS:
         if test(kind):
             return name
@@ -227,17 +225,17 @@ def _found(text: str, start: int, end: int, part: list[str | None]) -> int | Non
 
 
 def constant(kind: str, value: Any) -> tuple[str, Getter]:
-    """Kind and value of what is the same in every row."""
+    """An expression with the same value in every row."""
     return kind, lambda _: value
 
 
 def unary(call: Callable[[Any], Any], value: Getter) -> Getter:
-    """A function of a value; NULL of NULL."""
+    """A function of one value; NULL for NULL."""
     return lambda row: None if (it := value(row)) is None else call(it)
 
 
 def binary(call: Callable[[Any, Any], Any], left: Getter, right: Getter) -> Getter:
-    """A function of two values; NULL where one of them is."""
+    """A function of two values; NULL if either is."""
 
     def called(row: Any) -> Any:
         a = left(row)
@@ -250,7 +248,7 @@ def binary(call: Callable[[Any, Any], Any], left: Getter, right: Getter) -> Gett
 
 
 def all_of(parts: list[Getter]) -> Getter:
-    """AND of three truth values: one that is false decides."""
+    """AND: one false value decides."""
 
     def all_true(row: Any) -> bool | None:
         known: bool | None = True
@@ -266,7 +264,7 @@ def all_of(parts: list[Getter]) -> Getter:
 
 
 def any_of(parts: list[Getter]) -> Getter:
-    """OR of three truth values: one that is true decides."""
+    """OR: one true value decides."""
 
     def any_true(row: Any) -> bool | None:
         known: bool | None = False
@@ -282,12 +280,12 @@ def any_of(parts: list[Getter]) -> Getter:
 
 
 def negated(part: Getter) -> Getter:
-    """NOT; of NULL, NULL."""
+    """NOT; NULL for NULL."""
     return lambda row: None if (it := part(row)) is None else not it
 
 
 def remainder(a: Any, b: Any) -> Any:
-    """The sign is that of ``a``, as in SQL; Python's is that of ``b``."""
+    """Remainder with the sign of ``a``, as in SQL; Python's has that of ``b``."""
     if not b:
         return None
     if isinstance(a, float) or isinstance(b, float):
@@ -298,7 +296,7 @@ def remainder(a: Any, b: Any) -> Any:
 
 
 def finite(call: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Results that rows could not hold either, infinities and NaN, are NULL."""
+    """Infinities and NaN become NULL, as rows cannot hold them."""
 
     def counted(a: Any, b: Any) -> Any:
         try:

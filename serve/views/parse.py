@@ -117,7 +117,7 @@ def check(tree: exp.Expr) -> None:
 
 
 def normal(tree: exp.Expr, columns: Columns) -> exp.Expr:
-    """The same with columns quoted and spelt as the table does, without comments and parentheses that say nothing."""
+    """The same tree with columns quoted and spelled as in the table, without comments and redundant parentheses."""
 
     def one(node: exp.Expr) -> exp.Expr:
         node.comments = None
@@ -138,7 +138,7 @@ def normal(tree: exp.Expr, columns: Columns) -> exp.Expr:
 
 
 def conjunction(*conditions: exp.Expr | None) -> exp.Expr | None:
-    """All of them; None: none."""
+    """AND of those that are not None; None if all are."""
     present = [condition for condition in conditions if condition is not None]
     return exp.and_(*present, copy=True) if present else None
 

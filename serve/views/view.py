@@ -23,7 +23,7 @@ FEW_ROWS = 8  # of a change: looked at one by one whatever a condition pins
 
 
 class LiveView(Protocol):
-    """A view at work on one table: what a commit to the table is in the view."""
+    """A view at work on one table."""
 
     @property
     def table(self) -> TableInfo:
@@ -37,10 +37,10 @@ class LiveView(Protocol):
         """
 
     def source(self, rows: Mapping[Key, Row]) -> list[tuple[Key, Row]]:
-        """What :meth:`rows` starts from, as of now: the table's current rows, or what the view holds of its own."""
+        """Input of :meth:`rows`: the table's current rows, or the view's own."""
 
     def rows(self, pairs: Iterable[tuple[Key, Row]]) -> Iterable[tuple[Key, Row]]:
-        """The view's rows by key, of some of :meth:`source`."""
+        """The view's rows by key, for part of :meth:`source`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class SubscriberView:
 
     @property
     def told(self) -> dict[str, Any]:
-        """What ``snapshot`` and ``resumed`` say of it; a principal's own condition is not its subscribers' business."""
+        """The view as ``snapshot`` and ``resumed`` describe it; without the principal's own condition."""
         return {name: text for name, text in (("where", self.where), ("select", self.select)) if text}
 
 
@@ -120,7 +120,7 @@ def _text(condition: str, columns: Columns) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Bound:
-    """A view for one description of the table."""
+    """A view bound to one description of the table."""
 
     seen: TableInfo
     matches: Getter | None
@@ -129,7 +129,7 @@ class _Bound:
 
 
 def touched_rows(change: TableChange, pin: Pin | None) -> tuple[Iterable[tuple[Key, Row]], Sequence[Key]]:
-    """The upserts with their keys, and the deletes, that a view with this pin has to look at."""
+    """Upserts with their keys, and deletes, that a view with this pin must look at."""
     if pin is None or len(change.upserts) + len(change.deletes) <= FEW_ROWS:
         return change.keyed(), change.deletes
     return change.pinned(pin.column, pin.values)
@@ -153,11 +153,10 @@ class RowsView:
 
     @property
     def table(self) -> TableInfo:
-        """The view's columns and key."""
         return self._bound.seen
 
     def advance(self, change: TableChange) -> TableChange:
-        """Rows that are in it now, keys that are no longer: gone from the table, or out of the condition."""
+        """Rows that are in the view now; keys gone from the table or out of the condition."""
         if change.was is not None:
             return self._rebound(change)
         if change.table is not self._source:
@@ -186,18 +185,16 @@ class RowsView:
         )
 
     def source(self, rows: Mapping[Key, Row]) -> list[tuple[Key, Row]]:
-        """All of them."""
         return list(rows.items())
 
     def rows(self, pairs: Iterable[tuple[Key, Row]]) -> Iterable[tuple[Key, Row]]:
-        """Those that fulfil the condition."""
         matches, project = self._bound.matches, self._bound.project
         if matches is not None:
             pairs = [pair for pair in pairs if matches(pair[1]) is True]
         return pairs if project is None else [(key, project(row)) for key, row in pairs]
 
     def _rebound(self, change: TableChange) -> TableChange:
-        """The table's columns are others: every row has been sent anew, what was in is judged as it was then."""
+        """The table's columns have changed and every row was sent again: compare with the old condition."""
         old, self._source = self._bound, change.table
         self._bound = bound = self._bind(change.table)
         were_in, are_in = old.matches or _always, bound.matches or _always

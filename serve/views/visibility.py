@@ -88,7 +88,7 @@ def view_of(table: TableInfo, request: SubscribeRequest, guard: str, spec: Chann
 
 
 def misfit(table: TableInfo, specs: Mapping[str, ChannelSpec]) -> str:
-    """Why what is declared of a table's channel does not fit the table; empty: it does."""
+    """Why the declared channel does not fit the table; empty if it fits."""
     spec = specs.get(table.name, EVERYTHING)
     try:
         if spec.narrows:

@@ -115,7 +115,7 @@ async def target_of(url: str, *, private: bool) -> Target:
 
 
 def is_public(text: str) -> bool:
-    """Whether an address belongs to somebody on the internet: not loopback, private, link-local, shared or reserved."""
+    """Whether an address is on the public internet: not loopback, private, link-local, shared or reserved."""
     try:
         address = ipaddress.ip_address(text.partition("%")[0])
     except ValueError:
@@ -152,7 +152,6 @@ class CallOutcome:
 
 
 def new_secret() -> str:
-    """A secret of ours."""
     return _PREFIX + base64.b64encode(secrets.token_bytes(_SECRET_BYTES)).decode()
 
 
@@ -206,7 +205,7 @@ class WebhookCaller:
         await self._client.aclose()
 
     async def post(self, url: str, secret: str, ident: str, kind: str, body: bytes) -> CallOutcome:
-        """One attempt; never raises for what the other side does."""
+        """One attempt; failures of the other side are outcomes, not exceptions."""
         began = time.monotonic()
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -239,7 +238,7 @@ class WebhookCaller:
 
 
 async def _finish(response: httpx.Response) -> None:
-    """Pass over what else the answer says, so that the connection serves again; where that is long, close it."""
+    """Read the rest of the answer, so that the connection can be used again; close it if the answer is long."""
     left = _REST_BYTES
     try:
         async with asyncio.timeout(_REST_S):

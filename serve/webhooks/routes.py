@@ -64,20 +64,19 @@ async def add(request: Request) -> Response:
 
 
 async def listed(request: Request) -> Response:
-    """All of one's own."""
+    """The caller's webhooks."""
     store, key = await _store(request), admitted(request).key
     hooks = [hook for hook in (await asyncio.to_thread(store.all)).values() if hook.key == key]
     return _json({"webhooks": [await _with_state(store, hook) for hook in hooks]})
 
 
 async def show(request: Request) -> Response:
-    """One, and how it fares."""
     store, hook = await _own(request)
     return _json(await _with_state(store, hook))
 
 
 async def remove(request: Request) -> Response:
-    """Nothing is delivered to it any more; its log is forgotten."""
+    """Stop delivery and forget its log."""
     store, hook = await _own(request)
     await asyncio.to_thread(store.remove, hook.id)
     request.state.fleet.changed()
@@ -85,7 +84,7 @@ async def remove(request: Request) -> Response:
 
 
 async def ping(request: Request) -> Response:
-    """Call it now with a message of type ``ping``, and say how that went."""
+    """Call it now with a ``ping`` message; answers with the outcome."""
     _, hook = await _own(request)
     fleet: WebhookFleet = request.state.fleet
     at = int(time.time() * 1000)
@@ -94,17 +93,17 @@ async def ping(request: Request) -> Response:
 
 
 async def deliveries(request: Request) -> Response:
-    """The latest deliveries, the newest first: ``?limit=&before=``."""
+    """Latest deliveries, newest first: ``?limit=&before=``."""
     return await _log(request, dead=False)
 
 
 async def dead(request: Request) -> Response:
-    """Dead letters with their messages, the newest first: ``?limit=&before=``."""
+    """Dead letters with their messages, newest first: ``?limit=&before=``."""
     return await _log(request, dead=True)
 
 
 async def redeliver(request: Request) -> Response:
-    """Call it once more with a dead letter, out of turn."""
+    """Deliver a dead letter once more, out of turn."""
     store, hook = await _own(request)
     fleet: WebhookFleet = request.state.fleet
     ident: str = request.path_params["delivery"]
@@ -129,7 +128,7 @@ ROUTES: list[BaseRoute] = [
 
 
 async def _wanted(request: Request, principal: Principal, body: dict[str, Any]) -> tuple[SubscribeRequest, str]:
-    """The subscription that is asked for, and the position that it begins at; empty: with a snapshot."""
+    """The requested subscription and its start position; empty for a snapshot."""
     hub: Hub = request.state.hub
     tables: Tables = request.state.tables
     named = {name: value for name, value in body.items() if name not in ("url", "secret")}

@@ -50,13 +50,12 @@ _SKIPPED = frozenset({"resumed", "slow", "heartbeat", "error"})
 
 
 class HookCodec:
-    """Messages with their lengths, so that they can be told apart again. Empty changes are marked."""
+    """Length-prefixed messages, with empty changes marked."""
 
     name = "webhook json"
     answers = False
 
     def frame(self, message: Message) -> bytes:
-        """Lengths, head and body."""
         if message.kind in _SKIPPED:
             return b""
         position = message.head["position"] if message.position is not None else ""
@@ -66,7 +65,6 @@ class HookCodec:
         return _LENGTHS.pack(len(head), len(message.body)) + head + message.body
 
     def heartbeat(self, message: Message) -> bytes:
-        """None."""
         return b""
 
 
@@ -110,7 +108,7 @@ class HookLink:
         self._empty = asyncio.Event()
 
     def write(self, data: bytes) -> None:
-        """Never of a change: a subscriber with a window fetches."""
+        """Not called for changes: a subscriber with a window fetches."""
         self._take(data)
         self.some.set()
 
@@ -124,20 +122,18 @@ class HookLink:
             at += head + body
 
     def pump(self) -> None:
-        """There is something to fetch."""
         self.some.set()
 
     def close(self, code: int, reason: str) -> None:
-        """Nothing more comes."""
         self.closed = RequestError(code, "closed", reason)
         self.some.set()
 
     def buffered(self) -> int:
-        """What was fetched and is not delivered is no socket's."""
+        """0: fetched messages are not in a socket."""
         return 0
 
     async def drained(self) -> None:
-        """Returns when everything fetched has been delivered."""
+        """Return when everything fetched has been delivered."""
         while self._records and self.closed is None:
             self._empty.clear()
             await self._empty.wait()
@@ -199,7 +195,7 @@ class WebhookRunner:
         self._moved_at = 0.0
 
     async def run(self) -> None:
-        """Until it is cancelled, or the receiver wants no more."""
+        """Run until cancelled, or until the receiver answers 410."""
         while True:
             try:
                 await self._subscribed()
@@ -292,14 +288,14 @@ class WebhookRunner:
             self._hub.acknowledged(link.subscriber, position)
 
     async def _passed(self, record: LinkRecord) -> None:
-        """A change without rows for this webhook is not delivered; its position counts."""
+        """Store the position of a change without rows for this webhook; nothing is delivered."""
         now = time.monotonic()
         if now - self._moved_at >= _MOVED_S:
             self._moved_at = now
             await asyncio.to_thread(self._store.moved, self.hook.id, record.position)
 
     async def _settled(self, one: WebhookDelivery, principal: Principal) -> WebhookDelivery:
-        """Try until it was taken or is dead, as long as who asked for it may have it."""
+        """Retry until it is taken or dead, as long as its owner keeps the rights."""
         while one.state == FAILING:
             most = min(_LONGEST_S, self._settings.webhook_backoff_ms / 1000 * 2 ** (one.attempts - 1))
             await asyncio.sleep(most * random.random())
@@ -388,21 +384,20 @@ class WebhookFleet:
 
     @property
     def running(self) -> int:
-        """Webhooks that this process runs."""
         return len(self._running)
 
     async def store(self) -> WebhookStore:
-        """Where they are kept; made when somebody first adds one."""
+        """The store, created when a webhook is first added."""
         if self._made is None:
             self._made = await asyncio.to_thread(WebhookStore, self._folder, self._settings.webhook_log, self._sealer)
         return self._made
 
     def changed(self) -> None:
-        """One was added or removed."""
+        """Look for added and removed webhooks now."""
         self._look.set()
 
     async def run(self) -> None:
-        """Start and stop runners. Runs until it is cancelled."""
+        """Start and stop runners until cancelled."""
         async with self.caller:
             try:
                 await self._watch()

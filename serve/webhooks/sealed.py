@@ -19,10 +19,10 @@ _MARK = "fernet:"
 
 
 class SecretSealer(Protocol):
-    """Turns a secret into what is kept, and back."""
+    """Encrypts secrets for the store."""
 
     def seal(self, secret: str) -> str:
-        """What is kept."""
+        """The form that is stored."""
 
     def open(self, kept: str) -> str:
         """The secret.
@@ -32,11 +32,11 @@ class SecretSealer(Protocol):
         """
 
     def is_current(self, kept: str) -> bool:
-        """Whether it is kept as it would be kept now."""
+        """Whether this is the form that would be stored now."""
 
 
 class Plain:
-    """Keeps secrets as they are."""
+    """Stores secrets as they are."""
 
     def seal(self, secret: str) -> str:
         return secret

@@ -126,14 +126,13 @@ class WebhookStore:
         self._seal_anew()
 
     def close(self) -> None:
-        """Nothing follows."""
         with self._lock:
             self._db.close()
 
     # Webhooks
 
     def add(self, webhook: Webhook, position: str, most: int) -> bool:
-        """Keep one; False: there are as many as there may be."""
+        """Add a webhook; False if there are ``most`` already."""
         with self._changing() as db:
             if db.execute("SELECT count(*) FROM webhooks").fetchone()[0] >= most:
                 return False
@@ -158,7 +157,7 @@ class WebhookStore:
             return True
 
     def all(self) -> dict[str, Webhook]:
-        """By id, in the order in which they were made."""
+        """Webhooks by id, oldest first."""
         with self._lock:
             rows = self._db.execute(
                 "SELECT id, key, tbl, url, secret, cond, cols, conflate, created, sel FROM webhooks"
@@ -194,25 +193,25 @@ class WebhookStore:
         return row if row is not None else ("", "")
 
     def remove(self, webhook: str) -> bool:
-        """Forget one, and its deliveries."""
+        """Remove a webhook and its deliveries."""
         with self._changing() as db:
             db.execute("DELETE FROM deliveries WHERE webhook = ?", (webhook,))
             return db.execute("DELETE FROM webhooks WHERE id = ?", (webhook,)).rowcount > 0
 
     def say(self, webhook: str, state: str, detail: str) -> None:
-        """How it fares."""
+        """Store its state."""
         with self._changing() as db:
             db.execute("UPDATE webhooks SET state = ?, detail = ? WHERE id = ?", (state, detail, webhook))
 
     def moved(self, webhook: str, position: str) -> None:
-        """It has everything up to a position; nothing had to be delivered."""
+        """Store a position up to which nothing had to be delivered."""
         with self._changing() as db:
             db.execute("UPDATE webhooks SET position = ? WHERE id = ?", (position, webhook))
 
     # Deliveries
 
     def tell(self, delivery: WebhookDelivery, position: str | None = None) -> None:
-        """How a delivery has fared; with ``position`` the webhook goes on from there. The oldest ones are forgotten."""
+        """Store a delivery's state, and the webhook's position if given. The oldest deliveries are dropped."""
         with self._changing() as db:
             db.execute(
                 f"INSERT INTO deliveries ({_FIELDS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"  # noqa: S608 - names
@@ -243,7 +242,7 @@ class WebhookStore:
     def deliveries(
         self, webhook: str, *, dead: bool, limit: int, before: int | None = None
     ) -> list[tuple[int, WebhookDelivery]]:
-        """The newest first, each with its number; older than the number ``before``."""
+        """Deliveries with their numbers, newest first, older than ``before``."""
         state = "state = ?" if dead else "? <> ''"
         with self._lock:
             rows = self._db.execute(
@@ -254,7 +253,6 @@ class WebhookStore:
         return [(row[0], WebhookDelivery(*row[1:])) for row in rows]
 
     def dead(self, webhook: str, delivery: str) -> WebhookDelivery | None:
-        """A dead letter."""
         with self._lock:
             row = self._db.execute(
                 f"SELECT {_FIELDS} FROM deliveries WHERE webhook = ? AND id = ? AND state = ?",  # noqa: S608
