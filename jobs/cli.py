@@ -183,7 +183,7 @@ def serve(
         run_async(lambda stop: serve_many(settings, common, ready=ready, stop=stop))
         return
     name = mark.stem if mark is not None else ""
-    run_async(lambda stop: run_server(settings, ready=ready, stop=stop, shared=bool(name), alone=True, name=name))
+    run_async(lambda stop: run_server(settings, ready=ready, stop=stop, alone=True, name=name))
 
 
 @app.command()

@@ -41,7 +41,7 @@ from serve.sql import routes as sql
 from serve.sql.pool import Result, Workers
 from serve.tables.tables import Tables, clock_ms
 from serve.views.visibility import channels_of
-from serve.webhooks.runner import WebhookFleet
+from serve.webhooks.runner import WebhookContext, WebhookFleet
 from serve.webhooks.sealed import sealer_of
 
 log = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ def make_app(settings: Settings, access: Access | None = None, *, name: str = ""
         runs = (tables.run(), *map(_kept_running, kept))
         history, workers = History(settings.serve.max_sql), Workers(settings)
         lookups = Lookups(hub, tables, workers)
-        fleet = WebhookFleet(lake.state / "webhooks", hub, tables, shown, settings.serve)
+        fleet = WebhookFleet(lake.state / "webhooks", WebhookContext(hub, tables, shown, settings.serve))
         registry = _registry(HubCollector(hub), AccessCollector(gate, workers, lookups, fleet))
         statements: dict[tuple[str, str], asyncio.Task[Result]] = {}
         peers = _peers(lake, name, seal, registry, statements) if name else None
@@ -147,7 +147,6 @@ async def run_server(
     ready: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
     access: Access | None = None,
-    shared: bool = False,
     alone: bool = False,
     name: str = "",
 ) -> None:
@@ -158,10 +157,10 @@ async def run_server(
         ready: called with the base URL, e.g. ``http://127.0.0.1:8400``, once connections are taken.
         stop: ends the server; None: only cancelling does.
         access: see :func:`make_app`.
-        shared: other processes have the same port, and the kernel shares connections out.
         alone: the process is this server and nothing else, so that its garbage collector and its limit of open files
             may be set up for it.
-        name: of one of several processes on the port; they end each other's statements and tell each other's metrics.
+        name: of one of several processes that share the port; they end each other's statements and report each other's
+            metrics. Empty: the only one.
 
     Raises:
         EnvironmentProblem: the address cannot be bound.
@@ -172,7 +171,7 @@ async def run_server(
     tls = uses_tls(settings.serve)
     sealer_of(settings.serve.webhook_key)
     app = make_app(settings, access, name=name)
-    listener = _bind(settings.serve, shared=shared)
+    listener = _bind(settings.serve, shared=bool(name))
     host, port = listener.getsockname()[:2]
     config = uvicorn.Config(
         app,

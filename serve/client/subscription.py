@@ -38,6 +38,15 @@ class _Entry:
     done: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Retry:
+    """When to connect again; see :func:`subscribe`."""
+
+    wait_for_table: bool
+    longest_s: float
+    jitter: Callable[[], float]
+
+
 def subscribe(
     url: str,
     table: str,
@@ -69,7 +78,7 @@ def subscribe(
     """
     asked = {"where": where, "columns": ",".join(columns), "select": select, "conflate": "1" if conflate else ""}
     wanted = {name: text for name, text in asked.items() if text}
-    return Subscription(url, table, store, queue, wait_for_table, backoff_max_s, jitter, wanted)
+    return Subscription(url, table, store, queue, _Retry(wait_for_table, backoff_max_s, jitter), wanted)
 
 
 class Subscription:
@@ -89,9 +98,7 @@ class Subscription:
         table: str,
         store: PositionStore | None,
         queue: int,
-        wait_for_table: bool,
-        backoff_max_s: float,
-        jitter: Callable[[], float],
+        retry: _Retry,
         wanted: Mapping[str, str],
     ) -> None:
         self.table = table
@@ -102,9 +109,7 @@ class Subscription:
         self._url = _endpoint(url)
         self._wanted = wanted
         self._store = store
-        self._wait_for_table = wait_for_table
-        self._backoff_max = backoff_max_s
-        self._jitter = jitter
+        self._retry = retry
         self._queue: asyncio.Queue[_Entry | None] = asyncio.Queue(maxsize=queue)
         self._open: deque[_Entry] = deque()  # received and not yet stored, in order
         self._received: str | None = None
@@ -192,8 +197,8 @@ class Subscription:
                 except (OSError, InvalidHandshake, ConnectionClosed, TimeoutError) as error:
                     log.info("%s: connection lost: %r", self.table, error)
                 attempt = 0 if self._received != before else attempt + 1
-                pause = min(self._backoff_max, 0.05 * 2 ** min(attempt, 12))
-                await asyncio.sleep(pause * (0.5 + self._jitter() / 2))
+                pause = min(self._retry.longest_s, 0.05 * 2 ** min(attempt, 12))
+                await asyncio.sleep(pause * (0.5 + self._retry.jitter() / 2))
         except Exception as error:  # noqa: BLE001 - whatever it is, the readers must hear of it
             self._failure = error
             await self._queue.put(None)
@@ -261,7 +266,7 @@ class Subscription:
 
     def _check_refusal(self, closed: ConnectionClosed, refusal: Refused | None) -> None:
         code = closed.rcvd.code if closed.rcvd is not None else 0
-        if code == 4404 and self._wait_for_table:
+        if code == 4404 and self._retry.wait_for_table:
             return
         if code in _REFUSALS:
             raise refusal or Refused(str(code), closed.rcvd.reason if closed.rcvd else "")

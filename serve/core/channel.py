@@ -12,10 +12,10 @@ from lakehouse.contract.rows import Key, Row
 from lakehouse.contract.settings import ServeSettings
 from serve.core.codec import Codec
 from serve.core.messages import Message, change_messages, snapshot_messages
-from serve.core.model import TableChange, in_order
+from serve.core.model import SubscribeRequest, TableChange, in_order
 from serve.core.position import WHOLE, Position, Seal
 from serve.core.ring import Ring, SharedSnapshot, WireChannel
-from serve.core.subscriber import Subscriber, SubscribeRequest
+from serve.core.subscriber import Subscriber
 from serve.core.values import encode_rows
 from serve.errors import RequestError
 from serve.tables.state import TableState

@@ -5,16 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from serve.core import messages
 from serve.core.channel import Channel, ViewStream
 from serve.core.position import WHOLE
 from serve.core.ring import WireChannel
+from serve.core.streams import ViewStreams
 from serve.core.subscriber import Outgoing, Subscriber
-
-if TYPE_CHECKING:
-    from serve.core.hub import Hub
 
 log = logging.getLogger(__name__)
 
@@ -77,11 +74,11 @@ def beats(some: Slice, now: float, at: int) -> Iterator[Outgoing]:
             yield Outgoing(tuple(group), wire_channel.codec.heartbeat(message))
 
 
-def checked(hub: Hub, subscriber: Subscriber, wire_channel: WireChannel, now: float) -> Iterator[Outgoing]:
+def checked(streams: ViewStreams, subscriber: Subscriber, wire_channel: WireChannel, now: float) -> Iterator[Outgoing]:
     """The messages or the close that are due to one subscriber."""
     waited = 0.0 if subscriber.waiting_since is None else now - subscriber.waiting_since
-    if waited >= hub.settings.cut_after_ms:
-        hub.counters.cut += 1
+    if waited >= streams.settings.cut_after_ms:
+        streams.counters.cut += 1
         log.warning("%s: cut, it has read nothing for %.0f ms", subscriber.label, waited)
         yield Outgoing((subscriber,), close=TOO_SLOW, reason=f"nothing read for {waited:.0f} ms")
         return
@@ -89,11 +86,11 @@ def checked(hub: Hub, subscriber: Subscriber, wire_channel: WireChannel, now: fl
         wire_channel.falls_behind(subscriber)
         subscriber.silent = True
     behind, behind_ms = _behind(subscriber, wire_channel, now, waited)
-    if behind_ms >= hub.settings.slow_after_ms and not subscriber.told_slow:
+    if behind_ms >= streams.settings.slow_after_ms and not subscriber.told_slow:
         subscriber.told_slow = True
-        hub.counters.slow += 1
+        streams.counters.slow += 1
         log.info("%s: slow, %d messages and %.0f ms behind", subscriber.label, behind, behind_ms)
-        cut_in = hub.settings.cut_after_ms - waited
+        cut_in = streams.settings.cut_after_ms - waited
         name = "" if subscriber.stream is None else subscriber.stream.channel.name
         message = messages.slow(name, behind, int(behind_ms), int(cut_in))
         yield Outgoing((subscriber,), subscriber.codec.frame(message))

@@ -12,11 +12,11 @@ from serve.core import heartbeats, messages
 from serve.core.channel import ViewStream
 from serve.core.codec import Codec
 from serve.core.messages import Message
-from serve.core.model import TableChange
+from serve.core.model import SubscribeRequest, TableChange
 from serve.core.position import Position, Seal
 from serve.core.ring import WireChannel
 from serve.core.streams import ViewStreams
-from serve.core.subscriber import Counters, Outgoing, Subscriber, SubscribeRequest
+from serve.core.subscriber import Counters, Outgoing, Subscriber
 from serve.errors import FilterError, RequestError
 from serve.security.access import Principal
 from serve.tables.state import TableState
@@ -315,7 +315,7 @@ class Hub:
             for stream in list(channel.streams.values()):
                 for wire_channel in stream.wire_channels.values():
                     for subscriber in heartbeats.suspects(wire_channel):
-                        deliveries.extend(heartbeats.checked(self, subscriber, wire_channel, now))
+                        deliveries.extend(heartbeats.checked(self.streams, subscriber, wire_channel, now))
                 heartbeats.tidy(channel, stream, now)
         deliveries += self.beat(now, at)
         return deliveries

@@ -10,6 +10,7 @@ import pyarrow as pa
 
 from lakehouse.contract.lake import CommitFacts
 from lakehouse.contract.rows import Fold, Key, Row
+from serve.core.position import Position
 
 DEFAULT_RETENTION_MS = 7 * 86_400_000
 """Delta keeps removed data files for a week and the log for a month, where a table does not say otherwise."""
@@ -96,6 +97,29 @@ class TableChange:
     def settle(self) -> None:
         """Drop the indexes that :meth:`pinned` made; they are made anew if somebody asks later."""
         self._indexes.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class SubscribeRequest:
+    """What a subscriber asks for, the same over every transport.
+
+    Attributes:
+        table: name of the table.
+        position: where it goes on; None: a snapshot first.
+        where: SQL condition on rows; empty: all of them.
+        columns: names of the columns wanted, the key's are sent in any case; empty: all of them.
+        select: a live aggregate, ``SELECT … GROUP BY …``, instead of rows.
+        conflate: when it lags, it gets the latest of each key instead of every change.
+        window: how many changes it may be sent that it has not acknowledged; 0: any number.
+    """
+
+    table: str
+    position: Position | None = None
+    where: str = ""
+    columns: tuple[str, ...] = ()
+    select: str = ""
+    conflate: bool = False
+    window: int = 0
 
 
 class _Index:

@@ -14,9 +14,10 @@ from lakehouse.contract.settings import ServeSettings
 from serve.core import messages
 from serve.core.channel import INLINE_ROWS, Channel, ViewStream
 from serve.core.codec import Codec
+from serve.core.model import SubscribeRequest
 from serve.core.position import WHOLE, Seal
 from serve.core.ring import WireChannel
-from serve.core.subscriber import Counters, Outgoing, Subscriber, SubscribeRequest
+from serve.core.subscriber import Counters, Outgoing, Subscriber
 from serve.errors import FilterError, RequestError
 from serve.security.access import Principal
 from serve.tables.state import TableState

@@ -47,29 +47,6 @@ class Link(Protocol):
         """Return when the socket takes more or is gone. For replays, which make data at its pace."""
 
 
-@dataclass(frozen=True, slots=True)
-class SubscribeRequest:
-    """What a subscriber asks for, the same over every transport.
-
-    Attributes:
-        table: name of the table.
-        position: where it goes on; None: a snapshot first.
-        where: SQL condition on rows; empty: all of them.
-        columns: names of the columns wanted, the key's are sent in any case; empty: all of them.
-        select: a live aggregate, ``SELECT … GROUP BY …``, instead of rows.
-        conflate: when it lags, it gets the latest of each key instead of every change.
-        window: how many changes it may be sent that it has not acknowledged; 0: any number.
-    """
-
-    table: str
-    position: Position | None = None
-    where: str = ""
-    columns: tuple[str, ...] = ()
-    select: str = ""
-    conflate: bool = False
-    window: int = 0
-
-
 class Subscriber:
     """A cursor into the ring of a wire channel.
 

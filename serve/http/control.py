@@ -15,7 +15,6 @@ import ipaddress
 from dataclasses import replace
 from typing import Any
 
-import orjson
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -29,38 +28,38 @@ from lakehouse.contract.settings import Settings
 from lakehouse.contract.sqlcheck import QueryRefused
 from serve.core.hub import Hub
 from serve.core.values import to_json
-from serve.push.request import admitted
+from serve.push.request import admitted, json_object, json_response
 
 MAX_BODY = 65_536
 _STATUS = {"taken": 409, "quota": 429, "unknown": 404}
-_KEYS = {"name", "sql", "key", "from", "source", "options"}
+_KEYS = frozenset({"name", "sql", "key", "from", "source", "options"})
 
 
 async def list_queries(request: Request) -> Response:
     """List all added queries with their states."""
     principal = admitted(request)
     found = await asyncio.to_thread(_listed, request.state.settings)
-    return _json({"queries": [each for each in found if principal.may_read(each["name"])]})
+    return json_response({"queries": [each for each in found if principal.may_read(each["name"])]})
 
 
 async def show_query(request: Request) -> Response:
     name = request.path_params["name"]
     for found in await asyncio.to_thread(_listed, request.state.settings):
         if found["name"] == name and admitted(request).may_read(name):
-            return _json(found)
+            return json_response(found)
     raise HTTPException(404, f"there is no query {name!r}")
 
 
 async def add_query(request: Request) -> Response:
     """Check a query and record it: 201, or a problem that says what to write instead."""
     _check_may(request)
-    spec = _spec(await _body(request))
+    spec = _spec(await json_object(request, MAX_BODY, _KEYS))
     columns = _columns(request.state.hub)
     try:
         made = await asyncio.to_thread(_add, request.state.settings, spec, columns)
     except QueryRefused as refused:
         return _refusal(refused)
-    return _json({**_shown(made), "state": "waiting"}, 201, Location=f"/v1/queries/{made.name}")
+    return json_response({**_shown(made), "state": "waiting"}, 201, Location=f"/v1/queries/{made.name}")
 
 
 async def remove_query(request: Request) -> Response:
@@ -73,7 +72,7 @@ async def remove_query(request: Request) -> Response:
     found = await asyncio.to_thread(_remove, request.state.settings, name, drop == "true")
     if not found:
         raise HTTPException(404, f"there is no query {name!r}")
-    return _json({"name": name, "state": "removing", "drop": drop == "true"}, 202)
+    return json_response({"name": name, "state": "removing", "drop": drop == "true"}, 202)
 
 
 ROUTES: list[BaseRoute] = [
@@ -131,12 +130,7 @@ def _pipeline(settings: Settings) -> Pipeline:
         raise HTTPException(503, f"the server's pipeline cannot be read: {error}") from None
 
 
-def _spec(body: Any) -> QuerySpec:
-    if not isinstance(body, dict):
-        raise HTTPException(400, "send a JSON object")
-    unknown = sorted(body.keys() - _KEYS)
-    if unknown:
-        raise HTTPException(400, f"key {unknown[0]!r} is not known; there are: {', '.join(sorted(_KEYS))}")
+def _spec(body: dict[str, Any]) -> QuerySpec:
     texts = {
         key: body.get(key, default) for key, default in (("name", ""), ("sql", ""), ("from", "now"), ("source", ""))
     }
@@ -151,22 +145,6 @@ def _spec(body: Any) -> QuerySpec:
 
 def _columns(hub: Hub) -> dict[str, tuple[str, ...]]:
     return {name: channel.state.table.columns for name, channel in hub.channels.items()}
-
-
-async def _body(request: Request) -> Any:
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise HTTPException(415, "send application/json")
-    chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > MAX_BODY:
-            raise HTTPException(413, f"the body has more than {MAX_BODY} bytes")
-        chunks.append(chunk)
-    try:
-        return orjson.loads(b"".join(chunks))
-    except orjson.JSONDecodeError as error:
-        raise HTTPException(400, f"not JSON: {error}") from None
 
 
 def _check_may(request: Request) -> None:
@@ -201,8 +179,4 @@ def _refusal(refused: QueryRefused) -> Response:
         "detail": refused.problem,
         "remedy": refused.remedy,
     }
-    return _json(content, status, "application/problem+json")
-
-
-def _json(content: Any, status: int = 200, kind: str = "application/json", **headers: str) -> Response:
-    return Response(to_json(content), status, headers={"Cache-Control": "no-store", **headers}, media_type=kind)
+    return Response(to_json(content), status, {"Cache-Control": "no-store"}, "application/problem+json")

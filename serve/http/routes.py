@@ -21,13 +21,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lakehouse.contract.lake import UnknownTable
 from serve.core.hub import Hub
-from serve.core.values import to_json
 from serve.errors import RequestError
 from serve.http import control, lookup, schema
 from serve.http.peers import gathered
-from serve.http.rows import rows, rows_as_of
+from serve.http.rows import rows
 from serve.push import longpoll
-from serve.push.request import admitted, invalid, problem, refused
+from serve.push.request import admitted, invalid, json_response, problem, refused
 from serve.security.access import Access, Credentials
 from serve.security.gate import LIVES_S, ReaderGate
 from serve.sql import routes as sql
@@ -111,7 +110,7 @@ async def new_ticket(request: Request) -> Response:
     if not isinstance(access, ReaderGate):
         raise invalid("bad_request", "no tickets are needed here")
     content = {"ticket": access.ticket(admitted(request)), "lives_s": LIVES_S}
-    return Response(to_json(content), 201, headers={"Cache-Control": "no-store"}, media_type="application/json")
+    return json_response(content, 201)
 
 
 WEB = Path(__file__).parents[1] / "web"
@@ -124,11 +123,6 @@ _SAFE = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-
-
-def json(content: Any, status: int = 200, kind: str = "application/json", **headers: str) -> Response:
-    """A JSON response that caches must revalidate."""
-    return Response(to_json(content), status, headers={"Cache-Control": "no-cache", **headers}, media_type=kind)
 
 
 async def http_error(_: Request, error: Exception) -> Response:
@@ -175,11 +169,7 @@ async def tables(request: Request) -> Response:
         elif why := known.problems.get(table.name):
             entry["detail"] = why
         listed.append(entry)
-    return json({"tables": listed})
-
-
-async def table(request: Request) -> Response:
-    return await (rows_as_of if "as_of" in request.query_params else rows)(request)
+    return json_response({"tables": listed})
 
 
 async def subscribe(_: Request) -> Response:
@@ -188,7 +178,7 @@ async def subscribe(_: Request) -> Response:
 
 
 async def healthz(_: Request) -> Response:
-    return json({"status": "ok", "process": os.getpid()})
+    return json_response({"status": "ok", "process": os.getpid()})
 
 
 async def readyz(request: Request) -> Response:
@@ -196,7 +186,7 @@ async def readyz(request: Request) -> Response:
     known = _tables(request)
     if not known.ready:
         return problem(503, "tables are still being read")
-    return json({"status": "ready", "tables": len(_hub(request).channels), "not_served": len(known.problems)})
+    return json_response({"status": "ready", "tables": len(_hub(request).channels), "not_served": len(known.problems)})
 
 
 async def metrics(request: Request) -> Response:
@@ -222,7 +212,7 @@ class Web(StaticFiles):
 ROUTES: list[BaseRoute] = [
     Route("/v1/tables/{name}/{key:path}", lookup.row),  # the first that is tried: it comes by the thousand
     Route("/v1/tables", tables),
-    Route("/v1/tables/{name}", table),
+    Route("/v1/tables/{name}", rows),
     Route("/v1/poll", longpoll.poll),
     Route("/v1/subscribe", subscribe),
     Route("/v1/sse", subscribe),

@@ -23,15 +23,15 @@ from starlette.responses import Response
 
 from lakehouse.contract.channel import EVERYTHING, ChannelSpec
 from lakehouse.contract.deltalog import DeltaLog, TableGone, TableUnreadable
+from lakehouse.contract.lake import CommitFacts
 from lakehouse.contract.rows import Key, Row
 from serve.core.channel import SLICE_ROWS, Channel, live_view
 from serve.core.hub import Hub
-from serve.core.model import in_order
+from serve.core.model import SubscribeRequest, TableInfo, in_order
 from serve.core.position import Position, Seal
-from serve.core.subscriber import SubscribeRequest
 from serve.core.values import encode_rows, to_json
 from serve.errors import FilterError, PositionExpired, RequestError, SqlError
-from serve.push.request import admitted, invalid, problem, query_of, refused, subscription_of, whole_number
+from serve.push.request import admitted, invalid, problem, query_of, subscription_of, whole_number
 from serve.tables.reader import Moment, TableReader, moment_of, version_at
 from serve.tables.state import TableState
 from serve.tables.tables import Tables, now_ms
@@ -74,7 +74,7 @@ class ByteCache(Generic[K]):
 
 MAX_LIMIT = 100_000
 _AT_ONCE = 4  # bodies being made; the others wait their turn
-_EXTRA = frozenset({"limit"})
+_EXTRA = frozenset({"limit", "as_of"})
 
 
 class Bodies(ByteCache[tuple[Position, int | None]]):
@@ -86,43 +86,63 @@ class Bodies(ByteCache[tuple[Position, int | None]]):
 
 
 async def rows(request: Request) -> Response:
-    """A table's current rows, from memory, as the principal may see them and the query wants them.
+    """``GET /v1/tables/NAME[?limit=&where=&columns=&select=&as_of=]``: as the principal may see them."""
+    hub: Hub = request.state.hub
+    name: str = request.path_params["name"]
+    query = query_of(request.url.query)
+    limit = whole_number(query["limit"], "limit", 1, MAX_LIMIT) if "limit" in query else None
+    wanted = subscription_of({**query, "table": name}, hub.seal, also=_EXTRA)
+    if wanted.position is not None or wanted.window or wanted.conflate:
+        raise invalid("bad_request", "rows of one version are asked for without from, window and conflate")
+    principal = admitted(request)
+    if not principal.may_read(name):
+        raise RequestError(RequestError.NOT_FOUND, "no_such_table", f"no table {name!r} is served here")
+    try:
+        if "as_of" in query:
+            return await _older(request, wanted, query["as_of"], limit)
+        return await _current(request, wanted, limit)
+    except FilterError as error:
+        raise invalid("bad_filter", str(error)) from None
 
-    ``GET /v1/tables/NAME[?limit=&where=&columns=&select=]``
-    """
+
+async def _current(request: Request, wanted: SubscribeRequest, limit: int | None) -> Response:
     hub: Hub = request.state.hub
     tables: Tables = request.state.tables
-    name: str = request.path_params["name"]
+    bodies: Bodies = request.state.bodies
+    await tables.wait_for(wanted.table)
+    channel = hub.channels.get(wanted.table)
+    if channel is None:
+        return problem(409, _why_not(tables, wanted.table), "not_served")
+    view = hub.view_of(wanted.table, admitted(request), wanted)
+    headers = _headers(hub, channel, _position(channel, view))
+    if _matches(request.headers.get("if-none-match", ""), headers["ETag"]):
+        return Response(status_code=304, headers=headers)
+    async with bodies.slots:
+        position = _position(channel, view)
+        body = bodies.get((position, limit))
+        if body is None:
+            with faults_of(view):
+                body = await _body(hub, channel, view, limit)
+            bodies.put((position, limit), body)
+    return Response(body, headers=_headers(hub, channel, position), media_type="application/json")
+
+
+async def _older(request: Request, wanted: SubscribeRequest, as_of: str, limit: int | None) -> Response:
+    hub: Hub = request.state.hub
+    tables: Tables = request.state.tables
+    history: History = request.state.history
     try:
-        query = query_of(request.url.query)
-        limit = whole_number(query["limit"], "limit", 1, MAX_LIMIT) if "limit" in query else None
-        wanted = subscription_of({**query, "table": name}, hub.seal, also=_EXTRA)
-        if wanted.position is not None or wanted.window or wanted.conflate:
-            raise invalid("bad_request", "this is the table as it is now: no from, window or conflate")
-        principal = admitted(request)
-        if not principal.may_read(name):
-            raise RequestError(RequestError.NOT_FOUND, "no_such_table", f"no table {name!r} is served here")
-        await tables.wait_for(name)
-        channel = hub.channels.get(name)
-        if channel is None:
-            return problem(409, _why_not(tables, name), "not_served")
-        view = hub.view_of(name, principal, wanted)
-        headers = _headers(hub, channel, _position(channel, view))
-        if _matches(request.headers.get("if-none-match", ""), headers["ETag"]):
-            return Response(status_code=304, headers=headers)
-        bodies: Bodies = request.state.bodies
-        async with bodies.slots:
-            position = _position(channel, view)
-            body = bodies.get((position, limit))
-            if body is None:
-                with faults_of(view):
-                    body = await _body(hub, channel, view, limit)
-                bodies.put((position, limit), body)
-        return Response(body, headers=_headers(hub, channel, position), media_type="application/json")
-    except FilterError as error:
-        return refused(invalid("bad_filter", str(error)))
-    except RequestError as error:
-        return refused(error)
+        moment = moment_of(as_of)
+    except SqlError as error:
+        raise invalid("bad_request", str(error)) from None
+    found = await asyncio.to_thread(tables.lake.find, wanted.table)
+    spec = hub.streams.specs.get(wanted.table, EVERYTHING)
+    if not spec.served:
+        raise RequestError(4409, "not_served", NOT_SERVED)
+    guard = admitted(request).condition(wanted.table)
+    body = await history.body(found.path, moment, Wanted(wanted, guard, limit, hub.seal, spec))
+    headers = {"Cache-Control": "private, no-cache", "Vary": "Authorization"}
+    return Response(body, headers=headers, media_type="application/json")
 
 
 def _why_not(tables: Tables, name: str) -> str:
@@ -186,18 +206,7 @@ async def _body(hub: Hub, channel: Channel, view: SubscriberView, limit: int | N
         texts += encode_rows(table.columns, some)
         if len(texts) > SLICE_ROWS:
             await asyncio.sleep(0)
-    content = {
-        "table": channel.name,
-        "key": table.key,
-        "columns": table.columns,
-        "position": hub.seal.token(position),
-        "position_lives_ms": table.retention_ms,
-        **view.told,
-        "rows": [orjson.Fragment(text) for text in texts],
-        "through": facts.through,
-        "committed_at": facts.committed_at,
-    }
-    return to_json(content)
+    return _answer(hub.seal, view, table, position, facts, texts)
 
 
 def _by_key(pair: tuple[Key, Row]) -> tuple[object, ...]:
@@ -206,7 +215,6 @@ def _by_key(pair: tuple[Key, Row]) -> tuple[object, ...]:
 
 GONE = 4410
 _KEPT = 4  # states of older versions in memory: a page asks for the same one several times
-_AS_OF_EXTRA = frozenset({"limit", "as_of"})
 
 
 class History:
@@ -297,19 +305,8 @@ class Wanted:
         table = live.table
         ordered = sorted(live.rows(live.source(state.rows)), key=lambda pair: in_order(pair[0]))[: self.limit]
         texts = encode_rows(table.columns, (row for _, row in ordered))
-        content = {
-            "table": table.name,
-            "key": table.key,
-            "columns": table.columns,
-            "version": state.version,
-            "position": self.seal.token(Position(table.table_id, state.version, 0, view.id)),
-            "position_lives_ms": table.retention_ms,
-            **view.told,
-            "rows": [orjson.Fragment(text) for text in texts],
-            "through": state.facts.through,
-            "committed_at": state.facts.committed_at,
-        }
-        return to_json(content)
+        position = Position(table.table_id, state.version, 0, view.id)
+        return _answer(self.seal, view, table, position, state.facts, texts)
 
     def view(self, state: TableState) -> SubscriberView:
         """What is seen of it.
@@ -320,28 +317,19 @@ class Wanted:
         return view_of(state.table, self.request, self.guard, self.spec)
 
 
-async def rows_as_of(request: Request) -> Response:
-    """``GET /v1/tables/NAME?as_of=[&limit=&where=&columns=&select=]``."""
-    hub: Hub = request.state.hub
-    tables: Tables = request.state.tables
-    history: History = request.state.history
-    name: str = request.path_params["name"]
-    principal = admitted(request)
-    query = query_of(request.url.query)
-    limit = whole_number(query["limit"], "limit", 1, MAX_LIMIT) if "limit" in query else None
-    wanted = subscription_of({**query, "table": name}, hub.seal, also=_AS_OF_EXTRA)
-    if wanted.position is not None or wanted.window or wanted.conflate:
-        raise invalid("bad_request", "this is the table as it was: no from, window or conflate")
-    try:
-        moment = moment_of(query["as_of"])
-    except SqlError as error:
-        raise invalid("bad_request", str(error)) from None
-    if not principal.may_read(name):
-        raise RequestError(RequestError.NOT_FOUND, "no_such_table", f"no table {name!r} is served here")
-    found = await asyncio.to_thread(tables.lake.find, name)
-    spec = hub.streams.specs.get(name, EVERYTHING)
-    if not spec.served:
-        raise RequestError(4409, "not_served", NOT_SERVED)
-    body = await history.body(found.path, moment, Wanted(wanted, principal.condition(name), limit, hub.seal, spec))
-    headers = {"Cache-Control": "private, no-cache", "Vary": "Authorization"}
-    return Response(body, headers=headers, media_type="application/json")
+def _answer(
+    seal: Seal, view: SubscriberView, table: TableInfo, position: Position, facts: CommitFacts, rows: list[bytes]
+) -> bytes:
+    content = {
+        "table": table.name,
+        "key": table.key,
+        "columns": table.columns,
+        "version": position.version,
+        "position": seal.token(position),
+        "position_lives_ms": table.retention_ms,
+        **view.told,
+        "rows": [orjson.Fragment(text) for text in rows],
+        "through": facts.through,
+        "committed_at": facts.committed_at,
+    }
+    return to_json(content)

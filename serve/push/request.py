@@ -11,12 +11,17 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from serve.core.model import SubscribeRequest
 from serve.core.position import Position, Seal
-from serve.core.subscriber import SubscribeRequest
 from serve.core.values import to_json
 from serve.errors import PositionError, RequestError
 from serve.security.access import Access, Credentials, OpenAccess, Principal
 from serve.views.parse import MAX_LENGTH
+
+
+def json_response(content: Any, status: int = 200, **headers: str) -> Response:
+    """A JSON response that is not cached."""
+    return Response(to_json(content), status, {"Cache-Control": "no-store", **headers}, "application/json")
 
 
 def problem(status: int, detail: str, code: str = "") -> Response:

@@ -11,19 +11,18 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
-from serve.core.codec import WebSocketCodec
+from serve.core.codec import WebSocketCodec, header
 from serve.core.messages import Message
-from serve.core.subscriber import Subscriber, SubscribeRequest
+from serve.core.model import SubscribeRequest
+from serve.core.subscriber import Subscriber
 from serve.errors import RequestError
+from serve.push.base import SubscriberConnection
 from serve.push.request import invalid, position_of, subscription_of, texts_of, truth_of
 from serve.tables.tables import clock_ms
-
-if TYPE_CHECKING:
-    from serve.push.websocket import WebSocketConnection
 
 MAX_SUBSCRIPTIONS = 16
 _DEFAULT_WINDOW = 16
@@ -92,12 +91,12 @@ class RpcSession:
     """What one connection has asked for.
 
     Args:
-        wire: its connection.
+        connection: it is written to, and owns the subscribers.
         bits: the window of compression; 0: none.
     """
 
-    def __init__(self, wire: WebSocketConnection, bits: int) -> None:
-        self._wire = wire
+    def __init__(self, connection: SubscriberConnection, bits: int) -> None:
+        self._connection = connection
         self._bits = bits
         self._by_table: dict[str, _Subscription] = {}
         self._methods = {
@@ -140,7 +139,7 @@ class RpcSession:
         """The reply to a change. After an error nothing more is sent; the client resumes from where it was."""
         ident = content.get("id")
         if "error" in content:
-            self._wire.close(RequestError.BAD_REQUEST, "the call of a change failed; resume from before it")
+            self._connection.close(RequestError.BAD_REQUEST, "the call of a change failed; resume from before it")
         elif isinstance(ident, str):
             try:
                 self._acknowledged(ident)
@@ -156,16 +155,18 @@ class RpcSession:
             raise invalid("bad_request", "method is change or alert")
         if reply:
             params.setdefault("window", str(_DEFAULT_WINDOW))
-        request = subscription_of(params, self._wire.hub.seal)
+        request = subscription_of(params, self._connection.hub.seal)
         if request.table in self._by_table:
             raise invalid("bad_request", f"{request.table} is subscribed to already")
         if len(self._by_table) >= MAX_SUBSCRIPTIONS:
             raise invalid("bad_request", f"{MAX_SUBSCRIPTIONS} subscriptions a connection are taken")
-        subscriber = Subscriber(self._wire, rpc_codec(method, reply, self._bits), self._wire.peer, self._wire.principal)
-        subscriber.paused = any(other.paused for other in self._wire.subscribers)
-        self._wire.subscribers.append(subscriber)
+        subscriber = Subscriber(
+            self._connection, rpc_codec(method, reply, self._bits), self._connection.peer, self._connection.principal
+        )
+        subscriber.paused = any(other.paused for other in self._connection.subscribers)
+        self._connection.subscribers.append(subscriber)
         wanted = self._by_table[request.table] = _Subscription(subscriber, ident)
-        wanted.joining = self._wire.run(self._join(wanted, request))
+        wanted.joining = self._connection.run(self._join(wanted, request))
         return None
 
     async def _join(self, wanted: _Subscription, request: SubscribeRequest) -> None:
@@ -175,7 +176,7 @@ class RpcSession:
                 self._say({"id": ident, "result": {"table": request.table}})
 
         try:
-            await self._wire.tables.join(wanted.subscriber, request, accepted)
+            await self._connection.tables.join(wanted.subscriber, request, accepted)
         except RequestError as error:
             self._forget(request.table)
             self._refused(wanted.ident, error)
@@ -197,9 +198,9 @@ class RpcSession:
             raise invalid("bad_request", "that table is not subscribed to")
         if params.keys() & {"from", "conflate", "window"}:
             raise invalid("bad_request", "a filter has where, columns and select")
-        hub = self._wire.hub
+        hub = self._connection.hub
         hub.refiltered(wanted.subscriber, subscription_of(params, hub.seal), clock_ms())
-        self._wire.loop.call_soon(self._wire.pump)  # after the answer
+        self._connection.loop.call_soon(self._connection.pump)  # after the answer
         return {"table": params["table"]}
 
     def _ack(self, params: dict[str, str], _: Any) -> dict[str, Any]:
@@ -207,22 +208,22 @@ class RpcSession:
         return {}
 
     def _acknowledged(self, token: str) -> None:
-        hub = self._wire.hub
+        hub = self._connection.hub
         position = position_of(token, hub.seal)
-        for subscriber in self._wire.subscribers:
+        for subscriber in self._connection.subscribers:
             stream = subscriber.stream
             if (
                 stream is not None
                 and stream.head.table_id == position.table_id
                 and hub.acknowledged(subscriber, position)
             ):
-                self._wire.pump()
+                self._connection.pump()
 
     def _forget(self, table: str) -> _Subscription | None:
         wanted = self._by_table.pop(table, None)
         if wanted is not None:
-            self._wire.subscribers.remove(wanted.subscriber)
-            self._wire.hub.unsubscribed(wanted.subscriber)
+            self._connection.subscribers.remove(wanted.subscriber)
+            self._connection.hub.unsubscribed(wanted.subscriber)
         return wanted
 
     def _refused(self, ident: Any, error: RequestError) -> None:
@@ -232,4 +233,5 @@ class RpcSession:
         self._say({"id": ident, "error": {"code": code, "message": detail} | ({"data": data} if data else {})})
 
     def _say(self, content: dict[str, Any]) -> None:
-        self._wire.say(orjson.dumps({"jsonrpc": "2.0", **content}))
+        text = orjson.dumps({"jsonrpc": "2.0", **content})
+        self._connection.write(header(0x81, len(text)) + text)

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from serve.core import messages
 from serve.core.messages import Message
-from serve.core.subscriber import SubscribeRequest
+from serve.core.model import SubscribeRequest
 from serve.core.values import to_json
 from serve.errors import RequestError
 from serve.push.base import SubscriberConnection

@@ -27,8 +27,8 @@ from websockets.typing import Subprotocol
 
 from lakehouse.contract.text import is_utf8
 from serve.core import messages
-from serve.core.codec import CODECS, PING, WEBSOCKET, header, websocket_codec
-from serve.core.subscriber import SubscribeRequest
+from serve.core.codec import CODECS, PING, WEBSOCKET, websocket_codec
+from serve.core.model import SubscribeRequest
 from serve.errors import RequestError
 from serve.push.base import SubscriberConnection
 from serve.push.request import credentials, invalid, position_of, query_of, subscription_of, texts_of
@@ -132,10 +132,6 @@ class WebSocketConnection(SubscriberConnection):
             self.transport.close()
         self._flush()
         self._closing = self.loop.call_later(_CLOSE_S, self.transport.abort)
-
-    def say(self, text: bytes) -> None:
-        """Send a message for this connection alone."""
-        self.write(header(0x81, len(text)) + text)
 
     # Protocol of the wire
 

@@ -26,9 +26,9 @@ from lakehouse.contract.settings import ServeSettings
 from serve.core.channel import live_view
 from serve.core.hub import Hub
 from serve.core.messages import Message, change_messages
-from serve.core.model import TableInfo
+from serve.core.model import SubscribeRequest, TableInfo
 from serve.core.position import Position, Seal
-from serve.core.subscriber import Outgoing, Subscriber, SubscribeRequest
+from serve.core.subscriber import Outgoing, Subscriber
 from serve.errors import FilterError, PositionExpired, RequestError
 from serve.tables.reader import TableReader
 from serve.tables.state import TableState

@@ -13,8 +13,7 @@ from lakehouse.contract.channel import EVERYTHING, ChannelSpec
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline import Pipeline
 from lakehouse.contract.tomlfile import line_of
-from serve.core.model import TableInfo
-from serve.core.subscriber import SubscribeRequest
+from serve.core.model import SubscribeRequest, TableInfo
 from serve.errors import FilterError
 from serve.views.aggregate import aggregate_view
 from serve.views.functions import Columns

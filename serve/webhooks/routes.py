@@ -14,11 +14,20 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from serve.core.hub import Hub
+from serve.core.model import SubscribeRequest
 from serve.core.position import Position
-from serve.core.subscriber import SubscribeRequest
 from serve.core.values import to_json
 from serve.errors import RequestError
-from serve.push.request import admitted, invalid, json_object, query_of, subscription_of, texts_of, whole_number
+from serve.push.request import (
+    admitted,
+    invalid,
+    json_object,
+    json_response,
+    query_of,
+    subscription_of,
+    texts_of,
+    whole_number,
+)
 from serve.security.access import Principal
 from serve.tables.tables import Tables
 from serve.webhooks.call import CallOutcome, Forbidden, new_secret, secret_key, target_of
@@ -60,19 +69,19 @@ async def add(request: Request) -> Response:
     if not await asyncio.to_thread(store.add, hook, position, most):
         raise RequestError(4409, "full", f"the lake has {most} webhooks, which is the bound")
     fleet.changed()
-    return _json({**_shown(hook), "secret": hook.secret}, 201, Location=f"/v1/webhooks/{hook.id}")
+    return json_response({**_shown(hook), "secret": hook.secret}, 201, Location=f"/v1/webhooks/{hook.id}")
 
 
 async def listed(request: Request) -> Response:
     """The caller's webhooks."""
     store, key = await _store(request), admitted(request).key
     hooks = [hook for hook in (await asyncio.to_thread(store.all)).values() if hook.key == key]
-    return _json({"webhooks": [await _with_state(store, hook) for hook in hooks]})
+    return json_response({"webhooks": [await _with_state(store, hook) for hook in hooks]})
 
 
 async def show(request: Request) -> Response:
     store, hook = await _own(request)
-    return _json(await _with_state(store, hook))
+    return json_response(await _with_state(store, hook))
 
 
 async def remove(request: Request) -> Response:
@@ -89,7 +98,7 @@ async def ping(request: Request) -> Response:
     fleet: WebhookFleet = request.state.fleet
     at = int(time.time() * 1000)
     body = to_json({"type": "ping", "webhook": hook.id, "table": hook.table, "at": at})
-    return _json(_outcome(await fleet.caller.post(hook.url, hook.secret, f"ping_{at}", "ping", body)))
+    return json_response(_outcome(await fleet.caller.post(hook.url, hook.secret, f"ping_{at}", "ping", body)))
 
 
 async def deliveries(request: Request) -> Response:
@@ -112,7 +121,7 @@ async def redeliver(request: Request) -> Response:
         raise RequestError(RequestError.NOT_FOUND, "no_such_delivery", f"there is no dead letter {ident!r}")
     outcome = await fleet.caller.post(hook.url, hook.secret, letter.id, letter.kind, letter.body)
     await asyncio.to_thread(store.tell, _after(letter, outcome))
-    return _json(_outcome(outcome))
+    return json_response(_outcome(outcome))
 
 
 ROUTES: list[BaseRoute] = [
@@ -175,7 +184,7 @@ async def _log(request: Request, *, dead: bool) -> Response:
     before = whole_number(query["before"], "before", 0, 999_999_999) if "before" in query else None
     found = await asyncio.to_thread(store.deliveries, hook.id, dead=dead, limit=limit, before=before)
     shown = [_delivery(number, each, message=dead) for number, each in found]
-    return _json({"deliveries": shown, "before": found[-1][0] if len(found) == limit else None})
+    return json_response({"deliveries": shown, "before": found[-1][0] if len(found) == limit else None})
 
 
 def _delivery(number: int, one: WebhookDelivery, *, message: bool) -> dict[str, Any]:
@@ -225,7 +234,3 @@ def _outcome(outcome: CallOutcome) -> dict[str, Any]:
         "error": outcome.error or None,
         "ms": outcome.ms,
     }
-
-
-def _json(content: Any, status: int = 200, **headers: str) -> Response:
-    return Response(to_json(content), status, {"Cache-Control": "no-store", **headers}, "application/json")

@@ -24,7 +24,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
@@ -33,8 +33,9 @@ import orjson
 from lakehouse.contract.settings import ServeSettings
 from serve.core.hub import Hub
 from serve.core.messages import Message
+from serve.core.model import SubscribeRequest
 from serve.core.position import Position
-from serve.core.subscriber import Subscriber, SubscribeRequest
+from serve.core.subscriber import Subscriber
 from serve.errors import PositionError, RequestError, ServeError
 from serve.security.access import Access, Principal
 from serve.tables.tables import Tables
@@ -158,37 +159,41 @@ class Gone(ServeError):
     """The receiver wants no more."""
 
 
+@dataclass(frozen=True, slots=True)
+class WebhookContext:
+    """The parts of this process that webhooks use.
+
+    Attributes:
+        hub, tables, access, settings: of this process.
+        counts: attempts and dead letters by outcome, of all webhooks.
+    """
+
+    hub: Hub
+    tables: Tables
+    access: Access
+    settings: ServeSettings
+    counts: dict[str, int] = field(default_factory=lambda: {"delivered": 0, "failed": 0, "dead": 0})
+
+
 class WebhookRunner:
-    """See the module.
+    """One webhook at work; see the module.
 
     Args:
         hook: what is called.
-        hub, tables, access: of this process.
+        context: of this process.
         store: positions and outcomes.
         caller: makes the requests.
-        settings: attempts and pauses.
-        counts: deliveries by outcome, of all webhooks.
     """
 
-    def __init__(
-        self,
-        hook: Webhook,
-        hub: Hub,
-        tables: Tables,
-        access: Access,
-        store: WebhookStore,
-        caller: WebhookCaller,
-        settings: ServeSettings,
-        counts: dict[str, int],
-    ) -> None:
+    def __init__(self, hook: Webhook, context: WebhookContext, store: WebhookStore, caller: WebhookCaller) -> None:
         self.hook = hook
-        self._hub = hub
-        self._tables = tables
-        self._access = access
+        self._hub = context.hub
+        self._tables = context.tables
+        self._access = context.access
+        self._settings = context.settings
+        self._counts = context.counts
         self._store = store
         self._caller = caller
-        self._settings = settings
-        self._counts = counts
         self._told = ""
         self._trouble = ""
         self._sent = ""  # the position of what was delivered last, or is a dead letter: the next ``after``
@@ -356,27 +361,24 @@ _LOOK_S = 1.0
 
 
 class WebhookFleet:
-    """See the module.
+    """The webhooks of a lake, as far as this process runs them.
 
     Args:
         folder: of the lake's webhooks.
-        hub, tables, access: of this process.
-        settings: bounds.
+        context: of this process.
 
     Attributes:
-        counts: deliveries by outcome.
+        counts: of the context.
         caller: for requests out of turn.
     """
 
-    def __init__(self, folder: Path, hub: Hub, tables: Tables, access: Access, settings: ServeSettings) -> None:
-        self.counts = dict.fromkeys(("delivered", "failed", "dead"), 0)
+    def __init__(self, folder: Path, context: WebhookContext) -> None:
+        self.counts = context.counts
         self._folder = folder
+        self._context = context
+        self._settings = context.settings
         self._made: WebhookStore | None = None
-        self._hub = hub
-        self._tables = tables
-        self._access = access
-        self._settings = settings
-        self._sealer = sealer_of(settings.webhook_key)
+        self._sealer = sealer_of(context.settings.webhook_key)
         self._running: dict[str, tuple[asyncio.Task[None], int]] = {}
         self._look = asyncio.Event()
         self._trust = httpx.create_ssl_context(trust_env=False)
@@ -439,9 +441,7 @@ class WebhookFleet:
 
     async def _call(self, hook: Webhook, store: WebhookStore) -> None:
         async with self._caller(keeps=True) as caller:
-            await WebhookRunner(
-                hook, self._hub, self._tables, self._access, store, caller, self._settings, self.counts
-            ).run()
+            await WebhookRunner(hook, self._context, store, caller).run()
 
     def _caller(self, *, keeps: bool) -> WebhookCaller:
         settings = self._settings

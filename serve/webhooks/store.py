@@ -122,7 +122,6 @@ class WebhookStore:
             raise EnvironmentProblem(
                 f"webhooks cannot be kept in {path}: {error}", "Let the server write there"
             ) from None
-        self._upgrade()
         self._seal_anew()
 
     def close(self) -> None:
@@ -259,14 +258,6 @@ class WebhookStore:
                 (webhook, delivery, DEAD),
             ).fetchone()
         return None if row is None else WebhookDelivery(*row)
-
-    def _upgrade(self) -> None:
-        """A file from before the columns ``sent`` and ``sel``."""
-        with self._changing() as db:
-            if "sent" not in [row[1] for row in db.execute("PRAGMA table_info(webhooks)")]:
-                db.execute("ALTER TABLE webhooks ADD COLUMN sent TEXT NOT NULL DEFAULT ''")
-                db.execute("ALTER TABLE webhooks ADD COLUMN sel TEXT NOT NULL DEFAULT ''")
-                db.execute("UPDATE webhooks SET sent = position")
 
     def _seal_anew(self) -> None:
         changed = False

@@ -24,9 +24,9 @@ from lakehouse.contract.lake import CommitFacts
 from lakehouse.contract.settings import ServeSettings
 from serve.core.codec import WEBSOCKET
 from serve.core.hub import Hub
-from serve.core.model import TableInfo
+from serve.core.model import SubscribeRequest, TableInfo
 from serve.core.position import Seal
-from serve.core.subscriber import Subscriber, SubscribeRequest, deliver
+from serve.core.subscriber import Subscriber, deliver
 from serve.tables.state import StateStep, TableState
 from serve.views import view
 from serve.views.compile import compile_condition

@@ -14,9 +14,9 @@ from lakehouse.contract.settings import ServeSettings
 from serve.core.heartbeats import SILENT_MS, SLICE
 from serve.core.hub import SLICE_BYTES, Hub
 from serve.core.messages import Message, change_messages
-from serve.core.model import TableChange, TableInfo
+from serve.core.model import SubscribeRequest, TableChange, TableInfo
 from serve.core.position import WHOLE, Position, Seal
-from serve.core.subscriber import Outgoing, Subscriber, SubscribeRequest
+from serve.core.subscriber import Outgoing, Subscriber
 from serve.errors import RequestError
 from serve.tables.state import TableState
 
