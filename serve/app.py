@@ -50,13 +50,9 @@ OTHER_FILES = 256  # tables, logs, workers, requests
 
 
 def allow_files(subscribers: int) -> int:
-    """Raise this process' limit of open files as far as it may; says so where that is too few.
+    """Raise the limit of open files as far as allowed, and return it.
 
-    Args:
-        subscribers: how many connections are to be taken.
-
-    Returns:
-        The limit by now.
+    Warns if it is too low for so many subscribers.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = subscribers + OTHER_FILES
@@ -80,16 +76,15 @@ _AGAIN_S = 0.1  # after something failed that should not
 
 
 def make_app(settings: Settings, access: Access | None = None, *, name: str = "") -> Starlette:
-    """The ASGI application. Its lifespan runs the tails and the clock, and holds ``hub`` and ``tables`` as state.
+    """The ASGI application. Its lifespan runs the tails and the clock.
 
     Args:
         settings: the lake, and ``serve``.
-        access: decides who comes in and what they see; None: the keys of ``serve.keys``.
+        access: who may come in and what they see; None: the keys of ``serve.keys``.
         name: of one of several processes on a port.
 
     Raises:
-        ConfigError: everybody could read everything (:func:`serve.security.start.make_gate`), or the pipeline, or what
-            it says of a channel, is wrong.
+        ConfigError: see :func:`serve.security.gate.make_gate`; or the pipeline or a channel in it is wrong.
     """
     lake = Lake(settings.lake)
     seal = lake_seal(lake.state)
@@ -150,16 +145,15 @@ async def run_server(
     alone: bool = False,
     name: str = "",
 ) -> None:
-    """Serve until ``stop`` is set. Run it in a uvloop loop; subscribers get close code 1001 at the end.
+    """Serve until ``stop`` is set. Run it in a uvloop loop; at the end subscribers get close code 1001.
 
     Args:
         settings: the lake, and ``serve``.
         ready: called with the base URL, e.g. ``http://127.0.0.1:8400``, once connections are taken.
         stop: ends the server; None: only cancelling does.
         access: see :func:`make_app`.
-        alone: the process is this server and nothing else, so that its garbage collector and its limit of open files
-            may be set up for it.
-        name: of one of several processes that share the port; they end each other's statements and report each other's
+        alone: the process is only this server: its garbage collector and its limit of open files may be set.
+        name: of one of several processes that share the port. They end each other's statements and report each other's
             metrics. Empty: the only one.
 
     Raises:
@@ -222,8 +216,10 @@ class _UvicornServer(uvicorn.Server):
 
 
 def _calm_collector() -> None:
-    """What was imported lives as long as the process; it need not be looked at again and again. Nor need what a commit
-    makes for a thousand filters, which is what full collections came from: 65 ms each with 10,000 subscribers."""
+    """Keep the garbage collector away from objects that live as long as the process, and from what a commit allocates
+    for a
+    thousand filters: with 10,000 subscribers each full collection took 65 ms.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 100)

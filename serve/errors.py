@@ -25,10 +25,10 @@ class ServeError(MillraceError):
 
 
 class PositionError(ServeError):
-    """A text that is no position.
+    """A text that is not a position.
 
     Attributes:
-        token: what was given, shortened.
+        token: the text, shortened.
         problem: what is wrong with it.
     """
 
@@ -42,7 +42,7 @@ class PositionError(ServeError):
 
 
 class PositionExpired(ServeError):
-    """The changes after a position cannot be rebuilt any more.
+    """The changes after a position can no longer be rebuilt.
 
     Attributes:
         table: name of the table.
@@ -61,7 +61,7 @@ class PositionExpired(ServeError):
 
 
 class StatementError(ServeError):
-    """SQL of a user's that is refused; raised as one of those below.
+    """A user's SQL was refused; see the subclasses.
 
     Attributes:
         problem: what is wrong.

@@ -18,7 +18,7 @@ class ClientError(MillraceError):
 
 
 class Refused(ClientError):
-    """The server will not serve this request; asking again does not help.
+    """The server refuses this request; asking again does not help.
 
     Attributes:
         code: machine-readable, e.g. ``no_such_table``; or the close code as text.
@@ -35,7 +35,7 @@ class Refused(ClientError):
 
 
 class BadMessage(ClientError):
-    """Something that is no message of the protocol.
+    """A message that is not of the protocol.
 
     Attributes:
         problem: what is wrong with it.
@@ -48,7 +48,7 @@ class BadMessage(ClientError):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All rows at a position: replaces whatever was held.
+    """All rows at a position. It replaces whatever was held.
 
     Attributes:
         table: name of the table.
@@ -57,7 +57,7 @@ class Snapshot:
         rows: whole rows.
         through: next offset by ``topic/partition``: every event before it is in it.
         committed_at: ms since the epoch.
-        reason: why there is one although there was a position (``log`` or ``lagged``); empty for a first one.
+        reason: why it comes although there was a position (``log`` or ``lagged``); empty for a first one.
     """
 
     table: str
@@ -110,14 +110,7 @@ class Assembler:
         self._reason = ""
 
     def received(self, text: str | bytes) -> tuple[Mapping[str, Any], Message | None]:
-        """One text message of the wire.
-
-        Returns:
-            Its content, and the snapshot or change that it completes.
-
-        Raises:
-            BadMessage: it is not of the protocol.
-        """
+        """Content of one text message, and the snapshot or change that it completes. Raises BadMessage."""
         try:
             content = orjson.loads(text)
             kind = content["type"]
@@ -172,7 +165,7 @@ class TableView:
 
     Attributes:
         position: of that message; empty before the first.
-        rows: current row by the values of its key columns.
+        rows: by the values of the key columns.
     """
 
     def __init__(self) -> None:

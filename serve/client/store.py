@@ -14,8 +14,11 @@ from serve.client.messages import ClientError
 
 
 class PositionStore(Protocol):
-    """Holds one subscription's position. Keep it where the application keeps its result, in one transaction, where that
-    is possible: then each message takes effect exactly once whatever happens."""
+    """Keeps one subscription's position.
+
+    Where possible, keep it with the application's result in one transaction: then each message takes effect exactly
+    once.
+    """
 
     async def load(self) -> str | None:
         """The position stored last; None: none yet."""
@@ -25,11 +28,7 @@ class PositionStore(Protocol):
 
 
 class MemoryStore:
-    """For as long as the process lives: several subscriptions in turn.
-
-    Args:
-        position: to start from.
-    """
+    """Keeps the position as long as the process lives, for several subscriptions in turn."""
 
     def __init__(self, position: str | None = None) -> None:
         self.position = position
@@ -42,21 +41,14 @@ class MemoryStore:
 
 
 class FileStore:
-    """A small file, replaced as a whole and synced: after a crash it holds the old position or the new one.
-
-    Args:
-        path: the file; its folder must exist.
-    """
+    """Keeps the position in a file, replaced as a whole and synced: after a crash it holds the old or the new
+    position."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
 
     async def load(self) -> str | None:
-        """The position in the file; None: there is no file.
-
-        Raises:
-            ClientError: the file is not one of ours.
-        """
+        """The position in the file; None if there is no file. Raises ClientError if the content is not a position."""
         return await asyncio.to_thread(self._load)
 
     async def save(self, position: str) -> None:

@@ -88,8 +88,8 @@ class Subscription:
         table: name of the table.
         connects: connections made so far.
         slow_notices: how often the server said that we lag.
-        gaps: how often a change did not start where the one before it ended; it was asked for again.
-        lag_ms: age of the newest event in the table as of the last heartbeat; None: not known.
+        gaps: how often a change was missing and was requested again.
+        lag_ms: age of the newest event in the table as of the last heartbeat; None if unknown.
     """
 
     def __init__(

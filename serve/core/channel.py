@@ -31,14 +31,9 @@ _VIEWS = 4_096  # as they were asked for, so that the same text is not parsed ag
 
 
 class ViewStream:
-    """A view of one table at work: evaluated once for all who share it.
+    """A view of one table at work, evaluated once for all who share it.
 
-    Args:
-        view: what of the table is seen.
-        channel: the table.
-
-    Raises:
-        FilterError: the view does not fit the table.
+    Raises FilterError if it does not fit the table.
     """
 
     def __init__(self, view: SubscriberView, channel: Channel) -> None:
@@ -72,10 +67,10 @@ class ViewStream:
         return wire_channel
 
     def taken(self, change: TableChange, now: float) -> dict[str, bytes]:
-        """Put a change into the rings; its bytes by name of the wire channel.
+        """Put a change into the rings; returns its bytes by name of the wire channel.
 
         Raises:
-            FilterError: the view does not fit the table any more, or fails on what the change holds.
+            FilterError: the view no longer fits the table, or fails on the change.
         """
         with faults_of(self.view):
             messages = change_messages(self.live.advance(change), self.channel.seal, self.view.id)
@@ -84,11 +79,7 @@ class ViewStream:
             return {name: wire_channel.append(messages, now) for name, wire_channel in self.wire_channels.items()}
 
     def worked(self) -> bool:
-        """A slice of :attr:`work`; whether that was the last one.
-
-        Raises:
-            FilterError: the view fails on what the table holds.
-        """
+        """Do a slice of :attr:`work`; True if it was the last. Raises FilterError if the view fails on a row."""
         work, self.work = self.work, None  # nothing is left of work that fails
         with faults_of(self.view):
             if work is None or next(work, True) is True:
@@ -97,11 +88,7 @@ class ViewStream:
         return False
 
     def restarted(self) -> None:
-        """The table is another one now: the rings are empty, what subscribers had is void.
-
-        Raises:
-            FilterError: the view does not fit it.
-        """
+        """The table was replaced: the rings are empty, what subscribers had is void. Raises FilterError."""
         with faults_of(self.view):
             self._start_over()
         for wire_channel in self.wire_channels.values():
@@ -123,11 +110,7 @@ class ViewStream:
             self.work = self._building(unread, now)
 
     def backfilled(self, wire_channel: WireChannel, position: Position, now: float) -> bool:
-        """Fill a ring backwards from the channel's recent changes, so that it may hold an older position.
-
-        Returns:
-            Whether anything was put into it.
-        """
+        """Extend a ring backwards from the channel's recent changes, towards an older position. True if it grew."""
         until = wire_channel.ring.start
         if not self.opened or position >= until or wire_channel.ring.full:
             return False
@@ -197,10 +180,10 @@ class Channel:
 
     Args:
         state: the table's rows, changed by its tail in the same thread.
-        codecs: wire forms that the whole table is kept in from the start.
+        codecs: wire forms in which the whole table is kept from the start.
         settings: bounds of the rings.
         seal: writes positions.
-        spec: what is declared of it.
+        spec: the declared channel.
     """
 
     def __init__(
@@ -243,10 +226,9 @@ class Channel:
         return self.streams[WHOLE]
 
     def view(self, request: SubscribeRequest, guard: str) -> SubscriberView:
-        """The view that a request asks for under a condition that it cannot escape; made once for all who ask alike.
+        """The view for a request under the condition ``guard``; requests that ask alike share it.
 
-        Raises:
-            FilterError: it is refused.
+        Raises FilterError.
         """
         if not (request.where or request.columns or request.select or guard or self.spec.narrows):
             return self.whole.view
@@ -300,11 +282,7 @@ class Channel:
 
 
 def live_view(view: SubscriberView, state: TableState) -> LiveView:
-    """The view at work on a state. A view with a ``select`` has to be opened with the rows yet.
-
-    Raises:
-        FilterError: the view does not fit the table.
-    """
+    """The view at work on a state. An aggregate must still be opened with the rows. Raises FilterError."""
     return AggregateView(view, state.table) if view.select else RowsView(view, state.table)
 
 

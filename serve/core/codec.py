@@ -47,10 +47,10 @@ def as_msgpack(message: Message) -> tuple[bytes, bool]:
 
 
 def as_arrow(message: Message) -> tuple[bytes, bool]:
-    """Rows as one Arrow IPC stream, the rest in its schema's metadata; messages without rows stay JSON text.
+    """Rows as one Arrow IPC stream, the rest in its schema's metadata. Messages without rows stay JSON text.
 
-    A change has the column ``_change`` behind the others: ``upsert``, ``delete`` or ``leave``; the last two have values
-    in the key's columns only.
+    A change has a last column ``_change``: ``upsert``, ``delete`` or ``leave``. The last two have values only in key
+    columns.
     """
     table = message.table
     if table is None:
@@ -121,13 +121,13 @@ class Codec(Protocol):
 class WebSocketCodec:
     """RFC 6455 frames, final and unmasked, as a server sends them.
 
-    With ``bits`` they are compressed as RFC 7692 has it, *without context takeover*: each message is deflated for
-    itself, so its bytes are the same for everybody who negotiated the same window.
+    With ``bits`` they are compressed by RFC 7692 *without context takeover*: each message is deflated by itself, so its
+    bytes are the same for everybody who negotiated the same window.
 
     Args:
         name: the encoding's name.
-        encode: gives a message's payload and whether it is text.
-        bits: base-two logarithm of the LZ77 window; 0: nothing is compressed.
+        encode: returns a message's payload and whether it is text.
+        bits: base-two logarithm of the LZ77 window; 0: no compression.
     """
 
     answers = True

@@ -51,8 +51,8 @@ def suspects(wire_channel: WireChannel) -> list[Subscriber]:
 
 
 def beats(some: Slice, now: float, at: int) -> Iterator[Outgoing]:
-    """To whoever has everything, or as much as its window takes, with how far it says it is. Begins the wait for a sign
-    of reading."""
+    """Heartbeats to subscribers that have everything, or as much as their window takes; the wait for an answer
+    begins."""
     stream, wire_channel = some.stream, some.wire_channel
     groups: dict[int, list[Subscriber]] = {}
     for subscriber in some.members:

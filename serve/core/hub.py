@@ -86,10 +86,10 @@ class Hub:
 
     Args:
         settings: bounds and times.
-        codecs: wire forms that whole tables are kept in from the start; others come when somebody asks for them.
+        codecs: wire forms in which whole tables are kept from the start; others are added when somebody asks for them.
         seal: writes and reads positions.
         working: called when there is work for :meth:`work`.
-        specs: what is declared of tables' channels, by table.
+        specs: declared channels by table.
     """
 
     def __init__(
@@ -138,8 +138,11 @@ class Hub:
         return self.streams.close(name, problem)
 
     def change_received(self, change: TableChange, now: float) -> Iterator[Outgoing]:
-        """A commit: its bytes go to whoever is live. Deliveries are made one view at a time as they are asked for, all
-        of them before anything else is told to the hub: so the first view does not wait for a thousand others."""
+        """A commit: its bytes go to live subscribers.
+
+        Deliveries are made one view at a time as they are consumed, so the first view does not wait for a thousand
+        others. Consume all of them before the next event.
+        """
         self.streams.now = now
         channel = self.channels[change.table.name]
         channel.remember(change)
@@ -170,11 +173,11 @@ class Hub:
         """A subscriber asks for a table, from a position or with a snapshot first.
 
         Returns:
-            None: it can be sent to. A position: the ring does not reach it; replay the changes after it from the log,
-            then call :meth:`replay_received`.
+            None: it can be sent to. A position: the ring does not reach back to it. Replay the changes after it from
+                the log, then call :meth:`replay_received`.
 
         Raises:
-            RequestError: no such table, too many subscribers or filters, or a filter that is refused.
+            RequestError: no such table, too many subscribers or filters, or a refused filter.
         """
         self.streams.now = now
         view = self.view_of(request.table, subscriber.principal, request)
@@ -191,10 +194,9 @@ class Hub:
         return self._begins(subscriber, stream, request.position)
 
     def refiltered(self, subscriber: Subscriber, request: SubscribeRequest, now: float) -> None:
-        """It wants other rows or columns of its table from now on: ``expired``, then a snapshot of those.
+        """It wants other rows or columns: ``expired``, then a snapshot.
 
-        Raises:
-            RequestError: the filter is refused; the old one stays.
+        Raises RequestError; then the old filter stays.
         """
         self.streams.now = now
         stream = subscriber.stream
@@ -214,8 +216,11 @@ class Hub:
             self.size -= 1
 
     def replay_received(self, subscriber: Subscriber, start: Position, rebuilt: Sequence[Message], now: float) -> None:
-        """Messages after ``start``, rebuilt from the log: they go out before anything else. Where the ring has room
-        before its first frame it keeps them. ``subscriber.replaying`` is False when the ring takes it on from there."""
+        """Messages after ``start``, rebuilt from the log; they go out before anything else.
+
+        The ring keeps those that it has room for. ``subscriber.replaying`` is False once the ring reaches back far
+        enough.
+        """
         wire_channel = self._wire_channel(subscriber)
         frames = wire_channel.prepend(start, rebuilt, now)
         subscriber.backlog.extend((frame.data, frame.position) for frame in frames)
@@ -241,11 +246,7 @@ class Hub:
         self.heard_from(subscriber, now)
 
     def heard_from(self, subscriber: Subscriber, now: float) -> bool:
-        """A sign that it reads: a pong, or its buffer has shrunk.
-
-        Returns:
-            Whether it was silent, and so has missed something maybe: ask :meth:`data_to_send`.
-        """
+        """A sign that it reads: a pong, or a shrunken buffer. True if it was silent: ask :meth:`data_to_send`."""
         was_silent, subscriber.silent = subscriber.silent, False
         subscriber.waiting_since = now if subscriber.paused else None
         if (subscriber.live or subscriber.idle) and subscriber.acked is None:
@@ -253,10 +254,10 @@ class Hub:
         return was_silent
 
     def acknowledged(self, subscriber: Subscriber, position: Position) -> bool:
-        """It says it has processed everything up to ``position``; one that the ring does not hold is passed over.
+        """It has processed everything up to ``position``; a position that the ring does not hold is ignored.
 
         Returns:
-            Whether its window takes more now: ask :meth:`data_to_send`.
+            Whether its window now takes more: ask :meth:`data_to_send`.
         """
         wire_channel = subscriber.wire_channel
         if wire_channel is None:
@@ -283,8 +284,11 @@ class Hub:
         return max(0, subscriber.wire_channel.ring.next - subscriber.cursor)
 
     def data_to_send(self, subscriber: Subscriber) -> bytes:
-        """The next bytes for a subscriber whose socket takes some; empty: it has everything, its window is full, it is
-        silent, or what comes next is being made (then it will be woken)."""
+        """The next bytes for a subscriber whose socket takes some.
+
+        Empty if it has everything, its window is full, it is silent, or its next bytes are being made (it will be
+        woken).
+        """
         while (wire_channel := subscriber.wire_channel) is not None and not (subscriber.live or subscriber.silent):
             if subscriber.backlog:
                 data = _from_backlog(subscriber, self.counters)
@@ -321,8 +325,10 @@ class Hub:
         return deliveries
 
     def beat(self, now: float, at: int) -> list[Outgoing]:
-        """The heartbeats that are due: some at a time, so that a change never waits for all of them and their pongs.
-        Where :attr:`beating`, call it again after some 20 ms."""
+        """The heartbeats that are due, some at a time, so that a change never waits for all of them and their pongs.
+
+        Call it again after some 20 ms while :attr:`beating`.
+        """
         if self._beats is None:
             if now - self._beat_at < self.settings.heartbeat_ms:
                 return []

@@ -24,10 +24,10 @@ class Message:
     Attributes:
         kind: its ``type``.
         body: the JSON text.
-        head: its content beside the rows, with ``type``: what other encodings than JSON start from.
-        position: where it brings the subscriber; None: it leaves the position as it is.
-        after: the position that it starts from (of a change).
-        table: whose rows it has; None: it has none.
+        head: its content without rows, from which other encodings start.
+        position: where it brings the subscriber; None: the position stays.
+        after: the position that a change starts from.
+        table: whose rows it has; None if it has none.
         rows: upserts of a change, rows of a snapshot.
         deletes: keys of a change.
         left: those of ``deletes`` that only left the subscriber's view.
@@ -45,7 +45,7 @@ class Message:
 
 
 def change_messages(change: TableChange, seal: Seal, view: bytes) -> list[Message]:
-    """The change as one or more messages, the last of them with ``last: true`` and the commit's version as position.
+    """The change as one or more messages. The last has ``last: true`` and the commit's version as position.
 
     Args:
         change: as the view shows it.
@@ -76,15 +76,15 @@ def change_messages(change: TableChange, seal: Seal, view: bytes) -> list[Messag
 
 
 def merged(messages: Sequence[Message], seal: Seal) -> Message:
-    """Consecutive changes as one, for a subscriber that lags and wants the latest of each key only.
+    """Consecutive changes as one, for a subscriber that lags and wants the latest row of each key only.
 
     Args:
-        messages: changes of one view, at least two, of one description of the table.
+        messages: at least two changes of one view and one description of the table.
         seal: writes positions.
 
     Returns:
-        A change from the first one's ``after`` to the last one's position, with ``merged``, the number of messages
-        that it stands for. Events are summed over the commits that end within.
+        A change from the first ``after`` to the last position. ``merged`` is the number of messages; events are summed
+        over the commits that end within.
     """
     first, final = messages[0], messages[-1]
     table = final.table
@@ -122,15 +122,15 @@ def snapshot_messages(
     seal: Seal,
     extra: Mapping[str, Any],
 ) -> Iterator[Message]:
-    """A state as one or more messages of one position, made as they are asked for.
+    """A state as one or more messages of one position, made as they are consumed.
 
     Args:
         table: as the view shows it.
-        position: what the snapshot stands for.
+        position: of the snapshot.
         facts: of the last commit.
-        rows: in the order of their keys, each with its JSON.
+        rows: in key order, each with its JSON.
         seal: writes positions.
-        extra: what else the first lines say: the view, and for how long positions live.
+        extra: further members: the view, and how long positions live.
     """
     parts = [up for up, _ in _parts([len(text) for _, text in rows], [])]
     base = {"type": "snapshot", **_table_head(table, position, seal), **extra}

@@ -23,13 +23,12 @@ class TableInfo:
     Attributes:
         name: unique in the lake.
         table_id: id in the Delta metadata.
-        columns: the columns that are sent, in the table's order (binary ones are not).
-        key: the columns that identify a row.
-        fold: how a column's partials are folded (lakehouse.contract.rows), for every column beside the key;
-            empty for a table that holds each key once.
+        columns: columns that are sent, in the table's order; binary ones are not.
+        key: columns that identify a row.
+        fold: how partials are folded, by column (lakehouse.contract.rows); empty if each key occurs once.
         types: Arrow types of ``columns``.
-        order: of a fold by ``latest``: columns whose greatest values say which of a key's rows counts.
-        retention_ms: for how long the table promises to keep what a position needs: its log and removed data files.
+        order: for a fold by ``latest``, the columns whose greatest values win.
+        retention_ms: how long the table keeps the log and removed data files that a position needs.
     """
 
     name: str
@@ -61,13 +60,13 @@ class TableChange:
     Attributes:
         table: the table after the commit.
         version: the commit's version.
-        upserts: rows that are new or have other values, in the order of their keys.
+        upserts: new or changed rows, in key order.
         deletes: keys that are gone, in order.
         facts: of the commit; ``through`` is the last one known.
-        before: rows that upserts and deletes replace, by key; keys that are new are not in it.
-        was: the table before the commit, where its columns were others: ``before`` has them.
-        left: those of ``deletes`` that are in the table still and no longer in the subscriber's view of it.
-        keys: of the upserts; empty: not worked out.
+        before: rows that upserts and deletes replace, by key.
+        was: the table before the commit if its columns were others; ``before`` has those columns.
+        left: those of ``deletes`` that are still in the table but no longer in the subscriber's view.
+        keys: of the upserts; empty if not computed.
     """
 
     table: TableInfo
@@ -85,8 +84,10 @@ class TableChange:
         return zip(self.keys or map(self.table.key_of, self.upserts), self.upserts, strict=True)
 
     def pinned(self, column: int, values: Collection[Any]) -> tuple[list[tuple[Key, Row]], list[Key]]:
-        """Of the upserts with their keys, and of the deletes, those whose column has or had one of the values: found
-        without looking at the others, so that a change that a thousand filters ask for one value each is read once."""
+        """Upserts with their keys, and deletes, whose column has or had one of the values.
+
+        Found by an index, so that a change is read once for a thousand filters that ask for one value each.
+        """
         index = self._indexes.get(column)
         if index is None:
             index = self._indexes[column] = _Index(self, column)
@@ -101,16 +102,16 @@ class TableChange:
 
 @dataclass(frozen=True, slots=True)
 class SubscribeRequest:
-    """What a subscriber asks for, the same over every transport.
+    """What a subscriber asks for, over any transport.
 
     Attributes:
         table: name of the table.
-        position: where it goes on; None: a snapshot first.
-        where: SQL condition on rows; empty: all of them.
-        columns: names of the columns wanted, the key's are sent in any case; empty: all of them.
+        position: where it resumes; None: a snapshot first.
+        where: SQL condition on rows; empty: all rows.
+        columns: wanted columns, besides the key's; empty: all.
         select: a live aggregate, ``SELECT … GROUP BY …``, instead of rows.
-        conflate: when it lags, it gets the latest of each key instead of every change.
-        window: how many changes it may be sent that it has not acknowledged; 0: any number.
+        conflate: when it lags, it gets the latest row of each key instead of every change.
+        window: how many unacknowledged changes it may be sent; 0: any number.
     """
 
     table: str

@@ -32,16 +32,16 @@ _WRITTEN_KEPT = 4_096
 
 @dataclass(frozen=True, slots=True, order=True)
 class Position:
-    """Everything of the table up to ``version``, and the first ``ordinal`` messages of the version after it.
+    """Everything of the table up to ``version``, and the first ``ordinal`` messages of the next version.
 
-    A commit whose change fits one message takes a subscriber from (id, V, 0) to (id, V + 1, 0); one that takes three
+    A commit that fits one message takes a subscriber from (id, V, 0) to (id, V + 1, 0); one that takes three messages
     goes by (id, V, 1) and (id, V, 2). Positions of one table and view compare in the order of delivery.
 
     Attributes:
-        table_id: id in the Delta table's metadata; a rebuilt table has another.
+        table_id: id in the Delta metadata; a rebuilt table has another.
         version: Delta version.
         ordinal: messages of the next version that were delivered already.
-        view: what of the table it is a position in (8 bytes): rows held under one filter are no start for another.
+        view: 8 bytes that identify the view: rows held under one filter are no start for another.
     """
 
     table_id: str
@@ -54,13 +54,10 @@ class Position:
 
 
 class Seal:
-    """Writes positions as text and reads them back, with a key that all server processes of a lake share.
+    """Writes positions as signed text and reads them back, with a key that all server processes of a lake share.
 
-    The signature is there so that a position can be trusted as far as it goes: nobody can ask the server to load a
-    version that it never handed out, and a damaged one is told from an old one.
-
-    Args:
-        key: the secret.
+    The signature prevents clients from making the server load versions that it never handed out, and tells a damaged
+    position from an old one.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -81,11 +78,7 @@ class Seal:
         return self._written(position)
 
     def parse(self, token: str) -> Position:
-        """The position that :meth:`token` wrote.
-
-        Raises:
-            PositionError: it is something else, or another lake's.
-        """
+        """The position that :meth:`token` wrote. Raises PositionError for anything else, or for another lake's."""
         if not _TOKEN.fullmatch(token) or len(token) > _MAX_LENGTH:
             raise PositionError(token, "it is not URL-safe base64 of a sensible length")
         try:
@@ -112,10 +105,10 @@ class Seal:
 
 
 def lake_seal(state: Path) -> Seal:
-    """The seal of a lake, made at the first start of any server process on it.
+    """The seal of a lake; the first server process on it makes the key.
 
     Args:
-        state: the lake's folder for what is no table; the key lies in it, readable by its owner only.
+        state: the lake's folder for everything that is not a table; the key in it is readable by its owner only.
 
     Raises:
         EnvironmentProblem: the key can be neither read nor made.

@@ -25,8 +25,8 @@ class RingFrame:
     Attributes:
         data: bytes as they go on the wire.
         position: where the message brings a subscriber.
-        at: ms on the hub's clock when it came.
-        message: what it says, kept where somebody may want it merged with others.
+        at: when it came, ms on the hub's clock.
+        message: kept if it may be merged with others.
     """
 
     data: bytes
@@ -39,8 +39,8 @@ class Ring:
     """Frames ``first`` to ``next - 1``.
 
     Args:
-        start: the position that the first frame to come starts from.
-        max_frames, max_bytes: the bound; the newest frame is kept whatever its size.
+        start: the position that the first frame will start from.
+        max_frames, max_bytes: the bound. The newest frame is kept whatever its size.
     """
 
     def __init__(self, start: Position, *, max_frames: int, max_bytes: int) -> None:
@@ -82,14 +82,14 @@ class Ring:
             self.first += 1
 
     def prepend(self, start: Position, frames: Sequence[RingFrame]) -> int:
-        """Fill up backwards with the frames right before :attr:`start`, as far as the bound allows.
+        """Extend the ring backwards, as far as the bound allows, with the frames right before :attr:`start`.
 
         Args:
             start: the position before the first of ``frames``.
             frames: consecutive, the last one ending at :attr:`start`.
 
         Returns:
-            How many were taken, from the end.
+            How many were taken, counted from the end.
         """
         if not frames or frames[-1].position != self._start:
             return 0
@@ -137,13 +137,13 @@ _MERGES_KEPT = 4  # those who lag together share the merged change
 
 @dataclass(slots=True)
 class SharedSnapshot:
-    """A snapshot of a view, shared by whoever needs one, in whatever wire form.
+    """A snapshot of a view, shared by all who need one, in any wire form.
 
     Attributes:
         messages: in order.
-        position: the state that it is.
+        position: of the snapshot.
         size: bytes as JSON.
-        total: bytes that the stream had made when it was made.
+        total: bytes that the stream had made at that moment.
         at: ms on the hub's clock.
     """
 
@@ -164,10 +164,10 @@ class SharedSnapshot:
 
 
 class WireChannel:
-    """See the module.
+    """A ring in one wire form, and its readers.
 
     Args:
-        codec: its wire form.
+        codec: the wire form.
         ring: its frames.
         seal: writes positions of merged changes.
         conflates: whether messages are kept beside their bytes, for :meth:`merge`.
@@ -216,10 +216,9 @@ class WireChannel:
         return frames
 
     def merge(self, cursor: int) -> tuple[bytes, int] | None:
-        """The changes from the cursor on as one, as many as make one message, and the cursor after them.
+        """As many changes from the cursor on as fit one message, merged; and the cursor after them.
 
-        Returns:
-            None: there are not two that can be merged.
+        None if fewer than two.
         """
         key = (cursor, self.ring.next)
         if (known := self._merges.get(key)) is not None:

@@ -78,11 +78,7 @@ class ViewStreams:
         return deliveries
 
     def view_of(self, table: str, principal: Principal, request: SubscribeRequest) -> SubscriberView:
-        """What a principal sees of a table when it asks like this: the one place where its rights are applied.
-
-        Raises:
-            RequestError: no such table, or none for this principal; or the request's SQL is refused.
-        """
+        """What a principal sees with this request: the one place where its rights are applied. Raises RequestError."""
         channel = self.channels.get(table)
         if channel is None or not principal.may_read(table):
             raise RequestError(RequestError.NOT_FOUND, "no_such_table", f"no table {table!r} is served here")

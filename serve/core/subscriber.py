@@ -31,8 +31,10 @@ class Link(Protocol):
     """One connection. Only :meth:`drained` waits."""
 
     def write(self, data: bytes) -> None:
-        """Take bytes of whole messages, now. Called by the hub's deliveries only while the subscriber is live, and for
-        what is told out of turn (heartbeats, ``slow``)."""
+        """Take bytes of whole messages, now.
+
+        Only for live subscribers, and for messages out of turn (heartbeats, ``slow``).
+        """
 
     def pump(self) -> None:
         """Write what :meth:`serve.core.hub.Hub.data_to_send` gives, until it gives nothing or the socket is full."""
@@ -50,16 +52,17 @@ class Link(Protocol):
 class Subscriber:
     """A cursor into the ring of a wire channel.
 
-    It is *live* when everything has been written to it: then a new frame goes straight to its socket. Otherwise it
-    *trails*: first its backlog is sent, then the ring from its cursor on, as its socket drains. One with a window is
-    never live: when it has everything it is *idle*, and woken. One that leaves a ping unanswered is *silent*: it trails
+    It is *live* when everything has been written to it: a new frame goes straight to its socket. Otherwise it
+    *trails*: its backlog is sent first, then the ring from its cursor on, as its socket drains. A subscriber with a
+    window is never
+    live: when it has everything it is *idle*, and is woken. One that leaves a ping unanswered is *silent*: it trails
     and is handed nothing.
 
     Args:
         link: its transport; the hub only hands it back.
         codec: its wire form.
-        label: who it is, for logs.
-        principal: what it may see.
+        label: for logs.
+        principal: its rights.
     """
 
     __slots__ = (
@@ -141,7 +144,7 @@ class Outgoing:
 
     Attributes:
         to: for whom.
-        data: bytes to write, now, whatever the transport's buffer holds.
+        data: bytes to write now, whatever the transport's buffer holds.
         wake: ask :meth:`serve.core.hub.Hub.data_to_send` for each of them.
         close: close code; 0: stay connected.
         reason: of the close.

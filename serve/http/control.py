@@ -148,8 +148,7 @@ def _columns(hub: Hub) -> dict[str, tuple[str, ...]]:
 
 
 def _check_may(request: Request) -> None:
-    """Refuse a change by a key that may not; without keys, on an address that others reach, or by a page of another
-    site."""
+    """Only a key with the right may change queries; without keys, only this machine, and no page of another site."""
     principal = admitted(request)
     if not (principal.queries and principal.unlimited):
         remedy = "make one with: millrace keys new NAME --reader --queries"

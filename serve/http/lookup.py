@@ -47,7 +47,7 @@ _NO_ROWS = b"[]"
 
 
 class Lookups:
-    """Indexes by the first columns of keys, made when they are first asked for; and what was read through.
+    """Finds rows by key: in memory by indexes, made when first needed, or by reading through.
 
     Args:
         hub: where rows are.
@@ -55,7 +55,7 @@ class Lookups:
         workers: read what is not in memory.
 
     Attributes:
-        hits, misses: of look-ups that were read through.
+        hits, misses: of the cache of what was read through.
     """
 
     def __init__(self, hub: Hub, tables: Tables, workers: Workers) -> None:
@@ -96,11 +96,7 @@ class Lookups:
         return self._live(channel, view).table
 
     async def read_through(self, name: str, event_id: str, principal: Principal) -> bytes:
-        """The rows as JSON, at most :data:`MAX_ROWS`, of an event in a table that is not in memory.
-
-        Raises:
-            RequestError: the table has no event ids, or the workers are busy.
-        """
+        """Rows of an event in a table that is not in memory, as JSON, at most :data:`MAX_ROWS`. Raises RequestError."""
         folder = (await asyncio.to_thread(self._tables.lake.find, name)).path
         version, stamp = await asyncio.to_thread(_newest, folder)
         key = name, event_id, principal.condition(name), version, stamp
@@ -117,12 +113,7 @@ class Lookups:
 
 
 class Index:
-    """Keys of a table by their first columns; catches up with the table when it is asked, and is made in steps.
-
-    Args:
-        channel: the table.
-        width: how many columns of the key.
-    """
+    """Keys of a table by their first ``width`` columns. It catches up with the table when asked, in steps."""
 
     def __init__(self, channel: Channel, width: int) -> None:
         self._table_id = channel.state.table.table_id
@@ -243,11 +234,7 @@ def _parts(request: Request) -> list[str]:
 
 
 def _key(table: TableInfo, parts: list[str]) -> Key:
-    """The first columns of a key from their texts.
-
-    Raises:
-        RequestError: there are too many, or a text is not of its column's kind.
-    """
+    """The first columns of a key, from text. Raises RequestError if there are too many or one has the wrong kind."""
     if len(parts) > len(table.key):
         raise invalid("bad_request", f"the key has {len(table.key)} columns: {', '.join(table.key)}")
     values = []

@@ -17,11 +17,7 @@ from serve.webhooks.runner import WebhookFleet
 
 
 class HubCollector(Collector):
-    """Makes metrics of a hub's counters.
-
-    Args:
-        hub: where to read.
-    """
+    """Metrics of a hub."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
@@ -77,11 +73,7 @@ def _by_codec(channel: Channel) -> dict[str, tuple[int, int]]:
 
 
 class AccessCollector(Collector):
-    """Makes metrics of their counters.
-
-    Args:
-        gate, workers, lookups, fleet: where to read.
-    """
+    """Metrics of refusals, statements, look-ups that were read through, and webhooks."""
 
     def __init__(self, gate: ReaderGate, workers: Workers, lookups: Lookups, fleet: WebhookFleet) -> None:
         self._gate = gate

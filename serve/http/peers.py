@@ -41,8 +41,8 @@ class Peers:
     Args:
         folder: of the notes.
         name: of this process, e.g. ``serve-1``.
-        secret: that the processes of the lake share.
-        answers: what it can be asked for, by name: makes JSON out of JSON.
+        secret: shared by the processes of the lake.
+        answers: functions by name that peers may call, JSON in and out.
     """
 
     def __init__(self, folder: Path, name: str, secret: bytes, answers: Mapping[str, Answer]) -> None:
@@ -124,11 +124,7 @@ class _Gathered(Collector):
 
 
 def gathered(texts: Mapping[str, str]) -> bytes:
-    """The metrics of several processes as one text, every sample with a label ``process``.
-
-    Args:
-        texts: Prometheus' text form by name of the process.
-    """
+    """Metrics of several processes as one text; each sample gets the label ``process``, the key in ``texts``."""
     families: dict[str, Metric] = {}
     for process, text in texts.items():
         for family in text_string_to_metric_families(text):

@@ -46,11 +46,7 @@ def needs_key(path: str) -> bool:
 
 
 class AccessMiddleware:
-    """ASGI middleware. The principal is put into the request's state.
-
-    Args:
-        app: what is behind it.
-    """
+    """ASGI middleware: puts the principal into the request's state, or refuses."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -46,11 +46,7 @@ ENTRY_BYTES = 256  # of one without a body
 
 
 class ByteCache(Generic[K]):
-    """The last answers, by what they are of; the least used go.
-
-    Args:
-        most: bytes together. None of them has more than a quarter of that.
-    """
+    """A least-recently-used cache bounded by ``most`` bytes; no answer takes more than a quarter of it."""
 
     def __init__(self, most: int = CACHE_BYTES) -> None:
         self._most = most
@@ -146,11 +142,7 @@ async def _older(request: Request, wanted: SubscribeRequest, as_of: str, limit: 
 
 
 def _why_not(tables: Tables, name: str) -> str:
-    """Why a table that exists is not kept in memory.
-
-    Raises:
-        UnknownTable: it does not exist.
-    """
+    """Why an existing table is not in memory. Raises UnknownTable."""
     if known := tables.problems.get(name):
         return known
     table = tables.lake.find(name)
@@ -218,11 +210,7 @@ _KEPT = 4  # states of older versions in memory: a page asks for the same one se
 
 
 class History:
-    """Older versions, a few at a time.
-
-    Args:
-        at_once: how many are read at a time; twice as many more wait their turn.
-    """
+    """Reads older versions, ``at_once`` at a time; twice as many more wait."""
 
     def __init__(self, at_once: int) -> None:
         self._at_once = at_once
@@ -235,11 +223,7 @@ class History:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def body(self, folder: Path, moment: Moment, wanted: Wanted) -> bytes:
-        """A version as a principal may see it and wants it.
-
-        Raises:
-            RequestError: it is gone, the filter is refused, or too many ask at a time.
-        """
+        """The answer for one version. Raises RequestError: it is gone, the filter is refused, or too many ask."""
         if self._busy >= 3 * self._at_once:
             raise RequestError(RequestError.FULL, "busy", "too many older versions are being read; ask again")
         self._busy += 1
@@ -275,14 +259,14 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What is asked of a version.
+    """A request for one version.
 
     Attributes:
         request: filter, columns or aggregate.
         guard: the principal's condition.
         limit: rows at most; None: all.
         seal: writes positions.
-        spec: what is declared of the table's channel.
+        spec: the declared channel.
     """
 
     request: SubscribeRequest
@@ -292,11 +276,7 @@ class Wanted:
     spec: ChannelSpec = EVERYTHING
 
     def body(self, state: TableState) -> bytes:
-        """The answer. Blocking.
-
-        Raises:
-            FilterError: the filter does not fit the table as it was.
-        """
+        """The answer; it blocks. Raises FilterError if the filter does not fit the table as it was."""
         view = self.view(state)
         live = live_view(view, state)
         if isinstance(live, AggregateView):
@@ -309,11 +289,7 @@ class Wanted:
         return _answer(self.seal, view, table, position, state.facts, texts)
 
     def view(self, state: TableState) -> SubscriberView:
-        """What is seen of it.
-
-        Raises:
-            FilterError: the filter does not fit the table as it was.
-        """
+        """The view. Raises FilterError if the filter does not fit the table as it was."""
         return view_of(state.table, self.request, self.guard, self.spec)
 
 

@@ -137,11 +137,7 @@ _HEADERS = shape(
 
 
 def asyncapi(version: str) -> dict[str, Any]:
-    """The document.
-
-    Args:
-        version: of the interface.
-    """
+    """The AsyncAPI document."""
     words = {name: text for name, (text, _) in (PUSHED | SENT).items()}
     called, answers, calls = (
         _called(),

@@ -30,11 +30,11 @@ def _nowhere(data: bytes) -> None:
 
 
 class SubscriberConnection(asyncio.Protocol):
-    """One connection. Finds hub, tables and access in the lifespan's state.
+    """One connection: an asyncio protocol beneath uvicorn, and a :class:`~serve.core.subscriber.Link`.
 
     Args:
-        server_state, app_state: as uvicorn gives them; ``app_state`` has ``hub``, ``tables`` and maybe ``access``.
-        codec: what subscribers get before they ask for something else.
+        server_state, app_state: as uvicorn passes them; ``app_state`` has ``hub``, ``tables`` and ``access``.
+        codec: for subscribers that have not asked for another.
     """
 
     def __init__(self, server_state: ServerState, app_state: dict[str, Any], codec: Codec) -> None:
@@ -133,11 +133,7 @@ class SubscriberConnection(asyncio.Protocol):
         self.open, self.write = False, _nowhere
 
     def admit(self, credentials: Credentials) -> Principal:
-        """Who this is; counted towards its key's connections until the connection is gone.
-
-        Raises:
-            RequestError: nobody that may come in, or one too many.
-        """
+        """Authenticate; the connection counts towards its key until it is gone. Raises RequestError."""
         self.principal = self.access.admit(credentials)
         self.access.enter(self.principal, self)
         self._entered = True

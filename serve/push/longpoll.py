@@ -30,8 +30,7 @@ _EXTRA = frozenset({"wait", "codec"})
 
 
 class PollCodec:
-    """JSON messages with a comma behind each: they are put together to a list. ``resumed`` is not told: it is what
-    asking from a position means."""
+    """JSON messages with a comma behind each, for a list. ``resumed`` is omitted: a poll from a position implies it."""
 
     name = "poll json"
     answers = False
@@ -66,12 +65,7 @@ CODECS = {"json": PollCodec(), "msgpack": PollPackCodec()}
 
 
 class PollLink:
-    """Gathers one answer. Bounded: it stops fetching when it has :data:`MAX_BYTES` and no snapshot is under way.
-
-    Args:
-        hub: where it fetches.
-        principal: whose it is.
-    """
+    """Gathers one answer: it stops fetching at :data:`MAX_BYTES`, unless a snapshot is under way."""
 
     def __init__(self, hub: Hub, principal: Principal) -> None:
         self.subscriber: Subscriber | None = None

@@ -25,13 +25,7 @@ def json_response(content: Any, status: int = 200, **headers: str) -> Response:
 
 
 def problem(status: int, detail: str, code: str = "") -> Response:
-    """An error.
-
-    Args:
-        status: of HTTP.
-        detail: for people.
-        code: for programs, as in the ``error`` message of a stream.
-    """
+    """An error; ``code`` is for programs, as in the ``error`` message of a stream."""
     content = {"type": "about:blank", "title": HTTPStatus(status).phrase, "status": status, "detail": detail}
     content |= {"code": code} if code else {}
     headers = {"Cache-Control": "no-cache"}
@@ -52,15 +46,10 @@ def hints(error: RequestError) -> dict[str, str]:
 
 
 async def json_object(request: Request, most: int, names: frozenset[str]) -> dict[str, Any]:
-    """The object in a request's body.
-
-    Args:
-        request: its body was not read yet.
-        most: bytes.
-        names: that the object may have.
+    """The object in a request's body, at most ``most`` bytes, with members only from ``names``.
 
     Raises:
-        RequestError: 415 another type, 413 too large, 400 no JSON object, or a name that is not known.
+        RequestError: 415 another type, 413 too large, 400 no JSON object, or an unknown member.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -94,11 +83,7 @@ _TRUTH = {"": False, "0": False, "false": False, "1": True, "true": True}
 
 
 def query_of(text: str) -> dict[str, str]:
-    """An address's query as names and values, each name once.
-
-    Raises:
-        RequestError: a name comes twice, or it is too long.
-    """
+    """A query string as a dict. Raises RequestError if it is too long or a name occurs twice."""
     if not text:
         return {}
     if len(text) > _MAX_QUERY:
@@ -113,7 +98,7 @@ def query_of(text: str) -> dict[str, str]:
 
 
 def subscription_of(query: Mapping[str, str], seal: Seal, *, also: frozenset[str] = frozenset()) -> SubscribeRequest:
-    """The request.
+    """The request in a query.
 
     Args:
         query: names and values, see :data:`PARAMETERS`.
@@ -145,11 +130,7 @@ def subscription_of(query: Mapping[str, str], seal: Seal, *, also: frozenset[str
 
 
 def position_of(token: str, seal: Seal) -> Position:
-    """A position that a client handed in.
-
-    Raises:
-        RequestError: it is none of this lake's.
-    """
+    """A position sent by a client. Raises RequestError if it is not of this lake."""
     try:
         return seal.parse(token)
     except PositionError as error:
@@ -162,33 +143,21 @@ def columns_of(text: str) -> tuple[str, ...]:
 
 
 def truth_of(text: str, name: str) -> bool:
-    """A switch.
-
-    Raises:
-        RequestError: neither 1 nor 0.
-    """
+    """A switch: 1 or 0. Raises RequestError for anything else."""
     if text.lower() not in _TRUTH:
         raise invalid("bad_request", f"{name} is 1 or 0")
     return _TRUTH[text.lower()]
 
 
 def whole_number(text: str, name: str, least: int = 0, most: int = 1_000_000) -> int:
-    """A number.
-
-    Raises:
-        RequestError: it is none, or out of bounds.
-    """
+    """A number within bounds. Raises RequestError."""
     if not text.isascii() or not text.isdecimal() or len(text) > 9 or not least <= int(text) <= most:
         raise invalid("bad_request", f"{name} is a whole number from {least} to {most}")
     return int(text)
 
 
 def texts_of(content: Any) -> dict[str, str]:
-    """An object from a message as a query: texts, numbers, truth values; columns may be a list.
-
-    Raises:
-        RequestError: it is no object of such.
-    """
+    """A message's object in the form of a query: texts, numbers, booleans, lists of texts. Raises RequestError."""
     if not isinstance(content, dict):
         raise invalid("bad_message", "an object is wanted")
     found = {}
@@ -205,11 +174,7 @@ def texts_of(content: Any) -> dict[str, str]:
 
 
 def admitted(request: Request) -> Principal:
-    """Who makes an HTTP request.
-
-    Raises:
-        RequestError: nobody that may come in.
-    """
+    """The principal of an HTTP request. Raises RequestError."""
     known: Principal | None = getattr(request.state, "principal", None)  # serve.security.door was asked already
     if known is not None:
         return known

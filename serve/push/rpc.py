@@ -34,8 +34,8 @@ def rpc_codec(method: str, reply: bool, bits: int) -> WebSocketCodec:
     """Messages as calls; the same object each time.
 
     Args:
-        method: what changes call, ``change`` or ``alert``.
-        reply: whether they are requests.
+        method: called by changes, ``change`` or ``alert``.
+        reply: whether calls expect an answer.
         bits: see :class:`~serve.core.codec.WebSocketCodec`.
     """
     key = (method, reply, bits)
@@ -74,12 +74,12 @@ def _encoder(method: str, reply: bool) -> Any:
 
 @dataclass(slots=True)
 class _Subscription:
-    """One table of a connection's.
+    """One table of a connection.
 
     Attributes:
         subscriber: of the hub.
-        ident: of the call that asks for it; None: it has been answered, or wants no answer.
-        joining: what brings it to the ring; None: that has not begun.
+        ident: id of the call to be answered; None: answered, or no answer wanted.
+        joining: the task that joins the table; None before it starts.
     """
 
     subscriber: Subscriber
@@ -88,11 +88,11 @@ class _Subscription:
 
 
 class RpcSession:
-    """What one connection has asked for.
+    """The subscriptions of one connection.
 
     Args:
         connection: it is written to, and owns the subscribers.
-        bits: the window of compression; 0: none.
+        bits: window of compression; 0: none.
     """
 
     def __init__(self, connection: SubscriberConnection, bits: int) -> None:

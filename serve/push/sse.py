@@ -58,11 +58,7 @@ def wants_events(method: bytes, path: bytes, headers: Mapping[str, str]) -> bool
 
 
 class SseConnection(SubscriberConnection):
-    """One stream. Constructed by :class:`serve.push.sse.ServingHttpProtocol` once the request is there.
-
-    Args:
-        server_state, app_state: see :class:`~serve.push.base.SubscriberConnection`.
-    """
+    """One stream, made by :class:`ServingHttpProtocol` from a parsed request."""
 
     def __init__(self, server_state: ServerState, app_state: dict[str, Any]) -> None:
         super().__init__(server_state, app_state, SSE)
@@ -153,8 +149,9 @@ FIRST_REQUEST_S = 10.0
 
 
 class ServingHttpProtocol(HttpToolsProtocol):
-    """Closes a connection whose first request (or upgrade) has not come in whole after :data:`FIRST_REQUEST_S`; hands
-    one that asks for events to :class:`serve.push.SseConnection`."""
+    """Closes a connection whose first request is not complete after :data:`FIRST_REQUEST_S`; hands requests for events
+    to :class:`SseConnection`.
+    """
 
     _limit: asyncio.TimerHandle | None = None
     _events: tuple[str, dict[str, str]] | None = None

@@ -73,11 +73,7 @@ def _subprotocol(_: ServerProtocol, offered: Any) -> Subprotocol | None:
 
 
 class WebSocketConnection(SubscriberConnection):
-    """One WebSocket connection. Constructed by uvicorn.
-
-    Args:
-        config, server_state, app_state: as uvicorn gives them; see :class:`~serve.push.base.SubscriberConnection`.
-    """
+    """One WebSocket connection, constructed by uvicorn; see :class:`~serve.push.base.SubscriberConnection`."""
 
     def __init__(
         self,

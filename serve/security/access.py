@@ -13,10 +13,10 @@ class Principal:
 
     Attributes:
         name: for logs; never a secret.
-        tenant: whose it is; empty: nobody's in particular.
-        tables: names that it may read; None: all.
+        tenant: empty if none.
+        tables: that it may read; None: all.
         rows: SQL conditions by table (``*``: every other one) that its rows must fulfil, whatever else it asks for.
-        key: id of the key that it showed; empty: none was asked for.
+        key: id of the key that it showed; empty if none was required.
         queries: may add and remove continuous queries.
     """
 
@@ -51,7 +51,7 @@ class Credentials:
 
     Attributes:
         headers: of the request, names in lower case.
-        query: the address's query, as it stands.
+        query: the query string.
         peer: the other side's address.
     """
 
@@ -75,18 +75,10 @@ class Access(Protocol):
     """Decides who comes in: :class:`serve.security.gate.ReaderGate`, or :class:`OpenAccess`."""
 
     def admit(self, credentials: Credentials) -> Principal:
-        """The principal.
-
-        Raises:
-            RequestError: nobody that may come in (4401, 4403), or too often (4429).
-        """
+        """The principal. Raises RequestError: no admission (4401, 4403), or too often (4429)."""
 
     def enter(self, principal: Principal, holder: Closing) -> None:
-        """A stream or a poll begins.
-
-        Raises:
-            RequestError: one too many (1013).
-        """
+        """A stream or a poll begins. Raises RequestError if it is one too many (1013)."""
 
     def leave(self, principal: Principal, holder: Closing) -> None:
         """It has ended."""

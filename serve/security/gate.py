@@ -43,13 +43,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ReaderKey(Key):
-    """What is kept of a reader's key; its ``rate`` is requests a second, its ``connections`` are streams and polls.
+    """A reader's key. ``rate`` is requests a second, ``connections`` are streams and polls.
 
     Attributes:
-        tables: names that it may read; empty: all.
+        tables: that it may read; empty: all.
         rows: SQL condition by table (``*``: every other one) that its rows must fulfil.
-        queries: may add and remove continuous queries and alerts. A query reads whole tables, and everybody's query is
-            removed alike: so this goes with no limit to tables, rows or a tenant.
+        queries: may add and remove continuous queries and alerts. Queries read whole tables and anybody's can be
+            removed: so this excludes limits to tables, rows or a tenant.
     """
 
     tables: tuple[str, ...] = ()
@@ -81,11 +81,7 @@ def reader_keys(settings: Settings) -> KeyFile[ReaderKey]:
 
 
 def checked_rows(texts: Sequence[str]) -> dict[str, str]:
-    """Conditions by table from ``TABLE=CONDITION``.
-
-    Raises:
-        ConfigError: it is not of this form, or a table comes twice.
-    """
+    """Conditions by table, from ``TABLE=CONDITION``. Raises ConfigError."""
     found: dict[str, str] = {}
     for text in texts:
         table, equals, condition = text.partition("=")
@@ -102,7 +98,7 @@ _MAX_CHARS = 400
 
 
 class Tickets:
-    """Makes and takes tickets.
+    """Makes and accepts tickets.
 
     Args:
         key: secret of the lake, for tickets alone.
@@ -154,8 +150,8 @@ class ReaderGate:
 
     Args:
         settings: address and origins.
-        keys: the readers' keys; where there are any, one is asked of everybody.
-        tickets: makes and takes tickets.
+        keys: the readers' keys; if there are any, every caller must show one.
+        tickets: makes and accepts tickets.
         clock: seconds, monotonic.
     """
 
@@ -182,10 +178,9 @@ class ReaderGate:
         return self._keys.required
 
     def admit(self, credentials: Credentials) -> Principal:
-        """Who comes in.
+        """The caller's principal.
 
-        Raises:
-            RequestError: 4403 a page that may not, 4401 no good key or ticket, 4429 too often.
+        Raises RequestError: 4403 a foreign page, 4401 no good key or ticket, 4429 too often.
         """
         self._check_page(credentials.headers)
         if not self._keys.required:
@@ -206,11 +201,7 @@ class ReaderGate:
         return None if key is None else self._principal(key)
 
     def enter(self, principal: Principal, holder: Closing) -> None:
-        """A stream or a poll begins; call :meth:`leave` at its end.
-
-        Raises:
-            RequestError: 1013, this key has as many as it may.
-        """
+        """A stream or a poll begins; call :meth:`leave` at its end. Raises RequestError (1013) at the key's limit."""
         held = self._held.setdefault(principal.key, set())
         key = self._keys.get(principal.key) if principal.key else None
         if key is not None and key.connections and len(held) >= key.connections:
@@ -311,11 +302,7 @@ def is_loopback(host: str) -> bool:
 
 
 def make_gate(settings: Settings, seal: Seal) -> ReaderGate:
-    """The gate of a server process.
-
-    Raises:
-        ConfigError: everybody could read everything, or the keys or origins cannot be used.
-    """
+    """The gate of a process. Raises ConfigError: everybody could read everything, or keys or origins are unusable."""
     serve = settings.serve
     keys = KeyRing(reader_keys(settings))
     for origin in serve.origin_list:
@@ -333,22 +320,14 @@ def make_gate(settings: Settings, seal: Seal) -> ReaderGate:
 
 
 def check_start(settings: Settings) -> None:
-    """What a server would not start with, said by whoever starts several.
-
-    Raises:
-        ConfigError: see :func:`make_gate`, :func:`uses_tls` and :func:`serve.webhooks.sealed.sealer_of`.
-    """
+    """Raises ConfigError for whatever would keep a server from starting. For whoever starts several."""
     make_gate(settings, lake_seal(Lake(settings.lake).state))
     uses_tls(settings.serve)
     sealer_of(settings.serve.webhook_key)
 
 
 def uses_tls(settings: ServeSettings) -> bool:
-    """Whether the port speaks TLS; the files are tried, so that a wrong one stops the start and is named.
-
-    Raises:
-        ConfigError: certificate or key cannot be used.
-    """
+    """Whether the port speaks TLS. The files are tried: raises ConfigError if they cannot be used."""
     if bool(settings.tls_cert) != bool(settings.tls_key):
         missing = "serve.tls_key" if settings.tls_cert else "serve.tls_cert"
         raise ConfigError("a certificate and its key come together", key=missing, remedy="Give both, or neither")

@@ -28,7 +28,7 @@ _ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a statement gave.
+    """The result of a statement.
 
     Attributes:
         head: columns, number of rows, whether there were more, versions of tables.
@@ -41,9 +41,6 @@ class Result:
 
 class Workers:
     """At most ``serve.max_sql`` processes.
-
-    Args:
-        settings: the lake, and bounds.
 
     Attributes:
         counts: statements by how they ended, for metrics.
@@ -92,7 +89,7 @@ class Workers:
         """Run a statement. Cancelling ends it, with its process.
 
         Raises:
-            RequestError: it is refused, fails, takes too long, or too many wait.
+            RequestError: it is refused, fails or takes too long, or too many wait.
         """
         serve = self._settings.serve
         if self._asked >= serve.max_sql * (1 + _WAITING):

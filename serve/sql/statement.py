@@ -67,12 +67,11 @@ class Statement:
         lake: root of the lake.
         sql: the text.
         principal: who asks.
-        as_of: version or time of every table that has none in the text; empty: the newest.
-        rows: of the answer at most.
-        size: bytes of the answer at most.
+        as_of: version or time for tables without one in the text; empty: the newest.
+        rows, size: bounds of the answer; size in bytes.
         memory_mb: of DuckDB.
         arrow: whether the answer is an Arrow IPC stream, else JSON.
-        trusted: whether the text itself is run where no table has a moment; else what sqlglot makes of it.
+        trusted: run the text itself where no table has a moment, not what sqlglot makes of it.
     """
 
     lake: Path
@@ -88,13 +87,13 @@ class Statement:
 
 @dataclass(slots=True)
 class StatementResult:
-    """What came out.
+    """The answer.
 
     Attributes:
         body: the rows, a JSON array of objects or an Arrow IPC stream.
         columns: name and type of each.
         rows: how many.
-        truncated: whether there were more than the bounds let through.
+        truncated: whether there were more than the bounds allow.
         versions: of each table that was read.
     """
 
@@ -106,11 +105,9 @@ class StatementResult:
 
 
 def run(statement: Statement) -> StatementResult:
-    """The statement's result, encoded and cut off at its bounds.
+    """The answer, cut off at its bounds.
 
-    Raises:
-        UnknownTable: it names a table that the principal does not have.
-        SqlError: it is refused, or it fails.
+    Raises UnknownTable (also for tables hidden from the principal) and SqlError.
     """
     with _executed(statement) as (schema, batches, versions):
         answer = _answer(statement, schema, batches)
@@ -119,10 +116,9 @@ def run(statement: Statement) -> StatementResult:
 
 
 def run_sql(lake: Lake, sql: str, *, limit: int | None = None) -> pa.Table:
-    """The result of one reading statement by somebody who may see everything, at most ``limit`` rows of it.
+    """The result of one reading statement by somebody who may see everything, at most ``limit`` rows.
 
-    A table with ``millrace.fold`` is seen folded, one row a key; its partials are there as ``NAME__partials``. Times
-    are in UTC.
+    A table of partials is seen folded, one row a key; ``NAME__partials`` has the partials. Times are in UTC.
 
     Raises:
         UnknownTable: the statement names a table that the lake does not have.
@@ -189,11 +185,7 @@ def _executed(statement: Statement) -> Iterator[tuple[pa.Schema, Iterable[pa.Rec
 
 
 def read_statement(sql: str) -> exp.Expression:
-    """The tree of one reading statement.
-
-    Raises:
-        SqlError: it is none, or not SQL.
-    """
+    """The tree of one reading statement. Raises SqlError."""
     try:
         parsed = sqlglot.parse(sql, dialect="duckdb")
     except RecursionError:

@@ -38,12 +38,12 @@ _FACTS_BACK = 200  # commits looked back for the last `through`
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A table's description with the Arrow types that its files are read to.
+    """A table's description, and the Arrow types that its files are read to.
 
     Attributes:
         info: as subscribers see it.
         schema: types of ``info.columns``.
-        partitions: names of partition columns: their values stand in the log, not in the files.
+        partitions: partition columns; their values are in the log, not in the files.
     """
 
     info: TableInfo
@@ -52,11 +52,7 @@ class Described:
 
 
 def describe(name: str, metadata: Mapping[str, Any]) -> Described:
-    """The description in a metaData action.
-
-    Raises:
-        TableUnreadable: no key, or a key or fold that does not fit the columns.
-    """
+    """The description in a metaData action. Raises TableUnreadable: no key, or a key or fold that does not fit."""
     configuration: Mapping[str, str] = metadata.get("configuration") or {}
     if configuration.get("delta.columnMapping.mode", "none") != "none":
         raise TableUnreadable(name, "it maps column names", "Set delta.columnMapping.mode=none")
@@ -126,11 +122,7 @@ def _interval_ms(text: str, default: int) -> int:
 
 
 class TableReader:
-    """Reads one table's folder.
-
-    Args:
-        folder: the table's folder; its name is the table's name.
-    """
+    """Reads the table in ``folder``; the folder's name is the table's."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -171,11 +163,7 @@ class TableReader:
         return state
 
     def rows(self, file: AddedFile) -> list[Row]:
-        """Rows of a data file in the described columns.
-
-        Raises:
-            TableGone: the file has been cleaned up.
-        """
+        """Rows of a data file in the described columns. Raises TableGone if it has been cleaned up."""
         described = self._described
         assert described is not None, "load() comes first"
         wanted = [column.name for column in described.schema if column.name not in described.partitions]
@@ -192,11 +180,11 @@ class TableReader:
         return state.apply(self.prepare(state, commit))
 
     def prepare(self, state: TableState, commit: Commit) -> StateStep:
-        """The step that the commit is; the state is only read.
+        """The step of a commit; the state is only read.
 
         Raises:
-            TableGone: files have been cleaned up, or the table is another one now.
-            TableUnreadable: it cannot be pushed any more.
+            TableGone: files have been cleaned up, or the table was replaced.
+            TableUnreadable: it can no longer be pushed.
         """
         if commit.metadata is not None:
             described = describe(self.folder.name, commit.metadata)
@@ -253,11 +241,11 @@ _VERSION = re.compile(r"\d{1,18}")
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A version, or a time.
+    """A version or a time.
 
     Attributes:
         text: as a part of a name: digits.
-        version: of the table; None: whichever was the newest at ``at``.
+        version: None: the newest at ``at``.
         at: ms since the epoch.
     """
 
@@ -267,11 +255,7 @@ class Moment:
 
 
 def moment_of(text: str) -> Moment:
-    """What ``as_of`` means: digits are a version, anything else is a time in ISO 8601, in UTC where it has no zone.
-
-    Raises:
-        SqlError: it is neither.
-    """
+    """Parse ``as_of``: digits are a version, anything else a time in ISO 8601, by default in UTC. Raises SqlError."""
     if _VERSION.fullmatch(text):
         return Moment(f"v{int(text)}", int(text))
     try:
@@ -284,11 +268,7 @@ def moment_of(text: str) -> Moment:
 
 
 def version_at(folder: Path, moment: Moment) -> int:
-    """The version that a moment names. Blocking.
-
-    Raises:
-        PositionExpired: the log no longer reaches back to it, or it has not come to it yet.
-    """
+    """The version at a moment. It blocks. Raises PositionExpired if the log does not have it."""
     if moment.version is not None:
         return moment.version
     log = DeltaLog(folder)

@@ -28,8 +28,8 @@ class TableState:
         table: the table's description at this version.
         version: Delta version.
         facts: of the last commit; ``through`` and ``newest_at`` are the last ones known.
-        rows: current row by key.
-        files: keys that each live file holds; empty for a folded table.
+        rows: by key.
+        files: keys in each live file; empty for a table of partials.
     """
 
     table: TableInfo
@@ -93,9 +93,9 @@ def step_of(state: TableState, commit: Commit, read: Callable[[AddedFile], list[
     """What the commit changes.
 
     Args:
-        state: the state before it; only read.
+        state: before the commit; only read.
         commit: the next version.
-        read: rows of a data file in the table's columns.
+        read: returns rows of a data file in the table's columns.
 
     Raises:
         NeedsLoad: see :func:`compare`.
@@ -106,13 +106,7 @@ def step_of(state: TableState, commit: Commit, read: Callable[[AddedFile], list[
 
 
 def compare(state: TableState, loaded: TableState, facts: CommitFacts) -> StateStep:
-    """The step from ``state`` to the state ``loaded`` at a later version.
-
-    Args:
-        state: the state before.
-        loaded: the state after.
-        facts: of the commit.
-    """
+    """The step from ``state`` to ``loaded``, the state at a later version."""
     table = loaded.table
     if table.columns != state.table.columns:
         changed = dict(loaded.rows)

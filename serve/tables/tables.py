@@ -48,7 +48,7 @@ class Chunk:
 
     Attributes:
         start: the position before the first.
-        messages: in order; each has a position.
+        messages: each has a position.
     """
 
     start: Position
@@ -56,14 +56,7 @@ class Chunk:
 
 
 class Replay:
-    """Rebuilds what follows a position. Blocking: not for the event loop.
-
-    Args:
-        folder: the table's folder.
-        position: where the subscriber is.
-        view: what of the table it sees.
-        seal: writes positions.
-    """
+    """Rebuilds the messages after a position, for a view. It blocks: not for the event loop."""
 
     def __init__(self, folder: Path, position: Position, view: SubscriberView, seal: Seal) -> None:
         self.folder = folder
@@ -76,11 +69,11 @@ class Replay:
         self._live: LiveView | None = None
 
     def next_chunk(self, until: int) -> Chunk:
-        """The next messages, up to version ``until`` and about :data:`CHUNK_BYTES`; none when it is there.
+        """The next messages, up to version ``until`` and about :data:`CHUNK_BYTES`; none at ``until``.
 
         Raises:
-            PositionExpired: log or data files have been cleaned up, the table is another one, or the view did not fit
-                it then.
+            PositionExpired: log or data files have been cleaned up, the table was replaced, or the view did not fit
+                then.
         """
         start = self.position
         messages: list[Message] = []
@@ -195,10 +188,9 @@ class Tables:
         return self.scanned.is_set() and self._tails.keys() <= self._hub.channels.keys() | self.problems.keys()
 
     async def wait_for(self, name: str) -> None:
-        """Wait a little for a table that exists and is not in memory yet.
+        """Wait a little for a table that exists but is not in memory yet.
 
-        Raises:
-            RequestError: the lake cannot be looked at now.
+        Raises RequestError if the lake is unreadable.
         """
         if name in self._hub.channels or not NAME_PATTERN.fullmatch(name):
             return
@@ -218,12 +210,12 @@ class Tables:
     async def join(
         self, subscriber: Subscriber, request: SubscribeRequest, accepted: Callable[[], None] | None = None
     ) -> None:
-        """What every transport does with a request: wait for the table, subscribe, and bring the subscriber up to date.
+        """Subscribe, for any transport: wait for the table, and bring the subscriber up to date.
 
-        Returns when the ring takes it on; its link is pumped meanwhile, first after ``accepted`` was called.
+        ``accepted`` is called before the link is first pumped. Returns when the ring takes over.
 
         Raises:
-            RequestError: it cannot be served.
+            RequestError: the request cannot be served.
         """
         if not subscriber.principal.may_read(request.table):
             raise RequestError(RequestError.NOT_FOUND, "no_such_table", f"no table {request.table!r} is served here")
@@ -239,8 +231,10 @@ class Tables:
             await self.replay(subscriber, replay_from)
 
     async def replay(self, subscriber: Subscriber, position: Position) -> None:
-        """Bring a subscriber from a position that is older than the ring to the ring, at its own pace: one that takes
-        its time, or does not acknowledge, keeps nobody else's turn, nor a table in memory."""
+        """Bring a subscriber from a position older than the ring to the ring, at its own pace.
+
+        A slow one, or one that does not acknowledge, holds neither a slot nor a table in memory meanwhile.
+        """
         if await self._reached(subscriber, position):
             while subscriber.replaying:
                 async with self._slots:

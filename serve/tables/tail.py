@@ -31,10 +31,10 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The table is there: its state, which the tail goes on changing. Also said again after the table was replaced.
+    """The table is there, or was replaced.
 
     Attributes:
-        state: rows at the version where following starts.
+        state: rows at the version where following starts; the tail changes it.
         detail: why earlier positions are void; empty the first time.
     """
 
@@ -46,10 +46,10 @@ class Tail:
     """Follows the table in ``folder``.
 
     Args:
-        folder: the table's folder; need not exist yet.
+        folder: need not exist yet.
         poll_ms: pause between two looks for a next version.
-        warm: versions before the newest to start from where the log has them, so that a process that just started
-            already has the last changes for those who come back to it.
+        warm: how many versions before the newest to start from, if the log has them: a process that just started then
+            has the last changes for those who resume.
         executor: where files are read.
     """
 
@@ -62,11 +62,7 @@ class Tail:
         self._follower = LogFollower(folder)
 
     async def follow(self) -> AsyncIterator[Opened | TableChange]:
-        """First :class:`Opened`, then a change a commit, in order, without end.
-
-        Raises:
-            TableUnreadable: the table cannot be pushed.
-        """
+        """First :class:`Opened`, then one change a commit, in order, without end. Raises TableUnreadable."""
         detail = ""
         try:
             while True:
@@ -108,8 +104,10 @@ class Tail:
         return self._reader.load()
 
     async def _next_step(self, state: TableState) -> StateStep:
-        """Waits for the next commit. What the operating system refuses for a moment, a file descriptor say, is tried
-        again: nothing has been lost by it."""
+        """Wait for the next commit.
+
+        Transient errors of the operating system, such as too many open files, are retried.
+        """
         while True:
             try:
                 commit = await self._next_commit(state.version + 1)
@@ -119,11 +117,7 @@ class Tail:
                 await asyncio.sleep(_AGAIN_S)
 
     async def _next_commit(self, version: int) -> Commit:
-        """Waits for the version's log file.
-
-        Raises:
-            TableGone: the log has been replaced, or cleaned up beyond this version.
-        """
+        """Wait for the version's file. Raises TableGone if the log was replaced, or cleaned up beyond it."""
         follower = self._follower
         loop = asyncio.get_running_loop()
         look_at = loop.time() + _GAP_CHECK_S
@@ -147,10 +141,9 @@ class Tail:
 
 
 def to_next_beat(now: float, pause: float) -> float:
-    """Seconds to the next multiple of ``pause``, or to the one after where that is too close.
+    """Seconds to the next multiple of ``pause``, or to the one after if that is too close.
 
-    All tails of a process look at the same moments, so that it is woken as often for twenty tables as for one: being
-    woken is most of what a look costs.
+    All tails of a process poll at the same moments: waking up is most of the cost, and one wake-up serves all tables.
     """
     left = pause - now % pause
     return left if left > 0.2 * pause else left + pause

@@ -55,7 +55,7 @@ class Count(Accumulator):
 
 
 class Total(Accumulator):
-    """The exact sum, rounded once; None of nothing, and where it is beyond what a float holds.
+    """The exact sum, rounded once; None for no values, or if it is beyond a float.
 
     Floats: J. R. Shewchuk, Adaptive Precision Floating-Point Arithmetic, 1997: partials that do not overlap.
     """
@@ -111,11 +111,7 @@ def _finite(result: Callable[[], float]) -> float | None:
 
 
 class Extreme(Accumulator):
-    """The least or the greatest; looks through the distinct values when that one is taken back.
-
-    Args:
-        pick: ``min`` or ``max``.
-    """
+    """The least or the greatest, by ``pick`` (``min`` or ``max``). Taking it back searches the distinct values."""
 
     def __init__(self, pick: Callable[[Iterable[Any]], Any]) -> None:
         self._pick = pick
@@ -173,7 +169,7 @@ class Item:
     Attributes:
         name: of the column.
         type: Arrow type of its values.
-        group: which of the grouping columns it is; None: an aggregate.
+        group: index of the grouping column; None for an aggregate.
         value: what is aggregated, in a row; None: the row itself (``count(*)``).
         new: makes its accumulator.
     """
@@ -194,11 +190,7 @@ class _Group:
 def aggregate_view(
     table: TableInfo, select: str, where: str, guard: str, seen: TableInfo | None = None
 ) -> SubscriberView:
-    """The view that a request for a live aggregate asks for; arguments as of :func:`serve.views.view.rows_view`.
-
-    Raises:
-        FilterError: something in it is not kept up to date here.
-    """
+    """The view for a live aggregate; arguments as for :func:`serve.views.view.rows_view`. Raises FilterError."""
     named = seen or table
     conditions = [parse_condition(where, Columns.of(named)), parse_condition(guard, Columns.of(table))]
     plain, guarded = ("" if tree is None else tree.sql("duckdb") for tree in conditions)
@@ -208,15 +200,7 @@ def aggregate_view(
 
 
 class AggregateView:
-    """Groups of a table's rows. Call :meth:`opening` before anything else.
-
-    Args:
-        view: has a ``select``.
-        table: of what.
-
-    Raises:
-        FilterError: the statement does not fit the table.
-    """
+    """Groups of a table's rows. Call :meth:`opening` first. Raises FilterError if the statement does not fit."""
 
     def __init__(self, view: SubscriberView, table: TableInfo) -> None:
         self._view = view
@@ -230,11 +214,7 @@ class AggregateView:
         return self._table
 
     def opening(self, rows: Iterable[Row]) -> Iterator[None]:
-        """Take the table's rows in, some thousands at each step.
-
-        Raises:
-            FilterError: too many groups.
-        """
+        """Take in the table's rows, some at each step. Raises FilterError for too many groups."""
         touched: set[Key] = set() if self._by else {()}
         for count, row in enumerate(rows, 1):
             self._put(row, touched, add=True)

@@ -67,11 +67,7 @@ _SAME = (exp.NullSafeEQ, exp.NullSafeNEQ)
 
 
 def compile_condition(tree: exp.Expr, columns: Columns) -> Getter:
-    """The condition's value in a row: True, False or None. A row is in the result where it is True.
-
-    Raises:
-        FilterError: kinds do not fit.
-    """
+    """The condition's value in a row: True, False or None; only True rows match. Raises FilterError."""
     kind, getter = compile_expression(tree, columns)
     if kind not in (BOOL, NULL):
         raise FilterError(f"{tree.sql('duckdb')} is no condition: it gives a value of kind {kind}")
@@ -80,11 +76,11 @@ def compile_condition(tree: exp.Expr, columns: Columns) -> Getter:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """What a condition says of one column: rows for which it is true have one of these values there.
+    """What a condition says of one column: rows that match have one of these values there.
 
     Attributes:
         column: its index in a row.
-        values: in the form that rows have them.
+        values: as rows have them.
     """
 
     column: int
@@ -92,22 +88,14 @@ class Pin:
 
 
 def pin_of(tree: exp.Expr, columns: Columns) -> Pin | None:
-    """The pin with the fewest values, of a condition such as ``city = 'Bonn' AND …``; None: it has none.
-
-    Raises:
-        FilterError: kinds do not fit.
-    """
+    """The pin with the fewest values, in a condition such as ``city = 'Bonn' AND …``; None if there is none."""
     compiler = _FilterCompiler(columns)
     found = [pin for part in flat(tree, exp.And) if (pin := compiler.pin(part)) is not None]
     return min(found, key=lambda pin: len(pin.values), default=None)
 
 
 def compile_expression(tree: exp.Expr, columns: Columns) -> Typed:
-    """Kind and value of any expression that :func:`serve.views.parse.check` let pass.
-
-    Raises:
-        FilterError: kinds do not fit.
-    """
+    """Kind and value of an expression that :func:`serve.views.parse.check` accepted. Raises FilterError."""
     return _FilterCompiler(columns).expression(tree)
 
 
@@ -209,11 +197,12 @@ class _FilterCompiler:
         raise FilterError(f"{node.sql('duckdb')} is not taken in a filter", "Casts: TIMESTAMP '…' and DATE '…' only")
 
     def _pair(self, node: exp.Expr, kind: str, other: exp.Expr) -> tuple[str, Convert | None, Getter]:
-        """What brings values of ``node``, which is of ``kind``, to the kind in which they compare with ``other``.
+        """How to compare values of ``node``, which is of ``kind``, with ``other``.
 
         Returns:
-            That kind, the conversion (None: as they are), and the other's values in that kind. ``node`` itself is not
-            compiled here: where it is compared several times it is still evaluated once.
+            The common kind, the conversion to it (None: as they are), and the other's values in that kind. ``node``
+            itself is
+            not compiled here: if it is compared several times it is still evaluated once.
         """
         theirs, value = self.expression(other)
         fitted, ours = _fitting(node, kind, theirs)

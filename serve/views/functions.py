@@ -46,11 +46,7 @@ class Columns:
         return cls({name: (i, kind) for i, (name, kind) in enumerate(zip(table.columns, kinds, strict=True))})
 
     def resolve(self, name: str) -> str:
-        """The column's own spelling: exact, else without regard to case where that is unambiguous.
-
-        Raises:
-            FilterError: there is no such column.
-        """
+        """The column's own spelling: exact, else ignoring case if unambiguous. Raises FilterError."""
         if name in self.at:
             return name
         alike = [known for known in self.at if known.lower() == name.lower()]
@@ -80,11 +76,7 @@ _KINDS: tuple[tuple[Any, str], ...] = (
 
 
 def number(text: str) -> tuple[str, Any]:
-    """Kind and value of a number as SQL writes it: with a point it is a decimal, with an exponent a float.
-
-    Raises:
-        FilterError: it is no number, or beyond what a float holds.
-    """
+    """Kind and value of a number in SQL: with a point a decimal, with an exponent a float. Raises FilterError."""
     try:
         if text.isdecimal():
             return INT, int(text)
@@ -97,11 +89,7 @@ def number(text: str) -> tuple[str, Any]:
 
 
 def as_timestamp(text: str) -> datetime:
-    """A time as rows have it: in UTC, without a zone.
-
-    Raises:
-        FilterError: it is none.
-    """
+    """A time as rows have it: in UTC, without a zone. Raises FilterError."""
     try:
         moment = datetime.fromisoformat(text.strip())
         return moment.astimezone(UTC).replace(tzinfo=None) if moment.tzinfo is not None else moment
@@ -110,11 +98,7 @@ def as_timestamp(text: str) -> datetime:
 
 
 def as_date(text: str) -> date:
-    """A day.
-
-    Raises:
-        FilterError: it is none.
-    """
+    """A day. Raises FilterError."""
     try:
         return date.fromisoformat(text.strip())
     except ValueError:
@@ -177,8 +161,8 @@ def like(pattern: str, escape: str | None, *, fold: bool) -> Callable[[str], boo
 
     Args:
         pattern: ``%`` stands for any characters, ``_`` for one.
-        escape: the character that makes the next one stand for itself.
-        fold: without regard to case.
+        escape: makes the next character stand for itself.
+        fold: whether to ignore case.
     """
     parts: list[list[str | None]] = [[]]  # None: any one character
     letters = iter(pattern.lower() if fold else pattern)

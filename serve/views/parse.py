@@ -59,12 +59,12 @@ _ARGUMENTS: dict[type[exp.Expr], frozenset[str]] = {
 
 
 def parse_condition(sql: str, columns: Columns) -> exp.Expr | None:
-    """The condition, with the columns' own spelling, without comments and redundant parentheses. None: no text.
+    """The condition with columns spelled as in the table, without comments and redundant parentheses. None for no text.
 
-    Two texts that come out alike mean the same: ``.sql("duckdb")`` of the tree is what filters are shared by.
+    Filters are shared by ``.sql("duckdb")`` of the tree: texts that are alike there mean the same.
 
     Raises:
-        FilterError: it is too long or deep, no SQL, or holds something that filters have no word for.
+        FilterError: it is too long or deep, not SQL, or holds something that is not allowed.
     """
     if not sql.strip():
         return None
@@ -74,11 +74,7 @@ def parse_condition(sql: str, columns: Columns) -> exp.Expr | None:
 
 
 def parsed(sql: str) -> exp.Expr:
-    """One expression or statement.
-
-    Raises:
-        FilterError: it is too long, or no SQL.
-    """
+    """One expression or statement. Raises FilterError if it is too long or not SQL."""
     if len(sql) > MAX_LENGTH:
         raise FilterError(f"it has {len(sql)} characters, {MAX_LENGTH} are taken")
     if "\0" in sql:
@@ -96,11 +92,7 @@ def parsed(sql: str) -> exp.Expr:
 
 
 def check(tree: exp.Expr) -> None:
-    """Every node is allowed, and there are not too many.
-
-    Raises:
-        FilterError: the first that is not.
-    """
+    """Raises FilterError for the first node that is not allowed, or if there are too many."""
     for count, node in enumerate(tree.walk(), 1):
         if count > MAX_NODES:
             raise FilterError(f"it has more than {MAX_NODES} parts")
@@ -181,11 +173,7 @@ _CLAUSES = {"expressions": "SELECT", "from_": "FROM", "from": "FROM", "where": "
 
 
 def parse_select(sql: str, table: TableInfo) -> exp.Select:
-    """The statement, normalised; without FROM.
-
-    Raises:
-        FilterError: something in it is not kept up to date here.
-    """
+    """The statement, normalized, without FROM. Raises FilterError for what is not kept up to date here."""
     tree = parsed(sql)
     if not isinstance(tree, exp.Select):
         raise FilterError("a live aggregate is one SELECT", "Write SELECT city, sum(n) AS n GROUP BY city")

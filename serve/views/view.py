@@ -30,10 +30,9 @@ class LiveView(Protocol):
         """The view's columns and key."""
 
     def advance(self, change: TableChange) -> TableChange:
-        """The change in the view; to be called for every commit, in order.
+        """The change in the view. Call it for every commit, in order.
 
-        Raises:
-            FilterError: the table's columns are others now, and the view makes no sense any more.
+        Raises FilterError if the columns no longer fit.
         """
 
     def source(self, rows: Mapping[Key, Row]) -> list[tuple[Key, Row]]:
@@ -45,13 +44,13 @@ class LiveView(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SubscriberView:
-    """What of a table is seen: data, told apart by :attr:`id`.
+    """What of a table is seen: plain data, identified by :attr:`id`.
 
     Attributes:
-        where: the subscriber's condition, normalised; empty: none.
-        columns: those it wants; empty: all.
-        select: a live aggregate, normalised; empty: none.
-        guard: the condition that its principal's rows must fulfil.
+        where: the subscriber's condition, normalized; empty: none.
+        columns: that it wants; empty: all.
+        select: a live aggregate, normalized; empty: none.
+        guard: the principal's condition.
         id: eight bytes that a position carries; :data:`~serve.core.position.WHOLE` for the whole table.
     """
 
@@ -74,11 +73,7 @@ class SubscriberView:
 
 @contextmanager
 def faults_of(view: SubscriberView) -> Iterator[None]:
-    """Whatever a filter raises is a fault of that filter, and no matter of others who look at the table.
-
-    Raises:
-        FilterError: it failed.
-    """
+    """Turn any error of a filter into FilterError: it concerns that filter alone."""
     try:
         yield
     except FilterError:
@@ -92,16 +87,16 @@ def faults_of(view: SubscriberView) -> Iterator[None]:
 def rows_view(
     table: TableInfo, where: str, columns: Sequence[str], guard: str, seen: TableInfo | None = None
 ) -> SubscriberView:
-    """The view that a request asks for.
+    """The view for a request.
 
     Args:
         table: the table as it is now.
         where, columns: as the subscriber wrote them.
         guard: its principal's condition.
-        seen: the table with the columns that ``where`` and ``columns`` may name; None: all of them.
+        seen: the table with the columns that ``where`` and ``columns`` may name; None: all.
 
     Raises:
-        FilterError: see :func:`serve.views.parse.parse_condition`; or a column is not there.
+        FilterError: see :func:`serve.views.parse.parse_condition`; or a column is missing.
     """
     known, named = Columns.of(table), Columns.of(seen or table)
     if len(columns) > MAX_COLUMNS or sum(map(len, columns)) > MAX_LENGTH:
@@ -136,15 +131,7 @@ def touched_rows(change: TableChange, pin: Pin | None) -> tuple[Iterable[tuple[K
 
 
 class RowsView:
-    """A view of rows: those for which the condition is true, in the columns asked for.
-
-    Args:
-        view: what is seen.
-        table: of what.
-
-    Raises:
-        FilterError: the condition does not fit the table.
-    """
+    """Rows for which the condition is true, in the wanted columns. Raises FilterError if it does not fit the table."""
 
     def __init__(self, view: SubscriberView, table: TableInfo) -> None:
         self._view = view

@@ -24,11 +24,11 @@ NOT_SERVED = "its pipeline declares that it has no channel; query it with SQL"
 
 
 def channels_of(pipeline: Pipeline) -> dict[str, ChannelSpec]:
-    """What is declared of each product's and view's channel.
+    """The declared channels of products and views.
 
     Raises:
-        ConfigError: a condition is no SQL, or holds something that filters have no word for. Whether its columns are
-            there is known when the table is (:func:`visible`, :func:`view_of`).
+        ConfigError: a condition is not SQL, or not allowed in filters. Its columns are checked when the table is known
+            (:func:`visible`, :func:`view_of`).
     """
     found = {name: product.channel for name, product in pipeline.products.items()}
     found |= {name: view.channel for name, view in pipeline.views.items()}
@@ -48,11 +48,7 @@ def channels_of(pipeline: Pipeline) -> dict[str, ChannelSpec]:
 
 
 def visible(table: TableInfo, spec: ChannelSpec) -> TableInfo:
-    """The table with the columns that there are for subscribers.
-
-    Raises:
-        FilterError: it has no such column.
-    """
+    """The table with the columns that subscribers may see. Raises FilterError if one is missing."""
     if not spec.columns:
         return table
     known = Columns.of(table)
@@ -63,16 +59,16 @@ def visible(table: TableInfo, spec: ChannelSpec) -> TableInfo:
 
 
 def view_of(table: TableInfo, request: SubscribeRequest, guard: str, spec: ChannelSpec = EVERYTHING) -> SubscriberView:
-    """The view that a request asks for.
+    """The view for a request.
 
     Args:
         table: the table as it is.
-        request: filter, columns or aggregate. It knows no columns but the visible ones.
-        guard: its principal's condition, which may be on any column.
-        spec: what is declared of the channel.
+        request: filter, columns or aggregate. It may name visible columns only.
+        guard: its principal's condition, on any column.
+        spec: the declared channel.
 
     Raises:
-        FilterError: it is refused, or what is declared does not fit the table.
+        FilterError: the request is refused, or the declaration does not fit the table.
     """
     seen = visible(table, spec)
     known = Columns.of(table)

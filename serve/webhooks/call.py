@@ -29,7 +29,7 @@ _SHARED = ipaddress.ip_network("64:ff9b::/96")  # NAT64: IPv4 within, judged as 
 
 
 class Forbidden(ServeError):
-    """An address that is not called.
+    """An address that webhooks may not call.
 
     Attributes:
         problem: why.
@@ -48,8 +48,8 @@ class Target:
     """Where one request goes.
 
     Attributes:
-        url: with the address in the place of the name.
-        host: header of that name.
+        url: with the address in place of the name.
+        host: header with that name.
         name: that the certificate is checked against.
     """
 
@@ -59,11 +59,7 @@ class Target:
 
 
 def checked_url(text: str) -> SplitResult:
-    """A URL's parts; the host as DNS and HTTP have it (IDNA), in small letters.
-
-    Raises:
-        Forbidden: it is none that webhooks take.
-    """
+    """A URL's parts, the host in IDNA and lower case. Raises Forbidden."""
     if len(text) > _MAX_URL or any(ord(char) <= 32 or ord(char) == 127 for char in text):
         raise Forbidden("the URL is too long, or has spaces or control characters in it")
     try:
@@ -86,14 +82,10 @@ def checked_url(text: str) -> SplitResult:
 
 
 async def target_of(url: str, *, private: bool) -> Target:
-    """Resolve a URL's host, now.
-
-    Args:
-        url: of the webhook.
-        private: whether any address will do.
+    """Resolve a URL's host now. With ``private`` any address is allowed.
 
     Raises:
-        Forbidden: an address of it is not reached from the public internet, or it has none.
+        Forbidden: it has no address, or one that is not on the public internet.
     """
     parts = checked_url(url)
     assert parts.hostname is not None
@@ -139,10 +131,10 @@ class CallOutcome:
     """How an attempt ended.
 
     Attributes:
-        status: of the answer; 0: there was none.
-        error: empty: it was taken (2xx).
+        status: of the answer; 0 without an answer.
+        error: empty if it was taken (2xx).
         gone: the receiver wants no more (410).
-        ms: it took.
+        ms: duration.
     """
 
     status: int
@@ -156,11 +148,7 @@ def new_secret() -> str:
 
 
 def secret_key(secret: str) -> bytes:
-    """The bytes that a secret stands for.
-
-    Raises:
-        ValueError: it is not ``whsec_`` and base64 of 24 to 64 bytes.
-    """
+    """The bytes of a secret. Raises ValueError unless it is ``whsec_`` and base64 of 24 to 64 bytes."""
     try:
         key = base64.b64decode(secret.removeprefix(_PREFIX), validate=True)
     except binascii.Error:
@@ -177,14 +165,14 @@ def signature(secret: str, ident: str, timestamp: int, body: bytes) -> str:
 
 
 class WebhookCaller:
-    """Makes requests. Leave it as a context manager: its connections are closed then.
+    """Makes requests. Use it as a context manager, which closes its connections.
 
     Args:
         timeout_s: of one attempt, altogether.
         private: whether any address may be called.
         trust: whose certificates are good.
-        keeps: whether a connection stays open for the next request. Only for who calls a single URL: connections are
-            kept by address, and one that was made for another name of it has shown another certificate.
+        keeps: whether to keep a connection for the next request. Only for callers of a single URL: connections are
+            kept by address, and one made for another name of it has checked another certificate.
     """
 
     def __init__(self, timeout_s: float, *, private: bool, trust: ssl.SSLContext, keeps: bool = False) -> None:

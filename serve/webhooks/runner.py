@@ -78,9 +78,9 @@ class LinkRecord:
 
     Attributes:
         kind, body: of the message.
-        position, after: tokens; empty: it has none.
+        position, after: tokens; empty if absent.
         empty: a change without rows.
-        lagged: the hub has forgotten what comes next; the table's log has it.
+        lagged: the hub has dropped what comes next; the table's log has it.
     """
 
     kind: str
@@ -92,12 +92,7 @@ class LinkRecord:
 
 
 class HookLink:
-    """The hub's side of a webhook; see :class:`serve.core.subscriber.Link`. It takes in no more before it is empty.
-
-    Args:
-        hub: where it fetches.
-        principal: whose it is.
-    """
+    """The hub's side of a webhook; see :class:`serve.core.subscriber.Link`. It fetches only when it is empty."""
 
     def __init__(self, hub: Hub, principal: Principal) -> None:
         self.principal = principal
@@ -223,7 +218,7 @@ class WebhookRunner:
             await asyncio.sleep(_PAUSE_S * (0.5 + random.random()))
 
     async def _subscribed(self) -> None:
-        """From joining the table until it has to be joined again.
+        """From joining the table until it must be joined again.
 
         Raises:
             RequestError: the table cannot be joined now.
@@ -346,12 +341,12 @@ class WebhookRunner:
 
 
 def delivery_id(hook: Webhook, record: LinkRecord, sent: str) -> str:
-    """The same for the same message, before and after a crash.
+    """An id that is the same for the same message, before and after a crash.
 
     Args:
-        hook: that it goes to.
+        hook: the receiver.
         record: the message, as the hub made it.
-        sent: where the webhook was before: what tells a message without a position from an earlier one.
+        sent: where the webhook was before: it tells messages without a position apart.
     """
     parts = (hook.id.encode(), record.kind.encode(), (record.position or sent).encode(), record.body)
     return "msg_" + hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]

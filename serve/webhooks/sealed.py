@@ -25,11 +25,7 @@ class SecretSealer(Protocol):
         """The form that is stored."""
 
     def open(self, kept: str) -> str:
-        """The secret.
-
-        Raises:
-            ConfigError: it was encrypted with a key that is not here.
-        """
+        """The secret. Raises ConfigError if its key is missing."""
 
     def is_current(self, kept: str) -> bool:
         """Whether this is the form that would be stored now."""
@@ -55,11 +51,7 @@ class Plain:
 
 
 class Encrypted:
-    """Keeps secrets encrypted.
-
-    Args:
-        keys: Fernet keys; the first one encrypts.
-    """
+    """Stores secrets encrypted with the first of some Fernet keys."""
 
     def __init__(self, keys: list[bytes]) -> None:
         from cryptography.fernet import Fernet, MultiFernet
@@ -98,10 +90,10 @@ class Encrypted:
 
 
 def sealer_of(path: str) -> SecretSealer:
-    """The sealer that a setting asks for; a file that is absent is made, with a new key in it.
+    """The sealer for a setting. If the key file is absent it is made, with a new key.
 
     Args:
-        path: of the file of keys; empty: secrets are kept as they are.
+        path: the key file; empty: secrets are stored as they are.
 
     Raises:
         ConfigError: the file cannot be used, or the library is not installed.
@@ -128,11 +120,7 @@ def sealer_of(path: str) -> SecretSealer:
 
 
 def _make(file: Path, key: bytes) -> None:
-    """Write a new file, whole or not at all.
-
-    Raises:
-        FileExistsError: it is there.
-    """
+    """Write a new file, whole or not at all. Raises FileExistsError."""
     if file.exists():
         return
     draft = file.with_name(f"{file.name}.{os.getpid()}.new")

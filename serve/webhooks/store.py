@@ -22,11 +22,11 @@ DELIVERED, DEAD, FAILING = "delivered", "dead", "failing"
 
 @dataclass(frozen=True, slots=True)
 class Webhook:
-    """What somebody asked to be called for.
+    """A registered webhook.
 
     Attributes:
         id: public.
-        key: id of the key that made it; empty: there were no keys then.
+        key: id of the key that made it; empty if there were no keys then.
         table, where, columns, select, conflate: as in a subscription.
         url: that is called.
         secret: of the signature, ``whsec_`` and base64 of 32 bytes; shown once.
@@ -53,15 +53,15 @@ class WebhookDelivery:
     """One message on its way to a webhook.
 
     Attributes:
-        id: the same on every attempt: what a receiver tells repeats by.
+        id: the same on every attempt, so that receivers recognize repeats.
         webhook: its id.
         kind: the message's type.
-        position: that it brings the receiver to; empty: none.
+        position: that it brings the receiver to; empty if none.
         body: the JSON text; empty once it was taken.
         state: :data:`DELIVERED`, :data:`FAILING` or :data:`DEAD`.
         attempts: so far.
-        status: of the last answer; 0: there was none.
-        error: of the last attempt; empty: it was taken.
+        status: of the last answer; 0 without an answer.
+        error: of the last attempt; empty if it was taken.
         at: of the last attempt, ms since the epoch.
     """
 
@@ -96,9 +96,9 @@ class WebhookStore:
     """See the module.
 
     Args:
-        folder: made where it is absent.
+        folder: made if absent.
         kept: deliveries, and as many dead ones, of each webhook.
-        sealer: of secrets; what is kept otherwise is kept anew.
+        sealer: of secrets; those stored in another form are stored anew.
 
     Raises:
         EnvironmentProblem: the file cannot be used.
@@ -185,8 +185,10 @@ class WebhookStore:
         return row if row is not None else ("", "gone", "")
 
     def reached(self, webhook: str) -> tuple[str, str]:
-        """The position that it goes on from, and that of the message before, delivered or dead: with changes between
-        them that had nothing for it the first one is further."""
+        """The position that it resumes from, and that of the last message, delivered or dead.
+
+        They differ if changes that had nothing for it came in between.
+        """
         with self._lock:
             row = self._db.execute("SELECT position, sent FROM webhooks WHERE id = ?", (webhook,)).fetchone()
         return row if row is not None else ("", "")

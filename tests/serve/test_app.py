@@ -6,6 +6,8 @@ import asyncio
 import json
 import re
 import socket
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from functools import partial
@@ -17,9 +19,8 @@ import pytest
 from lakehouse.contract.errors import EnvironmentProblem
 from lakehouse.contract.settings import ServeSettings, Settings
 from serve.app import _kept_running, run_server
-
-from .conftest import serving
-from .lakes import TOPICS, Product, top_topics, topics, window
+from tests.serve.conftest import serving
+from tests.serve.lakes import TOPICS, Product, top_topics, topics, window
 
 
 async def get(url: str) -> tuple[int, dict[str, str], bytes]:
@@ -127,3 +128,20 @@ async def test_a_taken_port_is_a_clear_problem(root: Path) -> None:
         port = holder.getsockname()[1]
         with pytest.raises(EnvironmentProblem, match=f"cannot listen on 127.0.0.1:{port}.*MILLRACE_SERVE_PORT"):
             await run_server(Settings(lake=root, serve=ServeSettings(port=port)))
+
+
+SCRIPT = """
+import logging, resource, sys
+from serve.app import allow_files
+logging.basicConfig(format="%(message)s", stream=sys.stdout)
+resource.setrlimit(resource.RLIMIT_NOFILE, (200, 400))
+print(allow_files(int(sys.argv[1])), resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+@pytest.mark.parametrize(("subscribers", "warned"), [(144, False), (145, True)])
+def test_the_soft_limit_becomes_the_hard_one_and_too_few_are_told(subscribers: int, warned: bool) -> None:
+    run = [sys.executable, "-c", SCRIPT, str(subscribers)]
+    told = subprocess.run(run, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]).stdout
+    assert "400 (400, 400)" in told
+    assert ("serve.max_subscribers asks for 401" in told) == warned

@@ -14,9 +14,8 @@ from websockets.asyncio.server import ServerConnection, serve
 
 from jobs.up import free_port
 from serve.client import Change, ClientError, FileStore, MemoryStore, Message, Refused, Snapshot, TableView, subscribe
-
-from ..conftest import Spawned, serving, wait_until
-from ..lakes import Product, top_topics, topics, window
+from tests.serve.conftest import Spawned, serving, wait_until
+from tests.serve.lakes import Product, top_topics, topics, window
 
 
 def counts(message: Message) -> list[int]:

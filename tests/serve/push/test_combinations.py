@@ -12,10 +12,9 @@ import httpx
 
 from lakehouse.contract.lake import Lake
 from serve.sql.statement import rows_as_json, run_sql
-
-from ..conftest import Spawned, serving, wait_until
-from ..lakes import Product, top_topics, topics, window
-from .clients import TRANSPORTS, Client, Closed
+from tests.serve.conftest import Spawned, serving, wait_until
+from tests.serve.lakes import Product, top_topics, topics, window
+from tests.serve.push.clients import TRANSPORTS, Client, Closed
 
 VIEWS: list[dict[str, str]] = [
     {},

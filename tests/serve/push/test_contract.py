@@ -17,11 +17,10 @@ from lakehouse.contract.lake import Lake
 from serve.core.position import Position, lake_seal
 from serve.errors import RequestError
 from serve.security.access import Credentials, OpenAccess, Principal
-
-from ..conftest import serving
-from ..lakes import TOPICS, Product, city, rsvps_by_city, top_topics, topics, window
-from .clients import STREAMS, TRANSPORTS, Client, Closed
-from .test_websocket import metric
+from tests.serve.conftest import serving
+from tests.serve.lakes import TOPICS, Product, city, rsvps_by_city, top_topics, topics, window
+from tests.serve.push.clients import STREAMS, TRANSPORTS, Client, Closed
+from tests.serve.push.test_websocket import metric
 
 ALL = pytest.mark.parametrize("transport", TRANSPORTS)
 ALL_STREAMS = pytest.mark.parametrize("transport", STREAMS)

@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
-from ..conftest import serving
-from ..lakes import TOPICS, Product, city, rsvps_by_city, top_topics, topics, window
-from ..webhooks.receiver import receiving
-from . import test_contract as contract
-from .clients import TRANSPORTS, Client, Closed
+from tests.serve.conftest import serving
+from tests.serve.lakes import TOPICS, Product, city, rsvps_by_city, top_topics, topics, window
+from tests.serve.push import test_contract as contract
+from tests.serve.push.clients import TRANSPORTS, Client, Closed
+from tests.serve.webhooks.receiver import receiving
 
 called = partial(serving, webhook_private=True, webhook_backoff_ms=10)
 

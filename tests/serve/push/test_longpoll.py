@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from ..conftest import serving
-from ..lakes import top_topics, topics, window
+from tests.serve.conftest import serving
+from tests.serve.lakes import top_topics, topics, window
 
 
 async def ask(http: httpx.AsyncClient, **query: Any) -> dict[str, Any]:

@@ -18,9 +18,8 @@ from websockets.typing import Subprotocol
 from lakehouse.contract.keys import KeyFile
 from lakehouse.contract.lake import Lake
 from serve.security.gate import ReaderKey
-
-from ..conftest import serving
-from ..lakes import rsvps_by_city, top_topics, topics, window
+from tests.serve.conftest import serving
+from tests.serve.lakes import rsvps_by_city, top_topics, topics, window
 
 
 def calling(url: str, key: str = "") -> connect:

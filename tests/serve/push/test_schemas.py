@@ -17,11 +17,10 @@ from websockets.typing import Subprotocol
 
 from serve.core import messages
 from serve.http.schema import asyncapi
-
-from ..conftest import address, serving
-from ..lakes import Product, top_topics, topics, window
-from ..webhooks.receiver import receiving
-from .clients import POLLS, TRANSPORTS, Client, Closed
+from tests.serve.conftest import address, serving
+from tests.serve.lakes import Product, top_topics, topics, window
+from tests.serve.push.clients import POLLS, TRANSPORTS, Client, Closed
+from tests.serve.webhooks.receiver import receiving
 
 DOCUMENT = asyncapi("1")
 

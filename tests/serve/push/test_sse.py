@@ -12,9 +12,8 @@ import pytest
 from serve.core.messages import Message
 from serve.core.position import Position
 from serve.push.sse import SSE, wants_events
-
-from ..conftest import serving
-from ..lakes import top_topics, topics, window
+from tests.serve.conftest import receive, serving, subscribed
+from tests.serve.lakes import top_topics, topics, window
 
 
 def dispatched(stream: str) -> tuple[list[dict[str, str]], int | None]:
@@ -144,3 +143,21 @@ def test_what_asks_for_events() -> None:
     assert wants_events(b"GET", b"/v1/subscribe", {"accept": "text/event-stream, */*"})
     assert not wants_events(b"POST", b"/v1/sse", {})
     assert not wants_events(b"GET", b"/v1/tables", {"accept": "text/event-stream"})
+
+
+async def test_a_connection_without_a_request_is_closed_and_one_with_a_request_is_not(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve.push.sse.FIRST_REQUEST_S", 0.2)
+    top_topics(root)
+    async with serving(root, heartbeat_ms=100) as url, subscribed(url, "top_topics") as good:
+        host, port = url.removeprefix("http://").split(":")
+        for head in (b"", b"GET /healthz HTTP/1.1\r\nHost:"):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(head)
+            async with asyncio.timeout(60):
+                assert await reader.read() == b""
+            writer.close()
+            await writer.wait_closed()
+        for _ in range(5):
+            await receive(good, "heartbeat" if _ else "snapshot")

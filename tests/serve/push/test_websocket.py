@@ -15,9 +15,9 @@ import pytest
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from ..conftest import Spawned, address, receive, serving, subscribed
-from ..lakes import top_topics, topics, window
-from .clients import WebSocketClient
+from tests.serve.conftest import Spawned, address, receive, serving, subscribed
+from tests.serve.lakes import top_topics, topics, window
+from tests.serve.push.clients import WebSocketClient
 
 
 def counts(message: dict[str, Any]) -> list[int]:

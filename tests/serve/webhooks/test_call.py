@@ -15,9 +15,8 @@ from serve.webhooks.call import WebhookCaller, new_secret
 from tests.serve.conftest import serving
 from tests.serve.lakes import top_topics, topics, window
 from tests.serve.security.test_gate import certificate
-
-from .receiver import receiving
-from .test_webhooks import added
+from tests.serve.webhooks.receiver import receiving
+from tests.serve.webhooks.test_webhooks import added
 
 SECRET = new_secret()
 

@@ -18,9 +18,8 @@ from serve.security.gate import ReaderKey
 from serve.webhooks.store import Webhook, WebhookStore
 from tests.serve.conftest import Spawned
 from tests.serve.lakes import Product, city, rsvps_by_city, top_topics, topics, window
-
-from .receiver import Receiver, receiving
-from .test_webhooks import added, counts, hooked
+from tests.serve.webhooks.receiver import Receiver, receiving
+from tests.serve.webhooks.test_webhooks import added, counts, hooked
 
 
 async def until(condition: Any) -> None:

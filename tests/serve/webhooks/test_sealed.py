@@ -11,8 +11,7 @@ from lakehouse.contract.errors import ConfigError
 from serve.webhooks.sealed import Plain, SecretSealer, sealer_of
 from serve.webhooks.store import Webhook, WebhookStore
 from tests.serve.lakes import top_topics, topics, window
-
-from .test_webhooks import added, hooked
+from tests.serve.webhooks.test_webhooks import added, hooked
 
 SECRET = "whsec_" + "c2VjcmV0" * 4
 

@@ -17,8 +17,7 @@ from lakehouse.contract.lake import Lake
 from serve.security.gate import ReaderKey
 from tests.serve.conftest import Spawned, serving
 from tests.serve.lakes import city, rsvps_by_city, top_topics, topics, window
-
-from .receiver import Receiver, receiving
+from tests.serve.webhooks.receiver import Receiver, receiving
 
 FAST: dict[str, Any] = {"webhook_private": True, "webhook_backoff_ms": 10, "heartbeat_ms": 200}
 

@@ -19,7 +19,7 @@ from serve.push import sse
 from tests.serve.conftest import serving
 from tests.serve.lakes import top_topics, topics, window
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_every_route_is_described_and_nothing_else() -> None:

@@ -2,8 +2,7 @@ from __future__ import annotations
 
 from serve.core.subscriber import Outgoing, Subscriber, deliver
 from serve.errors import RequestError
-
-from .test_hub import CODEC, Socket
+from tests.serve.core.test_hub import CODEC, Socket
 
 
 class Broken(Socket):

@@ -11,10 +11,9 @@ import pyarrow as pa
 import pytest
 
 from lakehouse.contract.lake import PROPERTY_KEY
-
-from .conftest import serving
-from .lakes import Product
-from .push.clients import POLLS, STREAMS, TRANSPORTS, Client, WebSocketClient
+from tests.serve.conftest import serving
+from tests.serve.lakes import Product
+from tests.serve.push.clients import POLLS, STREAMS, TRANSPORTS, Client, WebSocketClient
 
 NUMBERS = pa.schema([("k", pa.int64()), ("n", pa.int64())])
 LARGE = 9_000_000_000_000_000_000

@@ -28,8 +28,7 @@ from serve.tables.tables import Replay
 from serve.tables.tail import Opened, Tail, to_next_beat
 from serve.views.aggregate import AggregateView, aggregate_view
 from serve.views.view import SubscriberView, rows_view
-
-from .lakes import TOPICS, Product, city, rsvps_by_city, top_topics, topics, window
+from tests.serve.lakes import TOPICS, Product, city, rsvps_by_city, top_topics, topics, window
 
 SEAL = Seal(b"of the test")
 QUICK = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))

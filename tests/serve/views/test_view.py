@@ -21,8 +21,7 @@ from serve.tables.state import StateStep, TableState
 from serve.views.compile import Pin, pin_of
 from serve.views.parse import parse_condition
 from serve.views.view import RowsView, SubscriberView, rows_view, undone
-
-from .test_compile import COLUMNS, NOON, SCHEMA, TABLE, TEXTS, VALUES, Writer
+from tests.serve.views.test_compile import COLUMNS, NOON, SCHEMA, TABLE, TEXTS, VALUES, Writer
 
 INTS, FLOATS, DECIMALS = range(-3, 4), [-1.5, 0.25, 2.5], [Decimal("0.25"), Decimal("2.00")]
 TIMES = [NOON, NOON.replace(hour=0)]

@@ -10,8 +10,7 @@ import pytest
 from lakehouse.contract.lake import Lake, UnknownTable
 from serve.errors import SqlError
 from serve.sql.statement import rows_as_json, run_sql
-
-from .lakes import city, rsvps_by_city, top_topics, topics, window
+from tests.serve.lakes import city, rsvps_by_city, top_topics, topics, window
 
 
 @pytest.fixture

@@ -19,11 +19,10 @@ from deltalake import write_deltalake
 from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.lake import PROPERTY_KEY, Lake
 from serve.core.position import Position, lake_seal
-
-from .conftest import receive, serving, subscribed
-from .lakes import TOPICS, Product, rsvps_by_city, top_topics, topics, window
-from .push.clients import STREAMS, Client, WebSocketClient
-from .test_shown import CHANNEL, PIPELINE, declared
+from tests.serve.conftest import receive, serving, subscribed
+from tests.serve.lakes import TOPICS, Product, rsvps_by_city, top_topics, topics, window
+from tests.serve.push.clients import STREAMS, Client, WebSocketClient
+from tests.serve.views.test_visibility import CHANNEL, PIPELINE, declared
 
 
 def counts(change: dict[str, Any]) -> list[int]:

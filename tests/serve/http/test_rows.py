@@ -1,18 +1,18 @@
-"""The latest rows by plain HTTP, only if they are newer."""
+"""A table's rows over HTTP: the latest, only if they are newer; older versions; the cache of answers."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import httpx
 
 from serve.core.channel import Channel
-from serve.http.rows import _cache_control
-
-from ..conftest import serving
-from ..lakes import rsvps_by_city, top_topics, topics, window
-from .clients import WebSocketClient
+from serve.http.rows import ENTRY_BYTES, ByteCache, _cache_control
+from tests.serve.conftest import serving
+from tests.serve.lakes import rsvps_by_city, top_topics, topics, window
+from tests.serve.push.clients import WebSocketClient
 
 
 async def test_only_if_newer(root: Path) -> None:
@@ -67,3 +67,32 @@ def test_the_hint_is_what_is_left_of_the_usual_pause() -> None:
     assert _cache_control(Known(60_000, 100_000), 110_500) == "private, max-age=49"
     assert _cache_control(Known(60_000, 100_000), 159_500) == "private, no-cache", "it is due"
     assert _cache_control(Known(500, 100_000), 100_000) == "private, no-cache", "live tables are not kept at all"
+
+
+def test_the_least_used_go_when_there_are_too_many_bytes() -> None:
+    kept: ByteCache[str] = ByteCache(4 * (100 + ENTRY_BYTES))
+    for name in "abcd":
+        kept.put(name, name.encode() * 100)
+    assert kept.get("a") == b"a" * 100
+    kept.put("e", b"e" * 100)
+    assert [name for name in "abcde" if kept.get(name) is None] == ["b"]
+    kept.put("f", b"f" * (100 + ENTRY_BYTES + 1))
+    assert kept.get("f") is None, "one that would push out a quarter of the others"
+
+
+def test_answers_without_a_body_count_too() -> None:
+    kept: ByteCache[int] = ByteCache(10 * ENTRY_BYTES)
+    for number in range(100):
+        kept.put(number, b"")
+    assert [number for number in range(100) if kept.get(number) is not None] == list(range(90, 100))
+
+
+async def test_a_version_of_a_table_that_was_there_before_is_not_shown(root: Path) -> None:
+    async with serving(root) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
+        for count in (3, 7):
+            top_topics(root).overwrite(topics(0, [count]), [window(0)])
+            for _ in range(2):  # the second comes out of memory
+                answer = await client.get("/v1/tables/top_topics?as_of=1")
+                assert [row["count"] for row in answer.json()["rows"]] == [count]
+            shutil.rmtree(root / "gold" / "top_topics")
+        assert (await client.get("/v1/tables/top_topics?as_of=1")).status_code == 404
