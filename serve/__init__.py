@@ -1,14 +1,15 @@
-"""The serving tier: right of gold. Follows Delta tables without a JVM, and pushes every change to whoever subscribed.
+"""The serving tier: right of gold. Follows Delta tables without a JVM, and pushes every change to its subscribers.
 
 ::
 
-    reader, state             a table's files and rows            messages, rows    what is sent, as JSON
-    tail                      one a table                         ring, hub         who gets it, without I/O
-    tables                    the lake's tables and their tails   push              ways to a subscriber
-    replay                    changes from before the ring        query, sql        SQL over the lake
-    filters, live, shown      views of a subscriber's own         position          signed places in a table's log
-    security, principal       who may see what                    lookup, history   rows by key, rows of then
-    webhooks                  pushes to a URL                     control           queries by REST
-    app, routes               composition                         client            the Python client library
-    schemas                   the messages' fields                openapi, asyncapi the documents of it all
+    core       who gets which bytes, without I/O: hub, channels, ring, messages, codecs, positions
+    views      filters and live aggregates of a subscriber's own, under its principal's condition
+    tables     a table's state, its tail, the lake's tables in memory, replay from the log
+    push       ways to a subscriber: WebSocket, callbacks, server-sent events, long polling
+    http       routes: rows and history, look-ups by key, queries, schemas, metrics
+    sql        SQL over the lake, in worker processes
+    webhooks   pushes to a URL
+    security   principals, and the gate that admits them
+    client     the Python client library
+    app        composition
 """

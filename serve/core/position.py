@@ -63,7 +63,7 @@ class Seal:
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._signer = hmac.new(key, digestmod="sha256")
-        # ByteCache for a while: the next message starts from where the last one ended. Asked by several threads.
+        # Cached: the next message starts from where the last one ended. Asked by several threads.
         self._written = lru_cache(_WRITTEN_KEPT)(self._text)
 
     def __repr__(self) -> str:

@@ -19,7 +19,7 @@ from serve.core.position import WHOLE, Seal
 from serve.core.ring import WireChannel
 from serve.core.subscriber import Counters, Outgoing, Subscriber
 from serve.errors import FilterError, RequestError
-from serve.security.access import Principal
+from serve.security.access import Principal, no_such_table
 from serve.tables.state import TableState
 from serve.views.view import SubscriberView
 
@@ -79,9 +79,10 @@ class ViewStreams:
 
     def view_of(self, table: str, principal: Principal, request: SubscribeRequest) -> SubscriberView:
         """What a principal sees with this request: the one place where its rights are applied. Raises RequestError."""
+        principal.check_table(table)
         channel = self.channels.get(table)
-        if channel is None or not principal.may_read(table):
-            raise RequestError(RequestError.NOT_FOUND, "no_such_table", f"no table {table!r} is served here")
+        if channel is None:
+            raise no_such_table(table)
         try:
             return channel.view(request, principal.condition(table))
         except FilterError as error:

@@ -11,11 +11,9 @@ no form on a foreign page can send.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from dataclasses import replace
 from typing import Any
 
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -28,7 +26,9 @@ from lakehouse.contract.settings import Settings
 from lakehouse.contract.sqlcheck import QueryRefused
 from serve.core.hub import Hub
 from serve.core.values import to_json
-from serve.push.request import admitted, json_object, json_response
+from serve.errors import RequestError
+from serve.push.request import admitted, invalid, json_object, json_response
+from serve.security.gate import is_loopback
 
 MAX_BODY = 65_536
 _STATUS = {"taken": 409, "quota": 429, "unknown": 404}
@@ -47,7 +47,7 @@ async def show_query(request: Request) -> Response:
     for found in await asyncio.to_thread(_listed, request.state.settings):
         if found["name"] == name and admitted(request).may_read(name):
             return json_response(found)
-    raise HTTPException(404, f"there is no query {name!r}")
+    raise RequestError(RequestError.NOT_FOUND, "no_such_query", f"there is no query {name!r}")
 
 
 async def add_query(request: Request) -> Response:
@@ -67,11 +67,11 @@ async def remove_query(request: Request) -> Response:
     _check_may(request)
     drop = request.query_params.get("drop", "false")
     if drop not in ("true", "false"):
-        raise HTTPException(400, "drop is true or false")
+        raise invalid("bad_request", "drop is true or false")
     name = request.path_params["name"]
     found = await asyncio.to_thread(_remove, request.state.settings, name, drop == "true")
     if not found:
-        raise HTTPException(404, f"there is no query {name!r}")
+        raise RequestError(RequestError.NOT_FOUND, "no_such_query", f"there is no query {name!r}")
     return json_response({"name": name, "state": "removing", "drop": drop == "true"}, 202)
 
 
@@ -127,7 +127,7 @@ def _pipeline(settings: Settings) -> Pipeline:
     try:
         return load_pipeline(settings.pipeline_folder())
     except ConfigError as error:
-        raise HTTPException(503, f"the server's pipeline cannot be read: {error}") from None
+        raise RequestError(RequestError.FULL, "busy", f"the server's pipeline cannot be read: {error}") from None
 
 
 def _spec(body: dict[str, Any]) -> QuerySpec:
@@ -137,9 +137,9 @@ def _spec(body: dict[str, Any]) -> QuerySpec:
     key, options = body.get("key", []), body.get("options", {})
     plain = isinstance(options, dict) and all(isinstance(v, str | int | float | list) for v in options.values())
     if not all(isinstance(text, str) for text in texts.values()) or not plain:
-        raise HTTPException(400, "name, sql, from and source are text, options an object of plain values")
+        raise invalid("bad_request", "name, sql, from and source are text, options an object of plain values")
     if not isinstance(key, list) or not all(isinstance(column, str) for column in key):
-        raise HTTPException(400, "key is an array of column names")
+        raise invalid("bad_request", "key is an array of column names")
     return QuerySpec(texts["name"], texts["sql"], texts["source"], tuple(key), texts["from"], options)
 
 
@@ -152,20 +152,19 @@ def _check_may(request: Request) -> None:
     principal = admitted(request)
     if not (principal.queries and principal.unlimited):
         remedy = "make one with: millrace keys new NAME --reader --queries"
-        raise HTTPException(403, f"this key may not change queries, or does not see everything; {remedy}")
+        raise _forbidden(f"this key may not change queries, or does not see everything; {remedy}")
     if principal.key:
         return
     settings: Settings = request.state.settings
-    host = settings.serve.host
-    try:
-        loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = host == "localhost"
-    if not loopback:
-        raise HTTPException(403, "queries are changed on a loopback address, or with millrace query, only")
+    if not is_loopback(settings.serve.host):
+        raise _forbidden("queries are changed on a loopback address, or with millrace query, only")
     origin = request.headers.get("origin")
     if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
-        raise HTTPException(403, "a page of another site may not do this")
+        raise _forbidden("a page of another site may not do this")
+
+
+def _forbidden(detail: str) -> RequestError:
+    return RequestError(RequestError.FORBIDDEN, "forbidden", detail)
 
 
 def _refusal(refused: QueryRefused) -> Response:

@@ -177,8 +177,7 @@ async def row(request: Request) -> Response:
     wanted = subscription_of({**query, "table": name}, hub.seal, also=_EXTRA)
     if wanted.position is not None or wanted.window or wanted.conflate or wanted.select:
         raise invalid("bad_request", "a look-up takes where, columns and limit")
-    if not principal.may_read(name):
-        raise RequestError(RequestError.NOT_FOUND, "no_such_table", f"no table {name!r} is served here")
+    principal.check_table(name)
     parts = _parts(request)
     await tables.wait_for(name)
     channel = hub.channels.get(name)

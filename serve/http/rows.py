@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from heapq import merge
 from itertools import islice
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import orjson
 from starlette.requests import Request
@@ -91,8 +91,7 @@ async def rows(request: Request) -> Response:
     if wanted.position is not None or wanted.window or wanted.conflate:
         raise invalid("bad_request", "rows of one version are asked for without from, window and conflate")
     principal = admitted(request)
-    if not principal.may_read(name):
-        raise RequestError(RequestError.NOT_FOUND, "no_such_table", f"no table {name!r} is served here")
+    principal.check_table(name)
     try:
         if "as_of" in query:
             return await _older(request, wanted, query["as_of"], limit)
@@ -198,7 +197,7 @@ async def _body(hub: Hub, channel: Channel, view: SubscriberView, limit: int | N
         texts += encode_rows(table.columns, some)
         if len(texts) > SLICE_ROWS:
             await asyncio.sleep(0)
-    return _answer(hub.seal, view, table, position, facts, texts)
+    return to_json(_content(hub.seal, view, table, position, facts, texts))
 
 
 def _by_key(pair: tuple[Key, Row]) -> tuple[object, ...]:
@@ -286,21 +285,21 @@ class Wanted:
         ordered = sorted(live.rows(live.source(state.rows)), key=lambda pair: in_order(pair[0]))[: self.limit]
         texts = encode_rows(table.columns, (row for _, row in ordered))
         position = Position(table.table_id, state.version, 0, view.id)
-        return _answer(self.seal, view, table, position, state.facts, texts)
+        content = _content(self.seal, view, table, position, state.facts, texts)
+        return to_json(content | {"version": state.version})
 
     def view(self, state: TableState) -> SubscriberView:
         """The view. Raises FilterError if the filter does not fit the table as it was."""
         return view_of(state.table, self.request, self.guard, self.spec)
 
 
-def _answer(
+def _content(
     seal: Seal, view: SubscriberView, table: TableInfo, position: Position, facts: CommitFacts, rows: list[bytes]
-) -> bytes:
-    content = {
+) -> dict[str, Any]:
+    return {
         "table": table.name,
         "key": table.key,
         "columns": table.columns,
-        "version": position.version,
         "position": seal.token(position),
         "position_lives_ms": table.retention_ms,
         **view.told,
@@ -308,4 +307,3 @@ def _answer(
         "through": facts.through,
         "committed_at": facts.committed_at,
     }
-    return to_json(content)

@@ -114,7 +114,7 @@ def answer_schemas() -> dict[str, Schema]:
     ]
     poll = {"messages": {"type": "array", "items": {"oneOf": polled}}, "position": _POSITION, "behind": NUMBER}
     state = _VIEW | {"rows": _OBJECTS, "version": NUMBER} | _RESULT
-    return {"Poll": shape(poll), "State": shape(state, _SOMETIMES)}
+    return {"Poll": shape(poll), "State": shape(state, _SOMETIMES | {"version"})}
 
 
 _STREAMED = [name for name in PUSHED if name not in ("close", "ping")]

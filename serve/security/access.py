@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from serve.errors import RequestError
+
 
 @dataclass(frozen=True, slots=True)
 class Principal:
@@ -31,6 +33,11 @@ class Principal:
         """Whether the table exists for it."""
         return self.tables is None or table in self.tables
 
+    def check_table(self, table: str) -> None:
+        """Raises RequestError as for a missing table: what it may not read does not exist for it."""
+        if not self.may_read(table):
+            raise no_such_table(table)
+
     def condition(self, table: str) -> str:
         """Condition on the table's rows; empty if none."""
         return self.rows.get(table, self.rows.get("*", ""))
@@ -39,6 +46,11 @@ class Principal:
     def unlimited(self) -> bool:
         """Whether it may see everything, as a monitoring system must."""
         return self.tables is None and not self.rows
+
+
+def no_such_table(table: str) -> RequestError:
+    """The refusal for tables that are missing or hidden."""
+    return RequestError(RequestError.NOT_FOUND, "no_such_table", f"no table {table!r} is served here")
 
 
 OPEN = Principal(queries=True)

@@ -1,9 +1,9 @@
-"""``POST /v1/sql``: SQL over the lake and its history, read-only and bounded.
+"""SQL over the lake and its history, read-only and bounded: ``POST /v1/sql`` and ``millrace sql``.
 
 ::
 
-    statement   what may be said, and the tables that it sees: without I/O of its own but Delta's and DuckDB's
-    worker      a process that runs one statement at a time; killed when one takes too long, or nobody waits for it
+    statement   what is allowed, the tables that it sees, and its result
+    worker      a process that runs one statement at a time; killed if it takes too long or nobody waits
     pool        the server's workers
     routes      HTTP
 """

@@ -1,0 +1,1 @@
+"""Tables in memory: state, tail, replay."""

@@ -217,8 +217,7 @@ class Tables:
         Raises:
             RequestError: the request cannot be served.
         """
-        if not subscriber.principal.may_read(request.table):
-            raise RequestError(RequestError.NOT_FOUND, "no_such_table", f"no table {request.table!r} is served here")
+        subscriber.principal.check_table(request.table)
         await self.wait_for(request.table)
         if problem := self.problems.get(request.table):
             raise RequestError(RequestError.BAD_REQUEST, "not_served", problem)

@@ -1,14 +1,10 @@
-"""Webhooks: subscribers that are called. Snapshot, then changes, signed, in order, until each was taken.
+"""Webhooks: subscribers that are called. A snapshot, then changes, signed, in order, each until it was taken.
 
 ::
 
-    model     a webhook, and what is kept of a delivery
+    store     webhooks and their deliveries in SQLite; every server process sees them
     sealed    signing secrets, encrypted
-    store     both, in SQLite below the lake's state: every server process sees them
-    guard     where a webhook may call
-    call      one signed request, and whether it was taken
-    link      what comes next, out of the hub
-    runner    one webhook as a subscriber of the hub: retries, dead letters
-    fleet     the webhooks of a lake, each run by one server process
+    call      where a webhook may call, and one signed request
+    runner    one webhook as a subscriber of the hub, with retries and dead letters; which process runs which
     routes    HTTP
 """

@@ -145,8 +145,7 @@ async def _wanted(request: Request, principal: Principal, body: dict[str, Any]) 
     if begin == NOW:
         del named["from"]
     wanted = subscription_of(texts_of(named), hub.seal)
-    if not principal.may_read(wanted.table):
-        raise RequestError(RequestError.NOT_FOUND, "no_such_table", f"no table {wanted.table!r} is served here")
+    principal.check_table(wanted.table)
     await tables.wait_for(wanted.table)
     if why := tables.problems.get(wanted.table):
         raise invalid("not_served", why)

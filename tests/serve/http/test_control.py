@@ -64,9 +64,9 @@ async def test_a_query_is_added_listed_and_removed(root: Path) -> None:
         ({**COUNTS, "sql": f"SELECT '{'x' * 20_000}' AS n FROM rsvps"}, 429, "quota"),
         ({**COUNTS, "from": "yesterday"}, 422, "option"),
         ({**COUNTS, "options": {"operator": "magic"}}, 422, "option"),
-        ({**COUNTS, "keys": ["n"]}, 400, None),
-        ({**COUNTS, "key": "n"}, 400, None),
-        ([], 400, None),
+        ({**COUNTS, "keys": ["n"]}, 400, "bad_request"),
+        ({**COUNTS, "key": "n"}, 400, "bad_request"),
+        ([], 400, "bad_request"),
     ],
 )
 async def test_what_is_refused_says_why(root: Path, body: Any, status: int, code: str | None) -> None:

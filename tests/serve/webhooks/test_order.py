@@ -15,7 +15,7 @@ import pytest
 from lakehouse.contract.keys import KeyFile
 from lakehouse.contract.lake import Lake
 from serve.security.gate import ReaderKey
-from serve.webhooks.store import Webhook, WebhookStore
+from serve.webhooks.store import WebhookStore
 from tests.serve.conftest import Spawned
 from tests.serve.lakes import Product, city, rsvps_by_city, top_topics, topics, window
 from tests.serve.webhooks.receiver import Receiver, receiving
@@ -121,21 +121,6 @@ async def test_after_kill_9_a_message_is_what_it_was(root: Path, spawned: list[S
         assert len(told) == 3 < len(receiver.requests), "the one that was not answered came twice"
         for before, after in itertools.pairwise(told.values()):
             assert after["after"] == before["position"]
-
-
-def test_a_file_of_before_is_taken_over(tmp_path: Path) -> None:
-    store = WebhookStore(tmp_path, 10)
-    store.add(Webhook("wh_1", "", "t", "https://x", "s"), "here", 10)
-    store.close()
-    with sqlite3.connect(tmp_path / "webhooks.db") as db:
-        db.execute("ALTER TABLE webhooks DROP COLUMN sent")
-        db.execute("ALTER TABLE webhooks DROP COLUMN sel")
-    db.close()
-    for _ in range(2):
-        store = WebhookStore(tmp_path, 10)
-        assert store.reached("wh_1") == ("here", "here")
-        store.moved("wh_1", "here")
-        store.close()
 
 
 async def test_what_fails_on_our_side_is_told_once_and_tried_again(
