@@ -1,4 +1,4 @@
-"""What the operating system has to allow a server: a file descriptor a subscriber."""
+"""The serving process, put together: hub, tails, HTTP routes, subscribers; one port, one event loop."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def make_app(settings: Settings, access: Access | None = None, *, name: str = ""
         hub = Hub(settings.serve, [WEBSOCKET], seal, work.set, specs)
         tables = Tables(lake, hub, settings.serve, deliver)
         kept = (partial(_run_clock, hub, settings.serve), partial(_run_work, hub, work), partial(_run_gate, gate))
-        runs = (tables.run(), *map(_kept_running, kept))
+        runs = (tables.run(), *map(_run_forever, kept))
         history, workers = History(settings.serve.max_sql), Workers(settings)
         lookups = Lookups(hub, tables, workers)
         fleet = WebhookFleet(lake.state / "webhooks", WebhookContext(hub, tables, shown, settings.serve))
@@ -184,7 +184,7 @@ async def run_server(
 
     def up() -> None:
         if alone:
-            _calm_collector()
+            _tune_gc()
         if ready is not None:
             ready(url)
 
@@ -215,7 +215,7 @@ class _UvicornServer(uvicorn.Server):
         self._up()
 
 
-def _calm_collector() -> None:
+def _tune_gc() -> None:
     """Keep the garbage collector away from objects that live as long as the process, and from what a commit allocates
     for a
     thousand filters: with 10,000 subscribers each full collection took 65 ms.
@@ -273,7 +273,7 @@ def _registry(*own: Collector) -> CollectorRegistry:
     return registry
 
 
-async def _kept_running(run: partial[Coroutine[Any, Any, None]]) -> None:
+async def _run_forever(run: partial[Coroutine[Any, Any, None]]) -> None:
     """Run a background task for ever: an unexpected failure is logged, then it starts again."""
     while True:
         try:

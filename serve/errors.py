@@ -4,12 +4,14 @@
 
     MillraceError
     └── ServeError
-        ├── PositionError        the position is not one of ours: ask without it
+        ├── PositionError        not one of our positions: ask without it
         ├── PositionExpired      the log no longer reaches back to it: take a snapshot
         ├── StatementError
-        │   ├── SqlError       the SQL is refused or wrong: another statement
+        │   ├── SqlError         the SQL is refused or wrong: send another statement
         │   └── FilterError      a subscriber's condition, columns or aggregate are refused: write them otherwise
         └── RequestError         a subscriber's request is wrong: close code and machine-readable code
+
+:mod:`lakehouse.contract.deltalog` has TableGone and TableUnreadable.
 """
 
 from __future__ import annotations

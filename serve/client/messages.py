@@ -1,4 +1,4 @@
-"""What a subscription yields, and how it is put together from the parts on the wire."""
+"""What a subscription yields, how it is put together from the parts on the wire, and a table's rows kept from it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A subscription that outlives its connections.
 
-Steps of one message: 1. received, put into a bounded queue; 2. handed to a reader; 3. the reader asks for the next one:
-this one is done; 4. the position is stored, up to the first message that is not done. A process that dies between 2 and
-4 gets the message again; in a running one, reconnecting repeats nothing.
+A message is 1. received into a bounded queue; 2. handed to a reader; 3. done when the reader asks for the next one.
+4. The position is stored, up to the first message that is not done. A process that dies between 2 and 4 gets it again;
+in a running process, reconnecting repeats nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the hub keeps for one table: its recent changes, and a stream for each view that somebody looks through."""
+"""What the hub keeps for one table: recent changes, and a stream for each view in use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from serve.core.values import encode_rows
 from serve.errors import RequestError
 from serve.tables.state import TableState
 from serve.views.aggregate import AggregateView
-from serve.views.view import LiveView, RowsView, SubscriberView, faults_of, undone
+from serve.views.view import LiveView, RowsView, SubscriberView, filter_errors, rows_before
 from serve.views.visibility import view_of, visible
 
 SLICE_ROWS = 1_000  # of a snapshot that are worked on before others have their turn: 1 to 3 ms
@@ -66,22 +66,22 @@ class ViewStream:
             )
         return wire_channel
 
-    def taken(self, change: TableChange, now: float) -> dict[str, bytes]:
+    def apply_change(self, change: TableChange, now: float) -> dict[str, bytes]:
         """Put a change into the rings; returns its bytes by name of the wire channel.
 
         Raises:
             FilterError: the view no longer fits the table, or fails on the change.
         """
-        with faults_of(self.view):
+        with filter_errors(self.view):
             messages = change_messages(self.live.advance(change), self.channel.seal, self.view.id)
             self.version = change.version
             self.total += sum([len(message.body) for message in messages])
             return {name: wire_channel.append(messages, now) for name, wire_channel in self.wire_channels.items()}
 
-    def worked(self) -> bool:
+    def run_slice(self) -> bool:
         """Do a slice of :attr:`work`; True if it was the last. Raises FilterError if the view fails on a row."""
         work, self.work = self.work, None  # nothing is left of work that fails
-        with faults_of(self.view):
+        with filter_errors(self.view):
             if work is None or next(work, True) is True:
                 return True
         self.work = work
@@ -89,12 +89,12 @@ class ViewStream:
 
     def restarted(self) -> None:
         """The table was replaced: the rings are empty, what subscribers had is void. Raises FilterError."""
-        with faults_of(self.view):
+        with filter_errors(self.view):
             self._start_over()
         for wire_channel in self.wire_channels.values():
             wire_channel.ring = self._new_ring()
 
-    def usable(self, wire_channel: WireChannel, *, made: bool = False) -> SharedSnapshot | None:
+    def usable_snapshot(self, wire_channel: WireChannel, *, made: bool = False) -> SharedSnapshot | None:
         """The last snapshot, if the ring continues from it and, unless it was just made, little has changed since."""
         last = self.snapshot
         if last is None or wire_channel.ring.find(last.position) is None:
@@ -109,7 +109,7 @@ class ViewStream:
             unread = None if self.opened else list(self.channel.state.rows.values())
             self.work = self._building(unread, now)
 
-    def backfilled(self, wire_channel: WireChannel, position: Position, now: float) -> bool:
+    def backfill(self, wire_channel: WireChannel, position: Position, now: float) -> bool:
         """Extend a ring backwards from the channel's recent changes, towards an older position. True if it grew."""
         until = wire_channel.ring.start
         if not self.opened or position >= until or wire_channel.ring.full:
@@ -153,7 +153,7 @@ class ViewStream:
             rows += zip(some, encode_rows(table.columns, some), strict=True)
             yield
         messages = []
-        for message in snapshot_messages(table, position, facts, rows, self.channel.seal, self.view.told):
+        for message in snapshot_messages(table, position, facts, rows, self.channel.seal, self.view.description):
             messages.append(message)
             yield
         self.snapshot = SharedSnapshot(messages, position, sum(len(m.body) for m in messages), total, now)
@@ -165,7 +165,7 @@ class ViewStream:
         if not self.view.select:
             return RowsView(self.view, table)
         live = AggregateView(self.view, table)
-        for _ in live.opening(undone(self.channel.state.rows, changes).values()):
+        for _ in live.opening(rows_before(self.channel.state.rows, changes).values()):
             pass
         return live
 

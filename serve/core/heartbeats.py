@@ -1,4 +1,4 @@
-"""What the hub does by the clock: heartbeats, notices to who is slow, the cut of who gives no sign of reading."""
+"""What the hub does by the clock: heartbeats, warnings to slow subscribers, the cut of those that do not read."""
 
 from __future__ import annotations
 

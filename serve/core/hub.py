@@ -1,4 +1,11 @@
-"""The next bytes of one subscriber: out of its backlog, a snapshot or the ring. No I/O; moves its cursor."""
+"""The hub: who gets which bytes, without I/O. Events go in, deliveries come out; the clock is an argument.
+
+Times called ``now`` are milliseconds of a clock that never goes back; ``at`` is milliseconds since the epoch.
+
+Nothing is queued per subscriber. A live one gets a frame's bytes as they are. One that trails reads the shared ring as
+its socket drains. One that falls off the ring is told and gets a snapshot. One that shows no sign of reading is told,
+then cut (:mod:`serve.core.heartbeats`). :mod:`serve.core.streams` makes what is shared by many.
+"""
 
 from __future__ import annotations
 
@@ -382,7 +389,7 @@ class Hub:
             self.streams.start_over(subscriber, "filter", "the position is of another filter or other columns")
         else:
             self.counters.resumed += 1
-            told = messages.resumed(stream.live.table, position, self.seal, stream.view.told)
+            told = messages.resumed(stream.live.table, position, self.seal, stream.view.description)
             subscriber.backlog.append((subscriber.codec.frame(told), None))
             subscriber.at = position
             return None if self._joins(subscriber, self._wire_channel(subscriber), position) else position
@@ -390,7 +397,7 @@ class Hub:
 
     def _joins(self, subscriber: Subscriber, wire_channel: WireChannel, position: Position) -> bool:
         cursor = wire_channel.ring.find(position)
-        if cursor is None and self._stream_of(subscriber).backfilled(wire_channel, position, self.streams.now):
+        if cursor is None and self._stream_of(subscriber).backfill(wire_channel, position, self.streams.now):
             cursor = wire_channel.ring.find(position)
         subscriber.replaying = cursor is None
         if cursor is not None:

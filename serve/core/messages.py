@@ -1,4 +1,4 @@
-"""The server's messages as docs/protocol.md has them, with the position that each brings a subscriber to."""
+"""The server's messages (docs/protocol.md), each with the position that it brings a subscriber to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The words of the serving tier: a table as it is pushed, a commit's facts, a change. Data only; nothing here reads."""
+"""The terms of the serving tier: a table as subscribers see it, a change, a request. Data only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A position: how far a subscriber is, as an opaque, signed text that any server process on the lake understands."""
+"""A position: how far a subscriber is, as opaque, signed text that any server process on the lake can read."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The streams of one process: which views of which tables are kept, and what is made before anybody is served.
+"""The view streams of one process: which views are kept, and the snapshots made for them.
 
-The hub's other half (:mod:`serve.core.hub` has the subscribers' side); no I/O, no clock.
+The other half of the hub; :mod:`serve.core.hub` has the subscribers' side. No I/O, no clock.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class ViewStreams:
                 for subscriber in stream.members():
                     self.start_over(subscriber, "lagged", "the table changed faster than the view of it was made")
             for change in missed or ():
-                for name, data in stream.taken(change, self.now).items():
+                for name, data in stream.apply_change(change, self.now).items():
                     wire_channel = stream.wire_channels[name]
                     if wire_channel.live and data:
                         deliveries.append(self._counted(wire_channel, data))
@@ -172,7 +172,7 @@ class ViewStreams:
         if stream.work is None:
             return []
         try:
-            done = stream.worked()
+            done = stream.run_slice()
         except FilterError as error:
             return self.drop(stream, error)
         if done:
@@ -190,7 +190,7 @@ class ViewStreams:
         """Give it the last snapshot, or the next. A snapshot just made is used even if changes came meanwhile."""
         wire_channel = subscriber.wire_channel
         assert wire_channel is not None
-        snapshot = stream.usable(wire_channel, made=made)
+        snapshot = stream.usable_snapshot(wire_channel, made=made)
         if snapshot is None:
             stream.waiting.add(subscriber)
             self.begin(stream)

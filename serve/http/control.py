@@ -1,11 +1,8 @@
-"""Continuous queries over HTTP: add, list, look at, remove. The rules are those of ``lakehouse.contract.queries``.
+"""Continuous queries over HTTP: add, list, show, remove, by the rules of ``lakehouse.contract.queries``.
 
-A query is only written down here; the driver takes it up. So the server needs no Java, and a query can be added while
-the driver is down.
-
-Changing anything is for keys that may (``millrace keys new --reader --queries``) and that see everything, because a
-query reads whole tables; where no key is asked for, it is for callers of this machine. A JSON body is asked for, which
-no form on a foreign page can send.
+A query is only recorded here; the driver runs it. So the server needs no Java, and queries can be added while the
+driver is down. Only keys that may (``millrace keys new --reader --queries``) and that see everything can change
+queries, because a query reads whole tables. Without keys, only callers on this machine can.
 """
 
 from __future__ import annotations

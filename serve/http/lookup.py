@@ -1,8 +1,8 @@
-"""Point look-ups: ``GET /v1/tables/NAME/KEY``, the rows of one key, or of the first columns of it.
+"""Point look-ups: ``GET /v1/tables/NAME/KEY``, the rows of a key or of its first columns.
 
-Products are in memory, *refreshed ahead* by their tails: a look-up is a dictionary's. Tables that are not, bronze, are
-*read through*: the SQL workers find the event by its id, and the answer is kept until the table has a new version. The
-rest of the caching words in docs/serving.md.
+Products are in memory, *refreshed ahead* by their tails: a look-up is one in a dictionary. Other tables, bronze, are
+*read through*: a SQL worker finds the event by its id, and the answer is cached until the table has a new version.
+docs/serving.md explains these terms.
 """
 
 from __future__ import annotations

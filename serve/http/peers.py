@@ -1,9 +1,8 @@
-"""The server processes of one port, as each other's peers: what only one of them knows, any of them can be asked for.
+"""The server processes of one port as peers: each can ask the others for what only they know.
 
-Each listens on a loopback port of its own, noted in ``LAKE/_millrace/run/peers`` (its owner's only). A request is one
-line: an HMAC by a secret that the processes of the lake share, and the JSON that it is of, with the time; the answer is
-another line. Nothing of the hot path goes this way: it ends statements and gathers metrics. A peer that does not answer
-in time is left out.
+Each listens on a loopback port of its own, noted in ``LAKE/_millrace/run/peers``, which only its owner can read. A
+request is one line: JSON with the time, and its HMAC by a secret that the lake's processes share. The answer is another
+line. Peers end statements and gather metrics; the hot path does not use them. A peer that answers too late is left out.
 """
 
 from __future__ import annotations
@@ -123,7 +122,7 @@ class _Gathered(Collector):
         yield from self._families.values()
 
 
-def gathered(texts: Mapping[str, str]) -> bytes:
+def merged_metrics(texts: Mapping[str, str]) -> bytes:
     """Metrics of several processes as one text; each sample gets the label ``process``, the key in ``texts``."""
     families: dict[str, Metric] = {}
     for process, text in texts.items():

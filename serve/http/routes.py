@@ -23,7 +23,7 @@ from lakehouse.contract.lake import UnknownTable
 from serve.core.hub import Hub
 from serve.errors import RequestError
 from serve.http import control, lookup, schema
-from serve.http.peers import gathered
+from serve.http.peers import merged_metrics
 from serve.http.rows import rows
 from serve.push import longpoll
 from serve.push.request import admitted, invalid, json_response, problem, refused
@@ -192,7 +192,7 @@ async def metrics(request: Request) -> Response:
     registry: CollectorRegistry = request.state.registry
     text, peers = generate_latest(registry), request.state.peers
     if peers is not None:
-        text = gathered({peers.name: text.decode(), **await peers.ask("metrics")})
+        text = merged_metrics({peers.name: text.decode(), **await peers.ask("metrics")})
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 

@@ -36,7 +36,7 @@ from serve.tables.reader import Moment, TableReader, moment_of, version_at
 from serve.tables.state import TableState
 from serve.tables.tables import Tables, now_ms
 from serve.views.aggregate import AggregateView
-from serve.views.view import SubscriberView, faults_of
+from serve.views.view import SubscriberView, filter_errors
 from serve.views.visibility import NOT_SERVED, view_of
 
 K = TypeVar("K", bound=Hashable)
@@ -116,7 +116,7 @@ async def _current(request: Request, wanted: SubscribeRequest, limit: int | None
         position = _position(channel, view)
         body = bodies.get((position, limit))
         if body is None:
-            with faults_of(view):
+            with filter_errors(view):
                 body = await _body(hub, channel, view, limit)
             bodies.put((position, limit), body)
     return Response(body, headers=_headers(hub, channel, position), media_type="application/json")
@@ -241,7 +241,7 @@ class History:
 
     def _made(self, folder: Path, moment: Moment, wanted: Wanted) -> bytes:
         state = self._state(folder, version_at(folder, moment))
-        with faults_of(wanted.view(state)):
+        with filter_errors(wanted.view(state)):
             return wanted.body(state)
 
     def _state(self, folder: Path, version: int) -> TableState:
@@ -302,7 +302,7 @@ def _content(
         "columns": table.columns,
         "position": seal.token(position),
         "position_lives_ms": table.retention_ms,
-        **view.told,
+        **view.description,
         "rows": [orjson.Fragment(text) for text in rows],
         "through": facts.through,
         "committed_at": facts.committed_at,

@@ -1,1 +1,1 @@
-"""Ways to a subscriber: one module a transport. What is sent, and when, is the hub's business."""
+"""Ways to a subscriber, one module a transport. The hub decides what is sent, and when."""

@@ -1,5 +1,7 @@
-"""What transports that own their connection have in common: an asyncio protocol beneath uvicorn, without a task or a
-queue of its own. A task lives only for as long as a subscriber waits for a table or a replay."""
+"""The base of transports that own their connection: an asyncio protocol beneath uvicorn, without a task or a queue.
+
+A task lives only while a subscriber waits for a table or a replay.
+"""
 
 from __future__ import annotations
 

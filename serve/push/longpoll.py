@@ -1,7 +1,7 @@
-"""Long polling: ``GET /v1/poll?table=&from=&wait=``. Each answer holds what came after a position, and the next one.
+"""Long polling: ``GET /v1/poll?table=&from=&wait=``. An answer holds what came after a position, and the next position.
 
-A poll is a subscriber for as long as the request lives, so nothing differs from the other transports: what lies between
-two polls comes out of the ring, or the log. A request waits in the task that uvicorn gives every request.
+A poll is a subscriber as long as the request lives, so it works as the other transports do: whatever came between two
+polls is in the ring or the log. A request waits in the task that uvicorn gives every request.
 """
 
 from __future__ import annotations

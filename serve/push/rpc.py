@@ -1,10 +1,11 @@
 """Callbacks: JSON-RPC 2.0 over a WebSocket with the subprotocol ``millrace.rpc``. The server calls the client.
 
-The client calls ``subscribe``, ``unsubscribe``, ``filter`` and ``ack``; each table it subscribed to calls its method
-``change`` (or ``alert``: no snapshot, and only changes with rows that fulfil the condition), ``snapshot``, ``resumed``,
-``expired``, ``slow``, ``heartbeat``, with the message as parameters. With ``"reply": true`` changes are requests whose
-id is the position: the reply acknowledges it, and no more than ``window`` of them are out at a time. The id is no
-counter, so that a call's bytes are the same for every subscriber.
+The client calls ``subscribe``, ``unsubscribe``, ``filter`` and ``ack``. Each subscribed table calls the client's method
+``change``, ``snapshot``, ``resumed``, ``expired``, ``slow`` or ``heartbeat``, with the message as parameters; with
+``alert`` instead of ``change`` there is no snapshot, and only changes with matching rows.
+
+With ``"reply": true`` changes are requests whose id is the position: the reply acknowledges it, and at most ``window``
+are unanswered. The id is not a counter, so a call's bytes are the same for every subscriber.
 """
 
 from __future__ import annotations

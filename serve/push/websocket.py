@@ -1,9 +1,10 @@
-"""WebSocket subscribers: an asyncio protocol that uvicorn puts in place after the upgrade request.
+"""WebSocket subscribers: an asyncio protocol that uvicorn installs after the upgrade request.
 
-Handshake and control frames are websockets' sans-I/O protocol; data frames were made once for each view and go straight
-to the transport. A subscriber that only listens answers pings and says nothing else: its pongs are known by their
-shape, and it is only when something else comes that a parser is made for it, which is most of its memory. With the
-subprotocol ``millrace.rpc`` the connection is handed to :mod:`serve.push.rpc`.
+The sans-I/O protocol of websockets does the handshake and control frames. Data frames are made once for each view and
+go straight to the transport. Most subscribers only answer pings, and a pong is known by its shape. A parser is made
+when
+anything else comes: it takes most of a subscriber's memory. With the subprotocol ``millrace.rpc`` the connection is
+handed to :mod:`serve.push.rpc`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Who may come in: keys, tickets, origins, limits. What a principal then sees is the hub's business."""
+"""Who may connect: keys, tickets, origins, limits; and what a principal may see."""

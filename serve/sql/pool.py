@@ -1,4 +1,4 @@
-"""The server's SQL workers: a few processes, started when the first statement comes, killed rather than waited for."""
+"""The server's SQL workers: a few processes, started for the first statements, killed instead of waited for."""
 
 from __future__ import annotations
 

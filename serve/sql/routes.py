@@ -1,4 +1,4 @@
-"""``POST /v1/sql``, and ``DELETE /v1/sql/ID`` to end a statement; so does hanging up."""
+"""``POST /v1/sql``, and ``DELETE /v1/sql/ID`` to end a statement; closing the connection ends it too."""
 
 from __future__ import annotations
 

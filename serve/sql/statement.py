@@ -1,10 +1,11 @@
-"""One reading statement of somebody who may see a part of the lake. Blocking; runs in a worker process.
+"""One reading statement of somebody who may see a part of the lake. It blocks; the server runs it in a worker process.
 
-What it may be is decided on sqlglot's tree (one SELECT or the like, known tables, few table functions), and what runs
-is that tree written out again, so that nothing runs that was not looked at. DuckDB then has neither files nor
-network nor extensions. A table with a row filter is *copied* into DuckDB through the filter before the statement is
-seen: a view would let the optimiser try the statement's own expressions on hidden rows, and an error message of theirs
-would tell what is in them.
+sqlglot's tree decides whether it is allowed: one SELECT or the like, known tables, few table functions. DuckDB runs
+that tree, written out again, so that nothing runs that was not checked. It has neither files nor network nor
+extensions.
+
+A table with a row filter is *copied* into DuckDB through the filter before the statement runs. With a view, the
+optimiser could evaluate the statement's expressions on hidden rows, and their error messages would show the content.
 """
 
 from __future__ import annotations

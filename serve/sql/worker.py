@@ -1,7 +1,7 @@
 """The process that runs statements, one at a time: ``python -m serve.sql.worker``.
 
-Requests and answers go over standard input and output, each a length and that many bytes. A statement that does not end
-is ended with its process: by the server, which kills it, or by the alarm that the worker has set for itself.
+Requests and answers go over standard input and output, each with its length in front. A statement that does not end is
+ended with its process: the server kills it, or the alarm that the worker has set.
 """
 
 from __future__ import annotations

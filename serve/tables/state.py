@@ -1,9 +1,9 @@
-"""A table's current rows in memory, and what a commit changes in them. No I/O: rows of files come from the caller.
+"""A table's current rows in memory, and what a commit changes in them. No I/O: the caller reads the files.
 
-Two kinds of table. In one, each key stands once, and a commit replaces files: keys of removed files that no added file
-holds are gone. In the other (``millrace.fold``) rows are partials of a key and a commit adds partials: they are folded
-into the row. What cannot be told from the commit alone (files removed from a folded table, files nobody knows, another
-schema) is answered by a state loaded afresh and compared.
+There are two kinds of table. In one, each key occurs once and a commit replaces files: keys of removed files that no
+added file holds are gone. In the other (``millrace.fold``) rows are partials of a key, and a commit adds partials to be
+folded. Some changes cannot be told from the commit alone: files removed from a table of partials, unknown files,
+another schema. Then the state is loaded again and compared.
 """
 
 from __future__ import annotations

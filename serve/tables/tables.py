@@ -34,8 +34,8 @@ from serve.tables.reader import TableReader
 from serve.tables.state import TableState
 from serve.tables.tail import Opened, Tail
 from serve.views.aggregate import AggregateView
-from serve.views.view import LiveView, SubscriberView, faults_of
-from serve.views.visibility import NOT_SERVED, misfit
+from serve.views.view import LiveView, SubscriberView, filter_errors
+from serve.views.visibility import NOT_SERVED, channel_problem
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Replay:
             state, live = self._opened()
             while state.version < until and size < CHUNK_BYTES:
                 change = self._reader.advance(state, self._log.read(state.version + 1))
-                with faults_of(self._view):
+                with filter_errors(self._view):
                     made = change_messages(live.advance(change), self._seal, self._view.id)
                 for message in made:
                     assert message.position is not None
@@ -101,7 +101,7 @@ class Replay:
             self._state = self._load()
             self._live = live_view(self._view, self._state)
             if isinstance(self._live, AggregateView):
-                with faults_of(self._view):
+                with filter_errors(self._view):
                     for _ in self._live.opening(self._state.rows.values()):
                         pass
         return self._state, self._live
@@ -324,7 +324,7 @@ class Tables:
             await asyncio.sleep(pause)
 
     def _check_fits(self, table: TableInfo) -> None:
-        if why := misfit(table, self._specs):
+        if why := channel_problem(table, self._specs):
             raise TableUnreadable(table.name, f"products.{table.name}.channel does not fit it: {why}")
 
     async def _tell_opened(self, name: str, problem: str | None) -> None:

@@ -1,8 +1,8 @@
-"""The tail: follows one table's log, one for any number of subscribers, and tells what each commit changed.
+"""The tail: follows one table's log for any number of subscribers, and tells what each commit changed.
 
-A tick is two `stat` calls in the event loop: is there a next version, and is the log still the same folder (a table
-that was dropped and built again starts over under the same name). Files are read off the loop; the state is changed on
-it, so whoever reads the state on the loop sees whole versions only.
+A tick is two `stat` calls in the event loop: is there a next version, and is the log still the same folder? A table
+that was dropped and built again starts over under the same name. Files are read off the loop and the state is changed
+on it, so that readers on the loop see whole versions only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows and columns of a table as one subscriber sees them. Subscribers who ask the same share one view."""
+"""Rows and columns of a table as one subscriber sees them. Subscribers that ask alike share one view."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ class SubscriberView:
         object.__setattr__(self, "id", ident)
 
     @property
-    def told(self) -> dict[str, Any]:
+    def description(self) -> dict[str, Any]:
         """The view as ``snapshot`` and ``resumed`` describe it; without the principal's own condition."""
         return {name: text for name, text in (("where", self.where), ("select", self.select)) if text}
 
 
 @contextmanager
-def faults_of(view: SubscriberView) -> Iterator[None]:
+def filter_errors(view: SubscriberView) -> Iterator[None]:
     """Turn any error of a filter into FilterError: it concerns that filter alone."""
     try:
         yield
@@ -212,7 +212,7 @@ class RowsView:
         return _Bound(seen, matches, lambda row: tuple([row[i] for i in at]), pin)
 
 
-def undone(rows: Mapping[Key, Row], changes: Sequence[TableChange]) -> dict[Key, Row]:
+def rows_before(rows: Mapping[Key, Row], changes: Sequence[TableChange]) -> dict[Key, Row]:
     """The rows before these changes, which are consecutive and end at ``rows``."""
     earlier = dict(rows)
     for change in reversed(changes):

@@ -82,7 +82,7 @@ def view_of(table: TableInfo, request: SubscribeRequest, guard: str, spec: Chann
     return rows_view(table, request.where, columns, guard, seen)
 
 
-def misfit(table: TableInfo, specs: Mapping[str, ChannelSpec]) -> str:
+def channel_problem(table: TableInfo, specs: Mapping[str, ChannelSpec]) -> str:
     """Why the declared channel does not fit the table; empty if it fits."""
     spec = specs.get(table.name, EVERYTHING)
     try:

@@ -1,4 +1,4 @@
-"""Webhooks over HTTP. A key sees its own ones only; the secret is shown once."""
+"""Webhooks over HTTP. A key sees only its own; a secret is shown once."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ async def redeliver(request: Request) -> Response:
     if letter is None:
         raise RequestError(RequestError.NOT_FOUND, "no_such_delivery", f"there is no dead letter {ident!r}")
     outcome = await fleet.caller.post(hook.url, hook.secret, letter.id, letter.kind, letter.body)
-    await asyncio.to_thread(store.tell, _after(letter, outcome))
+    await asyncio.to_thread(store.record, _after(letter, outcome))
     return json_response(_outcome(outcome))
 
 

@@ -225,7 +225,7 @@ class WebhookRunner:
             Gone: the receiver wants no more.
         """
         principal = await self._principal()
-        position, self._sent = await asyncio.to_thread(self._store.reached, self.hook.id)
+        position, self._sent = await asyncio.to_thread(self._store.positions, self.hook.id)
         link = HookLink(self._hub, principal)
         request = SubscribeRequest(
             self.hook.table,
@@ -292,7 +292,7 @@ class WebhookRunner:
         now = time.monotonic()
         if now - self._moved_at >= _MOVED_S:
             self._moved_at = now
-            await asyncio.to_thread(self._store.moved, self.hook.id, record.position)
+            await asyncio.to_thread(self._store.record_position, self.hook.id, record.position)
 
     async def _settled(self, one: WebhookDelivery, principal: Principal) -> WebhookDelivery:
         """Retry until it is taken or dead, as long as its owner keeps the rights."""
@@ -319,7 +319,7 @@ class WebhookRunner:
                 one = replace(one, state=DEAD)
                 self._counts["dead"] += 1
         settled = one.state != FAILING and one.position
-        await asyncio.to_thread(self._store.tell, one, one.position if settled else None)
+        await asyncio.to_thread(self._store.record, one, one.position if settled else None)
         if settled:
             self._sent = one.position
         await self._say("failing" if outcome.error else "active", outcome.error)
@@ -329,7 +329,7 @@ class WebhookRunner:
 
     async def _say(self, state: str, detail: str) -> None:
         if self._told != state + detail:
-            await asyncio.to_thread(self._store.say, self.hook.id, state, detail)
+            await asyncio.to_thread(self._store.set_state, self.hook.id, state, detail)
             self._told = state + detail
 
     def _of(self, record: LinkRecord) -> WebhookDelivery:

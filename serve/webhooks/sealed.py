@@ -1,8 +1,8 @@
-"""Signing secrets as they are kept: encrypted where ``serve.webhook_key`` names a file of keys, else as they are.
+"""Signing secrets as they are stored: encrypted if ``serve.webhook_key`` names a key file, else as they are.
 
-The signature needs the secret itself, so a hash will not do. A key beside the database would only protect against
-whoever gets the database alone; so the file may lie anywhere, on another disk or as a mounted secret. Each of its lines
-is a Fernet key (AES-128-CBC with HMAC-SHA256): the first one encrypts, all of them decrypt, so a key can be replaced.
+Signatures need the secret itself, so a hash will not do. A key beside the database would protect only against theft of
+the database alone; so the key file may be anywhere, on another disk or as a mounted secret. Each of its lines is a
+Fernet key (AES-128-CBC with HMAC-SHA256): the first encrypts, all decrypt, so that a key can be replaced.
 """
 
 from __future__ import annotations

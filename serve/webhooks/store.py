@@ -184,7 +184,7 @@ class WebhookStore:
             row = self._db.execute("SELECT position, state, detail FROM webhooks WHERE id = ?", (webhook,)).fetchone()
         return row if row is not None else ("", "gone", "")
 
-    def reached(self, webhook: str) -> tuple[str, str]:
+    def positions(self, webhook: str) -> tuple[str, str]:
         """The position that it resumes from, and that of the last message, delivered or dead.
 
         They differ if changes that had nothing for it came in between.
@@ -199,19 +199,19 @@ class WebhookStore:
             db.execute("DELETE FROM deliveries WHERE webhook = ?", (webhook,))
             return db.execute("DELETE FROM webhooks WHERE id = ?", (webhook,)).rowcount > 0
 
-    def say(self, webhook: str, state: str, detail: str) -> None:
+    def set_state(self, webhook: str, state: str, detail: str) -> None:
         """Store its state."""
         with self._changing() as db:
             db.execute("UPDATE webhooks SET state = ?, detail = ? WHERE id = ?", (state, detail, webhook))
 
-    def moved(self, webhook: str, position: str) -> None:
+    def record_position(self, webhook: str, position: str) -> None:
         """Store a position up to which nothing had to be delivered."""
         with self._changing() as db:
             db.execute("UPDATE webhooks SET position = ? WHERE id = ?", (position, webhook))
 
     # Deliveries
 
-    def tell(self, delivery: WebhookDelivery, position: str | None = None) -> None:
+    def record(self, delivery: WebhookDelivery, position: str | None = None) -> None:
         """Store a delivery's state, and the webhook's position if given. The oldest deliveries are dropped."""
         with self._changing() as db:
             db.execute(

@@ -18,7 +18,7 @@ import pytest
 
 from lakehouse.contract.errors import EnvironmentProblem
 from lakehouse.contract.settings import ServeSettings, Settings
-from serve.app import _kept_running, run_server
+from serve.app import _run_forever, run_server
 from tests.serve.conftest import serving
 from tests.serve.lakes import TOPICS, Product, top_topics, topics, window
 
@@ -105,7 +105,7 @@ async def test_what_all_depend_on_goes_on_after_an_error(caplog: pytest.LogCaptu
         through.set()
         await asyncio.Event().wait()
 
-    task = asyncio.create_task(_kept_running(partial(clock)))
+    task = asyncio.create_task(_run_forever(partial(clock)))
     async with asyncio.timeout(60):
         await through.wait()
     task.cancel()

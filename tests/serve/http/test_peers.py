@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 import pytest
 
-from serve.http.peers import Peers, gathered
+from serve.http.peers import Peers, merged_metrics
 
 SECRET = b"s" * 32
 
@@ -84,7 +84,7 @@ async def test_nobody_is_answered_without_the_secret(tmp_path: Path) -> None:
 def test_metrics_are_one_text() -> None:
     one = '# HELP n_total How many.\n# TYPE n_total counter\nn_total{kind="x"} 1.0\n'
     other = one.replace("1.0", "2.0") + '# HELP g A gauge.\n# TYPE g gauge\ng{a="q\\"\\n"} 3.0\n'
-    assert gathered({"serve-1": one, "serve-2": other}).decode() == (
+    assert merged_metrics({"serve-1": one, "serve-2": other}).decode() == (
         "# HELP n_total How many.\n# TYPE n_total counter\n"
         'n_total{kind="x",process="serve-1"} 1.0\nn_total{kind="x",process="serve-2"} 2.0\n'
         '# HELP g A gauge.\n# TYPE g gauge\ng{a="q\\"\\n",process="serve-2"} 3.0\n'

@@ -20,7 +20,7 @@ from serve.errors import FilterError
 from serve.tables.state import StateStep, TableState
 from serve.views.compile import Pin, pin_of
 from serve.views.parse import parse_condition
-from serve.views.view import RowsView, SubscriberView, rows_view, undone
+from serve.views.view import RowsView, SubscriberView, rows_before, rows_view
 from tests.serve.views.test_compile import COLUMNS, NOON, SCHEMA, TABLE, TEXTS, VALUES, Writer
 
 INTS, FLOATS, DECIMALS = range(-3, 4), [-1.5, 0.25, 2.5], [Decimal("0.25"), Decimal("2.00")]
@@ -91,7 +91,7 @@ def test_a_filtered_stream_is_the_filtered_table(
         assert dict(live.rows(live.source(rows))) == held, "a snapshot is what the stream has brought"
     changes = [change for change, _ in history]
     for number, (_, rows) in enumerate(history, 1):
-        assert undone(history[-1][1], changes[number:]) == rows
+        assert rows_before(history[-1][1], changes[number:]) == rows
 
 
 PINNED = [
