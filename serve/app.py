@@ -49,6 +49,12 @@ log = logging.getLogger(__name__)
 OTHER_FILES = 256  # tables, logs, workers, requests
 
 
+_BACKLOG = 4_096
+_STOP_S = 3
+_BEAT_S = 0.02
+_AGAIN_S = 0.1  # after something failed that should not
+
+
 def allow_files(subscribers: int) -> int:
     """Raise the limit of open files as far as allowed, and return it.
 
@@ -67,12 +73,6 @@ def allow_files(subscribers: int) -> int:
             wanted,
         )
     return soft
-
-
-_BACKLOG = 4_096
-_STOP_S = 3
-_BEAT_S = 0.02
-_AGAIN_S = 0.1  # after something failed that should not
 
 
 def make_app(settings: Settings, access: Access | None = None, *, name: str = "") -> Starlette:

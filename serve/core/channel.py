@@ -286,5 +286,15 @@ def live_view(view: SubscriberView, state: TableState) -> LiveView:
     return AggregateView(view, state.table) if view.select else RowsView(view, state.table)
 
 
+def opened_view(view: SubscriberView, state: TableState) -> LiveView:
+    """The view at work on a state, with all of its rows. It takes as long as they take. Raises FilterError."""
+    with filter_errors(view):
+        live = live_view(view, state)
+        if isinstance(live, AggregateView):
+            for _ in live.opening(state.rows.values()):
+                pass
+    return live
+
+
 def _by_key(pair: tuple[Key, Row]) -> tuple[object, ...]:
     return in_order(pair[0])

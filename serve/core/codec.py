@@ -25,6 +25,11 @@ HEAD = b"millrace"
 CHANGE_COLUMN = "_change"
 
 
+LEAST_COMPRESSED = 256  # bytes; below that deflate saves less than a packet's header
+_LEVEL = 1  # level 6 takes three times as long for a tenth less
+_EMPTY_BLOCK = b"\x00\x00\xff\xff"
+
+
 def as_json(message: Message) -> tuple[bytes, bool]:
     return message.body, True
 
@@ -95,11 +100,6 @@ def _plain(value: Any) -> Any:
         return list(value)
     text = _as_text(value)
     return None if text == "null" else text
-
-
-LEAST_COMPRESSED = 256  # bytes; below that deflate saves less than a packet's header
-_LEVEL = 1  # level 6 takes three times as long for a tenth less
-_EMPTY_BLOCK = b"\x00\x00\xff\xff"
 
 
 class Codec(Protocol):

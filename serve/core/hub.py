@@ -32,6 +32,9 @@ from serve.views.view import SubscriberView
 SLICE_BYTES = 131_072  # most that a trailing subscriber is handed at once
 
 
+MAX_WINDOW = 10_000
+
+
 def _from_backlog(subscriber: Subscriber, counters: Counters) -> bytes | None:
     """What goes out before anything else; None if its window is full."""
     taken: list[bytes] = []
@@ -83,9 +86,6 @@ def _from_ring(subscriber: Subscriber, wire_channel: WireChannel, counters: Coun
     counters.messages += len(frames)
     subscriber.sent([frame.position for frame in frames if frame.data])
     return b"".join([frame.data for frame in frames])
-
-
-MAX_WINDOW = 10_000
 
 
 class Hub:

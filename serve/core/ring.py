@@ -17,6 +17,8 @@ from serve.core.messages import PART_BYTES, Message, merged
 from serve.core.position import Position, Seal
 from serve.core.subscriber import Subscriber
 
+_MERGES_KEPT = 4  # those who lag together share the merged change
+
 
 @dataclass(frozen=True, slots=True)
 class RingFrame:
@@ -130,9 +132,6 @@ class Ring:
             found.append(frame)
             size += len(frame.data)
         return found
-
-
-_MERGES_KEPT = 4  # those who lag together share the merged change
 
 
 @dataclass(slots=True)

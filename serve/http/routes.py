@@ -41,6 +41,18 @@ EXPOSED_HEADERS = "etag, millrace-position, millrace-behind, millrace-version, r
 _METHODS = "GET, POST, DELETE"
 
 
+WEB = Path(__file__).parents[1] / "web"
+_SAFE = {
+    "Content-Security-Policy": (
+        "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
 def needs_key(path: str) -> bool:
     return path not in PUBLIC and (path == "/v1" or path.startswith("/v1/") or path == "/metrics")
 
@@ -107,18 +119,6 @@ async def new_ticket(request: Request) -> Response:
         raise invalid("bad_request", "no tickets are needed here")
     content = {"ticket": access.ticket(admitted(request)), "lives_s": LIVES_S}
     return json_response(content, 201)
-
-
-WEB = Path(__file__).parents[1] / "web"
-_SAFE = {
-    "Content-Security-Policy": (
-        "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; form-action 'none'; "
-        "frame-ancestors 'none'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
 
 
 async def http_error(_: Request, error: Exception) -> Response:

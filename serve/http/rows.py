@@ -25,7 +25,7 @@ from lakehouse.contract.channel import EVERYTHING, ChannelSpec
 from lakehouse.contract.deltalog import DeltaLog, TableGone, TableUnreadable
 from lakehouse.contract.lake import CommitFacts
 from lakehouse.contract.rows import Key, Row
-from serve.core.channel import SLICE_ROWS, Channel, live_view
+from serve.core.channel import SLICE_ROWS, Channel, live_view, opened_view
 from serve.core.hub import Hub
 from serve.core.model import SubscribeRequest, TableInfo, in_order
 from serve.core.position import Position, Seal
@@ -43,6 +43,13 @@ K = TypeVar("K", bound=Hashable)
 
 CACHE_BYTES = 33_554_432
 ENTRY_BYTES = 256  # of one without a body
+
+
+MAX_LIMIT = 100_000
+_AT_ONCE = 4  # bodies being made; the others wait their turn
+_EXTRA = frozenset({"limit", "as_of"})
+GONE = 4410
+_KEPT = 4  # states of older versions in memory: a page asks for the same one several times
 
 
 class ByteCache(Generic[K]):
@@ -66,11 +73,6 @@ class ByteCache(Generic[K]):
         self._bytes += len(body) + ENTRY_BYTES
         while self._bytes > self._most:
             self._bytes -= len(self._bodies.popitem(last=False)[1]) + ENTRY_BYTES
-
-
-MAX_LIMIT = 100_000
-_AT_ONCE = 4  # bodies being made; the others wait their turn
-_EXTRA = frozenset({"limit", "as_of"})
 
 
 class Bodies(ByteCache[tuple[Position, int | None]]):
@@ -204,10 +206,6 @@ def _by_key(pair: tuple[Key, Row]) -> tuple[object, ...]:
     return in_order(pair[0])
 
 
-GONE = 4410
-_KEPT = 4  # states of older versions in memory: a page asks for the same one several times
-
-
 class History:
     """Reads older versions, ``at_once`` at a time; twice as many more wait."""
 
@@ -277,10 +275,7 @@ class Wanted:
     def body(self, state: TableState) -> bytes:
         """The answer; it blocks. Raises FilterError if the filter does not fit the table as it was."""
         view = self.view(state)
-        live = live_view(view, state)
-        if isinstance(live, AggregateView):
-            for _ in live.opening(state.rows.values()):
-                pass
+        live = opened_view(view, state)
         table = live.table
         ordered = sorted(live.rows(live.source(state.rows)), key=lambda pair: in_order(pair[0]))[: self.limit]
         texts = encode_rows(table.columns, (row for _, row in ordered))

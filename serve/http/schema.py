@@ -96,6 +96,30 @@ _OPTIONAL = frozenset({"where", "columns", "select", "from", "conflate", "window
 _SOMETIMES = frozenset({"leaves", "merged", "oldest_at", "newest_at", "where", "select"})
 
 
+_HOOKED = ("snapshot", "change", "expired", "ping")
+VERSION = "1"
+_SUBSCRIPTION = ("where", "columns", "select")
+PARAMETERS = {
+    "table": "name of the table",
+    "from": "position to go on from; without it a snapshot comes first",
+    "where": "SQL condition on rows",
+    "columns": "names of columns, separated by commas",
+    "select": "a live aggregate, SELECT … GROUP BY …, instead of rows",
+    "conflate": "1: when one lags, the latest of each key instead of every change",
+    "window": "changes that may be out without an acknowledgement",
+    "codec": "json, msgpack or arrow",
+    "wait": "seconds to wait for something, at most 60",
+    "limit": "at most so many",
+    "as_of": "version, or time in ISO 8601",
+    "before": "older than this number",
+    "drop": "true: the table too",
+    "ticket": "instead of the header, for streams of a browser",
+}
+_JSON = "application/json"
+_SHAPES = {"/v1/poll": "Poll", "/v1/tables/{name}": "State"}
+_PUBLIC = ("/healthz", "/readyz", "/v1/openapi.json", "/v1/asyncapi.json")
+
+
 def shape(fields: Mapping[str, Schema], optional: frozenset[str] = _OPTIONAL) -> Schema:
     """An object with these fields and no others."""
     needed = [name for name in fields if name not in optional]
@@ -118,7 +142,6 @@ def answer_schemas() -> dict[str, Schema]:
 
 
 _STREAMED = [name for name in PUSHED if name not in ("close", "ping")]
-_HOOKED = ("snapshot", "change", "expired", "ping")
 _CALLS: dict[str, Schema] = {
     "subscribe": shape(ASKED | {"method": {"enum": ["change", "alert"]}, "reply": TRUTH}),
     "unsubscribe": shape({"table": TEXT}),
@@ -220,24 +243,6 @@ def _operation(action: str, channel: str, messages: Iterable[str]) -> dict[str, 
     return {"action": action, "channel": {"$ref": place}, "messages": refs}
 
 
-VERSION = "1"
-_SUBSCRIPTION = ("where", "columns", "select")
-PARAMETERS = {
-    "table": "name of the table",
-    "from": "position to go on from; without it a snapshot comes first",
-    "where": "SQL condition on rows",
-    "columns": "names of columns, separated by commas",
-    "select": "a live aggregate, SELECT … GROUP BY …, instead of rows",
-    "conflate": "1: when one lags, the latest of each key instead of every change",
-    "window": "changes that may be out without an acknowledgement",
-    "codec": "json, msgpack or arrow",
-    "wait": "seconds to wait for something, at most 60",
-    "limit": "at most so many",
-    "as_of": "version, or time in ISO 8601",
-    "before": "older than this number",
-    "drop": "true: the table too",
-    "ticket": "instead of the header, for streams of a browser",
-}
 OPERATIONS: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("GET", "/v1/tables"): ("Every table, and whether it can be subscribed to", ()),
     ("GET", "/v1/tables/{name}"): (
@@ -314,7 +319,6 @@ BODIES: dict[tuple[str, str], tuple[dict[str, Any], tuple[str, ...]]] = {
         ("name", "sql"),
     ),
 }
-_JSON = "application/json"
 _DONE: dict[str, tuple[str, ...]] = {"200": (_JSON,)}
 ANSWERS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
     ("GET", "/v1/tables/{name}"): {"200": (_JSON,), "304": ()},
@@ -331,8 +335,6 @@ ANSWERS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
     ("GET", "/metrics"): {"200": ("text/plain",)},
 }
 """Status and media types of what is no refusal, where it is not 200 and JSON."""
-_SHAPES = {"/v1/poll": "Poll", "/v1/tables/{name}": "State"}
-_PUBLIC = ("/healthz", "/readyz", "/v1/openapi.json", "/v1/asyncapi.json")
 
 
 def openapi() -> dict[str, Any]:

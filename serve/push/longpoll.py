@@ -17,7 +17,7 @@ from serve.core.messages import Message, heartbeat, slow
 from serve.core.subscriber import Subscriber
 from serve.core.values import to_json
 from serve.errors import RequestError
-from serve.push.request import admitted, invalid, peer_of, query_of, refused, subscription_of, whole_number
+from serve.push.request import admitted, hung_up, invalid, peer_of, query_of, refused, subscription_of, whole_number
 from serve.security.access import Access, Principal
 from serve.tables.tables import Tables, clock_ms, now_ms
 
@@ -150,7 +150,7 @@ async def poll(request: Request) -> Response:
 
 async def _wait(request: Request, link: PollLink, joining: asyncio.Task[None], seconds: float) -> None:
     """Wait for an answer, the end of the time, or a hang-up."""
-    gone = asyncio.ensure_future(_disconnected(request))
+    gone = asyncio.ensure_future(hung_up(request))
     loop = asyncio.get_running_loop()
     until = loop.time() + seconds
     patience = loop.time() + max(seconds, _FIRST_BYTES_S)
@@ -179,11 +179,6 @@ def _fetching(link: PollLink) -> bool:
     """Whether its snapshot is being made."""
     subscriber = link.subscriber
     return subscriber is not None and subscriber.stream is not None and subscriber in subscriber.stream.waiting
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _answer(hub: Hub, subscriber: Subscriber, codec: PollCodec, link: PollLink) -> Response:

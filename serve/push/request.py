@@ -18,6 +18,13 @@ from serve.errors import PositionError, RequestError
 from serve.security.access import Access, Credentials, OpenAccess, Principal
 from serve.views.parse import MAX_LENGTH
 
+PARAMETERS = frozenset({"table", "from", "where", "columns", "select", "conflate", "window"})
+"""What a subscription takes; a transport may take more. The README of it is docs/protocol.md."""
+TICKET = "ticket"
+"""Parameter that stands for a key (:mod:`serve.security.gate`); any address may have it."""
+_MAX_QUERY = 16_384
+_TRUTH = {"": False, "0": False, "false": False, "1": True, "true": True}
+
 
 def json_response(content: Any, status: int = 200, **headers: str) -> Response:
     """A JSON response that is not cached."""
@@ -70,16 +77,6 @@ async def json_object(request: Request, most: int, names: frozenset[str]) -> dic
         known = ", ".join(sorted(names))
         raise RequestError(RequestError.BAD_REQUEST, "bad_request", f"{unknown[0]!r} is not known; there are: {known}")
     return content
-
-
-PARAMETERS = frozenset({"table", "from", "where", "columns", "select", "conflate", "window"})
-"""What a subscription takes; a transport may take more. The README of it is docs/protocol.md."""
-
-TICKET = "ticket"
-"""Parameter that stands for a key (:mod:`serve.security.gate`); any address may have it."""
-
-_MAX_QUERY = 16_384
-_TRUTH = {"": False, "0": False, "false": False, "1": True, "true": True}
 
 
 def query_of(text: str) -> dict[str, str]:
@@ -181,6 +178,12 @@ def admitted(request: Request) -> Principal:
     access: Access = getattr(request.state, "access", None) or OpenAccess()
     headers = {name.lower(): value for name, value in request.headers.items()}
     return access.admit(Credentials(headers, request.url.query, peer_of(request)))
+
+
+async def hung_up(request: Request) -> None:
+    """Return when the client has closed the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def peer_of(request: Request) -> str:

@@ -33,6 +33,9 @@ RETRY_MS = 1_000  # give or take a half, so that those who lost one server do no
 _CLOSE_S = 2.0
 
 
+FIRST_REQUEST_S = 10.0
+
+
 class SseCodec:
     """Unnamed events (``onmessage``); the type is in the data, one line of JSON."""
 
@@ -143,9 +146,6 @@ class SseConnection(SubscriberConnection):
             + body
         )
         self.close(error.close, error.detail)
-
-
-FIRST_REQUEST_S = 10.0
 
 
 class ServingHttpProtocol(HttpToolsProtocol):

@@ -41,6 +41,14 @@ from serve.webhooks.sealed import sealer_of
 log = logging.getLogger(__name__)
 
 
+LIVES_S = 30
+_HEAD = struct.Struct(">Q12s")  # good until, seconds since the epoch; nonce
+_MAC_BYTES = 16
+_MAX_CHARS = 400
+SCHEME = "bearer "
+_MAX_KEY_CHARS = 200
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class ReaderKey(Key):
     """A reader's key. ``rate`` is requests a second, ``connections`` are streams and polls.
@@ -91,12 +99,6 @@ def checked_rows(texts: Sequence[str]) -> dict[str, str]:
     return found
 
 
-LIVES_S = 30
-_HEAD = struct.Struct(">Q12s")  # good until, seconds since the epoch; nonce
-_MAC_BYTES = 16
-_MAX_CHARS = 400
-
-
 class Tickets:
     """Makes and accepts tickets.
 
@@ -139,10 +141,6 @@ class Tickets:
 
     def _mac(self, body: bytes) -> bytes:
         return hmac.digest(self._key, body, "sha256")[:_MAC_BYTES]
-
-
-SCHEME = "bearer "
-_MAX_KEY_CHARS = 200
 
 
 class ReaderGate:

@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute, Route
 
 from serve.core.values import to_json
 from serve.errors import RequestError
-from serve.push.request import admitted, invalid, json_object
+from serve.push.request import admitted, hung_up, invalid, json_object
 from serve.sql.pool import Result, Workers
 
 ARROW = "application/vnd.apache.arrow.stream"
@@ -37,7 +37,7 @@ async def run(request: Request) -> Response:
         raise RequestError(4409, "taken", f"a statement {ident!r} is running")
     task = workers.start(sql, principal, as_of=as_of, rows=limit, arrow=arrow)
     running[key] = task
-    gone = asyncio.create_task(_hung_up(request))
+    gone = asyncio.create_task(hung_up(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -115,8 +115,3 @@ def _answer(result: Result, ident: str, arrow: bool) -> Response:
         "versions": head["versions"],
     }
     return Response(to_json(content), headers=headers, media_type="application/json")
-
-
-async def _hung_up(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

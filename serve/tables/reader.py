@@ -36,6 +36,9 @@ _UNITS = {
 _FACTS_BACK = 200  # commits looked back for the last `through`
 
 
+_VERSION = re.compile(r"\d{1,18}")
+
+
 @dataclass(frozen=True, slots=True)
 class Described:
     """A table's description, and the Arrow types that its files are read to.
@@ -234,9 +237,6 @@ def _cast_text(values: pa.Array, kind: pa.DataType) -> pa.Array:
     if pa.types.is_timestamp(kind):  # in UTC, whether it says so or not
         return pc.replace_substring_regex(values, r"(Z|\+00:00)$", "").cast(pa.timestamp("us")).cast(kind)
     return values.cast(kind)
-
-
-_VERSION = re.compile(r"\d{1,18}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from lakehouse.contract.channel import EVERYTHING
 from lakehouse.contract.deltalog import DeltaLog, TableGone, TableUnreadable
 from lakehouse.contract.lake import NAME_PATTERN, Lake, TableRef
 from lakehouse.contract.settings import ServeSettings
-from serve.core.channel import live_view
+from serve.core.channel import opened_view
 from serve.core.hub import Hub
 from serve.core.messages import Message, change_messages
 from serve.core.model import SubscribeRequest, TableInfo
@@ -33,13 +33,24 @@ from serve.errors import FilterError, PositionExpired, RequestError
 from serve.tables.reader import TableReader
 from serve.tables.state import TableState
 from serve.tables.tail import Opened, Tail
-from serve.views.aggregate import AggregateView
 from serve.views.view import LiveView, SubscriberView, filter_errors
 from serve.views.visibility import NOT_SERVED, channel_problem
 
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 262_144
+
+
+WARM_VERSIONS = 64
+_SCAN_S = 0.5
+_UNREADABLE_RETRY_S = 5.0
+_FAILED_RETRY_S = 1.0
+_FIRST_LOOK_S = 5.0
+_AHEAD_MS = 5_000
+_WINDOW_LOOK_S = 0.01
+_LONGEST_LOOK_S = 0.25
+_REPLAYS = 4  # at a time; the others wait their turn
+_AT_ONCE_S = 1.0  # for as long one may take what was rebuilt for it and keep its turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +110,7 @@ class Replay:
     def _opened(self) -> tuple[TableState, LiveView]:
         if self._state is None or self._live is None:
             self._state = self._load()
-            self._live = live_view(self._view, self._state)
-            if isinstance(self._live, AggregateView):
-                with filter_errors(self._view):
-                    for _ in self._live.opening(self._state.rows.values()):
-                        pass
+            self._live = opened_view(self._view, self._state)
         return self._state, self._live
 
     def _load(self) -> TableState:
@@ -111,18 +118,6 @@ class Replay:
         if state.table.table_id != self.position.table_id:
             raise TableGone(self.folder.name, "the position is of another table of this name")
         return state
-
-
-WARM_VERSIONS = 64
-_SCAN_S = 0.5
-_UNREADABLE_RETRY_S = 5.0
-_FAILED_RETRY_S = 1.0
-_FIRST_LOOK_S = 5.0
-_AHEAD_MS = 5_000
-_WINDOW_LOOK_S = 0.01
-_LONGEST_LOOK_S = 0.25
-_REPLAYS = 4  # at a time; the others wait their turn
-_AT_ONCE_S = 1.0  # for as long one may take what was rebuilt for it and keep its turn
 
 
 def clock_ms() -> float:

@@ -27,6 +27,19 @@ from serve.views.view import SubscriberView, touched_rows
 _EXACT = Context(prec=76)  # decimal128 has 38 digits; this adds up 10^38 of them without rounding
 
 
+MAX_GROUPS = 100_000
+OPENING_ROWS = 1_000  # at a time, so that nobody waits for a large table to be grouped
+_ARROW = {
+    INT: pa.int64(),
+    FLOAT: pa.float64(),
+    DECIMAL: pa.decimal256(76, 18),
+    TEXT: pa.string(),
+    BOOL: pa.bool_(),
+    TIMESTAMP: pa.timestamp("us"),
+    DATE: pa.date32(),
+}
+
+
 class Accumulator:
     """Takes values in and out; never NULL."""
 
@@ -147,19 +160,6 @@ class DistinctCount(Accumulator):
 
     def result(self) -> int:
         return len(self._counts)
-
-
-MAX_GROUPS = 100_000
-OPENING_ROWS = 1_000  # at a time, so that nobody waits for a large table to be grouped
-_ARROW = {
-    INT: pa.int64(),
-    FLOAT: pa.float64(),
-    DECIMAL: pa.decimal256(76, 18),
-    TEXT: pa.string(),
-    BOOL: pa.bool_(),
-    TIMESTAMP: pa.timestamp("us"),
-    DATE: pa.date32(),
-}
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,16 @@ OTHER: Final = "other"
 NUMBERS: Final = (INT, FLOAT, DECIMAL)
 
 
+EXTRACTS = {
+    "YEAR": exp.Year,
+    "MONTH": exp.Month,
+    "DAY": exp.Day,
+    "HOUR": exp.Hour,
+    "MINUTE": exp.Minute,
+    "SECOND": exp.Second,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Columns:
     """Columns by name, for one description of a table.
@@ -145,15 +155,6 @@ FUNCTIONS: dict[type[exp.Expr], Function | None] = {
     exp.Nullif: None,
 }
 """By sqlglot's node: docs/protocol.md lists their names."""
-
-EXTRACTS = {
-    "YEAR": exp.Year,
-    "MONTH": exp.Month,
-    "DAY": exp.Day,
-    "HOUR": exp.Hour,
-    "MINUTE": exp.Minute,
-    "SECOND": exp.Second,
-}
 
 
 def like(pattern: str, escape: str | None, *, fold: bool) -> Callable[[str], bool]:

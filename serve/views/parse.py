@@ -58,6 +58,11 @@ _ARGUMENTS: dict[type[exp.Expr], frozenset[str]] = {
 """What a node may carry: an argument that nobody here reads would be a condition that nobody checks."""
 
 
+MAX_ITEMS = 64
+_HOW = (exp.Count, exp.Sum, exp.Min, exp.Max, exp.Avg)
+_CLAUSES = {"expressions": "SELECT", "from_": "FROM", "from": "FROM", "where": "WHERE", "group": "GROUP BY"}
+
+
 def parse_condition(sql: str, columns: Columns) -> exp.Expr | None:
     """The condition with columns spelled as in the table, without comments and redundant parentheses. None for no text.
 
@@ -165,11 +170,6 @@ def _named(node: exp.Expr) -> str:
     if isinstance(node, exp.Query):
         return "a query"
     return node.key.upper()
-
-
-MAX_ITEMS = 64
-_HOW = (exp.Count, exp.Sum, exp.Min, exp.Max, exp.Avg)
-_CLAUSES = {"expressions": "SELECT", "from_": "FROM", "from": "FROM", "where": "WHERE", "group": "GROUP BY"}
 
 
 def parse_select(sql: str, table: TableInfo) -> exp.Select:

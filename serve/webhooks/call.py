@@ -28,6 +28,11 @@ _MAX_URL = 2_048
 _SHARED = ipaddress.ip_network("64:ff9b::/96")  # NAT64: IPv4 within, judged as such
 
 
+_PREFIX = "whsec_"
+_SECRET_BYTES = 32
+_REST_BYTES, _REST_S = 65_536, 1.0
+
+
 class Forbidden(ServeError):
     """An address that webhooks may not call.
 
@@ -119,11 +124,6 @@ def is_public(text: str) -> bool:
         if inner is not None:
             return is_public(str(inner))
     return address.is_global and not address.is_multicast and not address.is_reserved
-
-
-_PREFIX = "whsec_"
-_SECRET_BYTES = 32
-_REST_BYTES, _REST_S = 65_536, 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,13 @@ _LENGTHS = struct.Struct(">II")
 _SKIPPED = frozenset({"resumed", "slow", "heartbeat", "error"})
 
 
+WINDOW = 16
+_LONGEST_S = 300.0
+_MOVED_S = 1.0  # how often a position is stored that nothing had to be delivered for
+_PAUSE_S = 5.0  # before a table, a key or a place is asked for again
+_LOOK_S = 1.0
+
+
 class HookCodec:
     """Length-prefixed messages, with empty changes marked."""
 
@@ -142,12 +149,6 @@ class HookLink:
         if not self._records:
             self._empty.set()
         return record
-
-
-WINDOW = 16
-_LONGEST_S = 300.0
-_MOVED_S = 1.0  # how often a position is stored that nothing had to be delivered for
-_PAUSE_S = 5.0  # before a table, a key or a place is asked for again
 
 
 class Gone(ServeError):
@@ -350,9 +351,6 @@ def delivery_id(hook: Webhook, record: LinkRecord, sent: str) -> str:
     """
     parts = (hook.id.encode(), record.kind.encode(), (record.position or sent).encode(), record.body)
     return "msg_" + hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
-
-
-_LOOK_S = 1.0
 
 
 class WebhookFleet:

@@ -20,6 +20,21 @@ from serve.webhooks.sealed import Plain, SecretSealer
 DELIVERED, DEAD, FAILING = "delivered", "dead", "failing"
 
 
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS webhooks (
+  id TEXT PRIMARY KEY, key TEXT NOT NULL, tbl TEXT NOT NULL, url TEXT NOT NULL, secret TEXT NOT NULL,
+  cond TEXT NOT NULL, cols TEXT NOT NULL, conflate INTEGER NOT NULL, created INTEGER NOT NULL,
+  position TEXT NOT NULL DEFAULT '', state TEXT NOT NULL DEFAULT 'active', detail TEXT NOT NULL DEFAULT '',
+  sent TEXT NOT NULL DEFAULT '', sel TEXT NOT NULL DEFAULT '');
+CREATE TABLE IF NOT EXISTS deliveries (
+  seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, webhook TEXT NOT NULL, kind TEXT NOT NULL,
+  position TEXT NOT NULL, body BLOB NOT NULL, state TEXT NOT NULL, attempts INTEGER NOT NULL, status INTEGER NOT NULL,
+  error TEXT NOT NULL, at INTEGER NOT NULL);
+CREATE INDEX IF NOT EXISTS by_webhook ON deliveries (webhook, state, seq);
+"""
+_FIELDS = "id, webhook, kind, position, body, state, attempts, status, error, at"
+
+
 @dataclass(frozen=True, slots=True)
 class Webhook:
     """A registered webhook.
@@ -75,21 +90,6 @@ class WebhookDelivery:
     status: int = 0
     error: str = ""
     at: int = 0
-
-
-_SCHEMA = """
-CREATE TABLE IF NOT EXISTS webhooks (
-  id TEXT PRIMARY KEY, key TEXT NOT NULL, tbl TEXT NOT NULL, url TEXT NOT NULL, secret TEXT NOT NULL,
-  cond TEXT NOT NULL, cols TEXT NOT NULL, conflate INTEGER NOT NULL, created INTEGER NOT NULL,
-  position TEXT NOT NULL DEFAULT '', state TEXT NOT NULL DEFAULT 'active', detail TEXT NOT NULL DEFAULT '',
-  sent TEXT NOT NULL DEFAULT '', sel TEXT NOT NULL DEFAULT '');
-CREATE TABLE IF NOT EXISTS deliveries (
-  seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, webhook TEXT NOT NULL, kind TEXT NOT NULL,
-  position TEXT NOT NULL, body BLOB NOT NULL, state TEXT NOT NULL, attempts INTEGER NOT NULL, status INTEGER NOT NULL,
-  error TEXT NOT NULL, at INTEGER NOT NULL);
-CREATE INDEX IF NOT EXISTS by_webhook ON deliveries (webhook, state, seq);
-"""
-_FIELDS = "id, webhook, kind, position, body, state, attempts, status, error, at"
 
 
 class WebhookStore:

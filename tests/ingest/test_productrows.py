@@ -85,26 +85,3 @@ def test_keys_of_several_widths_each_find_their_own(lake: Lake) -> None:
         ("Ulm",): [1, 2], ("Bonn", "2"): [2], ("Ulm", "1"): [1], ("Ulm", "1", "x"): [], ("Kiel",): [],
     }  # fmt: skip
     assert rows.width("traffic") == 2
-
-
-def test_partial_rows_are_folded(lake: Lake) -> None:
-    fold = {"n": "sum", "most": "max"}
-    commit(lake, "sums", [{"city": "Ulm", "n": 1, "most": 5}], key="city", fold=fold)
-    commit(
-        lake,
-        "sums",
-        [{"city": "Ulm", "n": 2, "most": 3}, {"city": "Bonn", "n": 7, "most": 1}],
-        key="city",
-        fold=fold,
-        mode="append",
-    )
-    assert ProductRows(lake).by_key("sums", ["Ulm"]).rows == [{"city": "Ulm", "n": 3, "most": 5}]
-
-
-def test_of_rows_by_version_the_latest_counts(lake: Lake) -> None:
-    fold = {"price": "latest", "at": "latest"}
-    for price, at in ((10, 2), (20, 3), (30, 1)):
-        commit(
-            lake, "offers", [{"sku": "a", "price": price, "at": at}], key="sku", fold=fold, order="at", mode="append"
-        )
-    assert ProductRows(lake).by_key("offers", ["a"]).rows == [{"sku": "a", "price": 20, "at": 3}]
