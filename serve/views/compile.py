@@ -314,12 +314,7 @@ class _FilterCompiler:
             left, right = unary(float, left), unary(float, right)
         if isinstance(node, exp.Mod):
             return kind, binary(finite(remainder), left, right)
-        calls: dict[Any, Callable[[Any, Any], Any]] = {
-            exp.Add: operator.add,
-            exp.Sub: operator.sub,
-            exp.Mul: operator.mul,
-        }
-        return kind, binary(finite(calls[type(node)]), left, right)
+        return kind, binary(finite(_ARITHMETIC[type(node)]), left, right)
 
     def _coalesce(self, nodes: list[exp.Expr]) -> Typed:
         found = [self.expression(node) for node in nodes]

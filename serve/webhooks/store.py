@@ -11,8 +11,9 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from lakehouse.contract.errors import EnvironmentProblem
 from serve.webhooks.sealed import Plain, SecretSealer
@@ -32,7 +33,10 @@ CREATE TABLE IF NOT EXISTS deliveries (
   error TEXT NOT NULL, at INTEGER NOT NULL);
 CREATE INDEX IF NOT EXISTS by_webhook ON deliveries (webhook, state, seq);
 """
-_FIELDS = "id, webhook, kind, position, body, state, attempts, status, error, at"
+# Columns in the order of the fields of Webhook and WebhookDelivery
+_WEBHOOK = "id, key, tbl, url, secret, cond, cols, conflate, created, sel"
+_COLUMNS_AT = 6
+_DELIVERY = "id, webhook, kind, position, body, state, attempts, status, error, at"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,48 +139,24 @@ class WebhookStore:
         with self._changing() as db:
             if db.execute("SELECT count(*) FROM webhooks").fetchone()[0] >= most:
                 return False
+            sealed = replace(webhook, secret=self._sealer.seal(webhook.secret))
+            fields = [",".join(each) if isinstance(each, tuple) else each for each in astuple(sealed)]
             db.execute(
-                "INSERT INTO webhooks (id, key, tbl, url, secret, cond, cols, conflate, created, sel, position, sent)"
-                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (
-                    webhook.id,
-                    webhook.key,
-                    webhook.table,
-                    webhook.url,
-                    self._sealer.seal(webhook.secret),
-                    webhook.where,
-                    ",".join(webhook.columns),
-                    int(webhook.conflate),
-                    webhook.created,
-                    webhook.select,
-                    position,
-                    position,
-                ),
+                f"INSERT INTO webhooks ({_WEBHOOK}, position, sent) VALUES ({_marks(len(fields) + 2)})",  # noqa: S608
+                [*fields, position, position],
             )
             return True
 
     def all(self) -> dict[str, Webhook]:
         """Webhooks by id, oldest first."""
         with self._lock:
-            rows = self._db.execute(
-                "SELECT id, key, tbl, url, secret, cond, cols, conflate, created, sel FROM webhooks"
-                " ORDER BY created, id"
-            ).fetchall()
-        return {
-            row[0]: Webhook(
-                row[0],
-                row[1],
-                row[2],
-                row[3],
-                self._sealer.open(row[4]),
-                row[5],
-                tuple(filter(None, row[6].split(","))),
-                bool(row[7]),
-                row[8],
-                row[9],
-            )
-            for row in rows
-        }
+            rows = self._db.execute(f"SELECT {_WEBHOOK} FROM webhooks ORDER BY created, id").fetchall()  # noqa: S608
+        return {row[0]: self._webhook(*row) for row in rows}
+
+    def _webhook(self, *row: Any) -> Webhook:
+        hook = Webhook(*row)
+        columns = tuple(filter(None, row[_COLUMNS_AT].split(",")))
+        return replace(hook, secret=self._sealer.open(hook.secret), columns=columns, conflate=bool(hook.conflate))
 
     def progress(self, webhook: str) -> tuple[str, str, str]:
         """Position, state (``active``, ``failing`` or ``stopped``) and why."""
@@ -215,21 +195,10 @@ class WebhookStore:
         """Store a delivery's state, and the webhook's position if given. The oldest deliveries are dropped."""
         with self._changing() as db:
             db.execute(
-                f"INSERT INTO deliveries ({_FIELDS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"  # noqa: S608 - names
+                f"INSERT INTO deliveries ({_DELIVERY}) VALUES ({_marks(10)})"  # noqa: S608 - names
                 " ON CONFLICT (id) DO UPDATE SET body = excluded.body, state = excluded.state,"
                 " attempts = excluded.attempts, status = excluded.status, error = excluded.error, at = excluded.at",
-                (
-                    delivery.id,
-                    delivery.webhook,
-                    delivery.kind,
-                    delivery.position,
-                    delivery.body,
-                    delivery.state,
-                    delivery.attempts,
-                    delivery.status,
-                    delivery.error,
-                    delivery.at,
-                ),
+                astuple(delivery),
             )
             if position is not None:
                 db.execute("UPDATE webhooks SET position = ?1, sent = ?1 WHERE id = ?2", (position, delivery.webhook))
@@ -247,7 +216,7 @@ class WebhookStore:
         state = "state = ?" if dead else "? <> ''"
         with self._lock:
             rows = self._db.execute(
-                f"SELECT seq, {_FIELDS} FROM deliveries WHERE webhook = ? AND {state} AND seq < ?"  # noqa: S608
+                f"SELECT seq, {_DELIVERY} FROM deliveries WHERE webhook = ? AND {state} AND seq < ?"  # noqa: S608
                 " ORDER BY seq DESC LIMIT ?",
                 (webhook, DEAD, 2**62 if before is None else before, limit),
             ).fetchall()
@@ -256,7 +225,7 @@ class WebhookStore:
     def dead(self, webhook: str, delivery: str) -> WebhookDelivery | None:
         with self._lock:
             row = self._db.execute(
-                f"SELECT {_FIELDS} FROM deliveries WHERE webhook = ? AND id = ? AND state = ?",  # noqa: S608
+                f"SELECT {_DELIVERY} FROM deliveries WHERE webhook = ? AND id = ? AND state = ?",  # noqa: S608
                 (webhook, delivery, DEAD),
             ).fetchone()
         return None if row is None else WebhookDelivery(*row)
@@ -282,3 +251,7 @@ class WebhookStore:
                 self._db.execute("ROLLBACK")
                 raise
             self._db.execute("COMMIT")
+
+
+def _marks(count: int) -> str:
+    return ", ".join("?" * count)
