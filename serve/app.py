@@ -52,7 +52,7 @@ OTHER_FILES = 256  # tables, logs, workers, requests
 _BACKLOG = 4_096
 _STOP_S = 3
 _BEAT_S = 0.02
-_AGAIN_S = 0.1  # after something failed that should not
+_AGAIN_S = 0.1  # after an unexpected failure
 
 
 def allow_files(subscribers: int) -> int:
@@ -62,7 +62,7 @@ def allow_files(subscribers: int) -> int:
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = subscribers + OTHER_FILES
-    with contextlib.suppress(ValueError, OSError):  # a hard limit beyond what the kernel knows
+    with contextlib.suppress(ValueError, OSError):  # the hard limit may be beyond the kernel's
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         soft = hard
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -196,7 +196,7 @@ async def run_server(
         stopper.cancel()
         listener.close()
         if alone:
-            gc.unfreeze()  # else DuckDB finds its own types leaked when the interpreter ends, and says so at length
+            gc.unfreeze()  # else DuckDB reports its own types as leaked when the interpreter ends
 
 
 class _UvicornServer(uvicorn.Server):

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 _MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _MOVES = {"snapshot", "resumed", "change"}
 _REFUSALS = {4400, 4404}
-_SILENCE_S = 60.0  # without a heartbeat for this long, the connection is taken for dead
+_SILENCE_S = 60.0  # without a heartbeat for this long, the connection is dead
 
 
 @dataclass(eq=False, slots=True)
@@ -159,7 +159,7 @@ class Subscription:
         assert self._task is not None
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        if kind is None:  # a reader that left its loop in peace has processed what it was given
+        if kind is None:  # a reader that left its loop normally has processed its message
             for reader in self._readers:
                 await reader.finish()
 

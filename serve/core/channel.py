@@ -23,11 +23,11 @@ from serve.views.aggregate import AggregateView
 from serve.views.view import LiveView, RowsView, SubscriberView, filter_errors, rows_before
 from serve.views.visibility import view_of, visible
 
-SLICE_ROWS = 1_000  # of a snapshot that are worked on before others have their turn: 1 to 3 ms
-INLINE_ROWS = 2_000  # a table of so many is not worth slicing
-_HISTORY = 256  # changes kept as rows, so that a new view can be served from a little while ago without reading files
+SLICE_ROWS = 1_000  # of a snapshot, built before others get their turn: 1 to 3 ms
+INLINE_ROWS = 2_000  # tables up to this size are not sliced
+_HISTORY = 256  # recent changes kept as rows, to serve a new view from an older position without reading files
 _HISTORY_ROWS = 50_000
-_VIEWS = 4_096  # as they were asked for, so that the same text is not parsed again
+_VIEWS = 4_096  # parsed views by request text
 
 
 class ViewStream:
@@ -42,10 +42,10 @@ class ViewStream:
         self.wire_channels: dict[str, WireChannel] = {}
         self.waiting: set[Subscriber] = set()  # for a snapshot
         self.snapshot: SharedSnapshot | None = None
-        self.work: Iterator[None] | None = None  # what is to be done in slices before they can have one
-        self.total = 0  # bytes of messages made, ever
+        self.work: Iterator[None] | None = None  # builds a snapshot in slices
+        self.total = 0  # bytes of all messages so far
         self.empty_since: float | None = None
-        self.ended: RequestError | None = None  # why nothing more comes of it
+        self.ended: RequestError | None = None  # why the stream has ended
         self._start_over()
 
     @property
@@ -80,7 +80,7 @@ class ViewStream:
 
     def run_slice(self) -> bool:
         """Do a slice of :attr:`work`; True if it was the last. Raises FilterError if the view fails on a row."""
-        work, self.work = self.work, None  # nothing is left of work that fails
+        work, self.work = self.work, None  # work that fails is dropped
         with filter_errors(self.view):
             if work is None or next(work, True) is True:
                 return True
@@ -140,7 +140,7 @@ class ViewStream:
             assert isinstance(self.live, AggregateView)
             yield from self.live.opening(unread)
             self.opened = True
-            yield  # commits that came meanwhile are taken in now
+            yield  # the caller applies commits that came meanwhile
         table, position, total, facts = self.live.table, self.head, self.total, self.channel.state.facts
         waiting = self.live.source(self.channel.state.rows)
         runs: list[list[tuple[Key, Row]]] = []
@@ -198,7 +198,7 @@ class Channel:
         self.spec = spec
         self.settings = settings
         self.seal = seal
-        self.interval_ms: float | None = None  # between commits that brought events, as a moving average
+        self.interval_ms: float | None = None  # moving average between commits with events
         self._history: deque[TableChange] = deque()
         self._history_rows = 0
         self._views: dict[tuple[object, ...], SubscriberView] = {}

@@ -25,8 +25,8 @@ HEAD = b"millrace"
 CHANGE_COLUMN = "_change"
 
 
-LEAST_COMPRESSED = 256  # bytes; below that deflate saves less than a packet's header
-_LEVEL = 1  # level 6 takes three times as long for a tenth less
+LEAST_COMPRESSED = 256  # bytes; below, deflate saves less than a packet's header
+_LEVEL = 1  # level 6 takes three times as long and saves a tenth more
 _EMPTY_BLOCK = b"\x00\x00\xff\xff"
 
 

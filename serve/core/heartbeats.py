@@ -16,13 +16,13 @@ from serve.core.subscriber import Outgoing, Subscriber
 log = logging.getLogger(__name__)
 
 TOO_SLOW = 4408
-LINGER_MS = 30_000  # a view that nobody looks through any more is kept up to date for a while: they may come back
-SNAPSHOT_MS = 30_000  # a snapshot of a filter, for others who ask the same
-# As long as a ping may be on its way and back. Then nothing more is written to who has not answered: what a stopped
-# reader's socket still takes would cost the others the time to write it.
+LINGER_MS = 30_000  # an unused view is kept up to date for a while: its subscribers may come back
+SNAPSHOT_MS = 30_000  # life of a filter's snapshot, for others that ask alike
+# How long a ping and its pong may take. Then nothing more is written to a subscriber that has not answered: filling a
+# stopped reader's socket would cost the others the time to write.
 SILENT_MS = 1_000
-SLICE = 100  # heartbeats at a time, about 1 ms, and as much again for the pongs
-SPREAD = 2  # all have theirs within this part of the pause between heartbeats: a half
+SLICE = 100  # heartbeats at a time: about 1 ms, and as much again for the pongs
+SPREAD = 2  # all are sent within this fraction (1/2) of the pause between heartbeats
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def beats(some: Slice, now: float, at: int) -> Iterator[Outgoing]:
     groups: dict[int, list[Subscriber]] = {}
     for subscriber in some.members:
         has_everything = subscriber.live or subscriber.idle
-        held = (subscriber.room == 0 or subscriber.silent) and not subscriber.paused  # by its window, or by us
+        held = (subscriber.room == 0 or subscriber.silent) and not subscriber.paused  # held back by its window or by us
         if subscriber.wire_channel is not wire_channel or not (has_everything or held):
             continue
         if subscriber.waiting_since is None and wire_channel.codec.answers:

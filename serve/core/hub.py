@@ -29,7 +29,7 @@ from serve.security.access import Principal
 from serve.tables.state import TableState
 from serve.views.view import SubscriberView
 
-SLICE_BYTES = 131_072  # most that a trailing subscriber is handed at once
+SLICE_BYTES = 131_072  # most that a trailing subscriber gets at once
 
 
 MAX_WINDOW = 10_000
@@ -114,8 +114,8 @@ class Hub:
         self.channels = self.streams.channels
         self.counters = self.streams.counters
         self._beat_at = float("-inf")
-        self._beats: Iterator[heartbeats.Slice] | None = None  # whose heartbeat is due yet
-        self._beaten = 0  # who had theirs, of those
+        self._beats: Iterator[heartbeats.Slice] | None = None  # rest of the current round of heartbeats
+        self._beaten = 0  # heartbeats sent in this round
 
     # Events from tables
 

@@ -14,7 +14,7 @@ from serve.core.model import TableChange, TableInfo
 from serve.core.position import Position, Seal
 from serve.core.values import encode_rows, to_json
 
-PART_BYTES = 262_144  # rows of one message; part of what positions mean: all server processes must split alike
+PART_BYTES = 262_144  # rows of one message; positions depend on it: all server processes must split alike
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ WHOLE = bytes(8)
 
 KEY_FILE = "position.key"
 _FORMAT = struct.Struct(">BQI8s")
-_UUID, _TEXT = 3, 4  # forms of the table id; 1 and 2 were those of unsigned positions
+_UUID, _TEXT = 3, 4  # forms of the table id
 _TOKEN = re.compile(r"[A-Za-z0-9_-]+")
 _MAX_LENGTH = 300
 _TAG_BYTES = 12  # of HMAC-SHA-256, truncated as RFC 2104, section 5 allows (not less than 80 bits)
@@ -63,7 +63,7 @@ class Seal:
     def __init__(self, key: bytes) -> None:
         self._key = key
         self._signer = hmac.new(key, digestmod="sha256")
-        # Cached: the next message starts from where the last one ended. Asked by several threads.
+        # Cached: the next message starts from where the last one ended. Several threads use it.
         self._written = lru_cache(_WRITTEN_KEPT)(self._text)
 
     def __repr__(self) -> str:
@@ -99,7 +99,7 @@ class Seal:
         return base64.urlsafe_b64encode(raw + self._tag(raw)).rstrip(b"=").decode()
 
     def _tag(self, raw: bytes) -> bytes:
-        signer = self._signer.copy()  # half of what it costs to begin with the key
+        signer = self._signer.copy()  # half the cost of starting from the key
         signer.update(raw)
         return signer.digest()[:_TAG_BYTES]
 
@@ -122,7 +122,7 @@ def lake_seal(state: Path) -> Seal:
         draft.touch(mode=0o600, exist_ok=False)
         try:
             draft.write_bytes(secrets.token_bytes(_KEY_BYTES))
-            with suppress(FileExistsError):  # another process was first: its key it is
+            with suppress(FileExistsError):  # another process was first: use its key
                 path.hardlink_to(draft)
         finally:
             draft.unlink()
@@ -143,7 +143,7 @@ def _checked(path: Path) -> bytes:
 
 @lru_cache(1_024)
 def _packed(table_id: str) -> tuple[int, bytes]:
-    try:  # the Delta protocol says GUID, and holds nobody to it
+    try:  # the Delta protocol says GUID but does not enforce it
         ident = uuid.UUID(table_id)
     except ValueError:
         return _TEXT, table_id.encode()

@@ -17,7 +17,7 @@ from serve.core.messages import PART_BYTES, Message, merged
 from serve.core.position import Position, Seal
 from serve.core.subscriber import Subscriber
 
-_MERGES_KEPT = 4  # those who lag together share the merged change
+_MERGES_KEPT = 4  # subscribers that lag together share a merged change
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ class WireChannel:
         self.trailing: set[Subscriber] = set()
         self._conflates = conflates
         self._seal = seal
-        self._listed: tuple[Subscriber, ...] | None = None  # those who are live, as long as they are the same
+        self._listed: tuple[Subscriber, ...] | None = None  # cached tuple of ``live``
         self._merges: dict[tuple[int, int], tuple[bytes, int]] = {}
 
     def members(self) -> tuple[Subscriber, ...]:

@@ -42,10 +42,10 @@ class ViewStreams:
         self.seal = seal
         self.channels: dict[str, Channel] = {}
         self.counters = Counters()
-        self.now = 0.0  # of the event that is being handled
+        self.now = 0.0  # of the current event
         self._codecs = tuple(codecs)
         self._busy: deque[ViewStream] = deque()
-        self._owed: list[Outgoing] = []  # by what could not hand them out itself
+        self._owed: list[Outgoing] = []  # made where they could not be returned
         self._working = working
 
     @property
@@ -132,7 +132,7 @@ class ViewStreams:
         missed = stream.channel.since(stream.version)
         deliveries: list[Outgoing] = []
         try:
-            if missed is None:  # more has happened while it was made than is kept: it begins anew
+            if missed is None:  # it missed more changes than are kept: start over
                 stream.restarted()
                 for subscriber in stream.members():
                     self.start_over(subscriber, "lagged", "the table changed faster than the view of it was made")

@@ -99,22 +99,22 @@ class Subscriber:
         self.stream: ViewStream | None = None
         self.wire_channel: WireChannel | None = None
         self.cursor = 0
-        self.at: Position | None = None  # where the bytes handed out so far bring it, while it is not live
+        self.at: Position | None = None  # position after the bytes handed out so far, while it is not live
         self.backlog: list[tuple[bytes, Position | None]] = []  # goes out before anything else
         self.snapshot: SharedSnapshot | None = None  # goes out after the backlog
         self.parts = 0  # of the snapshot, sent so far
         self.live = False
         self.idle = False  # has everything, and a window
         self.paused = False
-        self.silent = False  # a ping of it is unanswered: it is handed nothing until it gives a sign
+        self.silent = False  # it left a ping unanswered: it gets nothing until it shows a sign of reading
         self.replaying = False
         self.told_slow = False
         self.conflate = False
         self.window = 0
-        self.unacked: list[Position] = []  # of changes sent, where there is a window; never longer than it
-        self.waiting_since: float | None = None  # since when it has given no sign of reading, ms
+        self.unacked: list[Position] = []  # changes sent and not acknowledged, if it has a window
+        self.waiting_since: float | None = None  # no sign of reading since then, ms
         self.asked_at = 0  # the ring's next number when it was pinged
-        self.acked: int | None = None  # the message after the last one that it says it has processed
+        self.acked: int | None = None  # cursor after the last acknowledged message
 
     @property
     def room(self) -> int | None:

@@ -54,10 +54,10 @@ def to_json(value: Any) -> bytes:
 
 def encode_rows(columns: Sequence[str], rows: Iterable[Row]) -> list[bytes]:
     """One JSON object a row."""
-    rows = list(rows)  # they are gone through twice where there are large integers
+    rows = list(rows)  # iterated twice if there are large integers
     try:
         return [orjson.dumps(dict(zip(columns, row, strict=True)), default=_other, option=_OPTIONS) for row in rows]
-    except TypeError as error:  # an integer beyond 64 bits is the one thing orjson neither takes nor asks about
+    except TypeError as error:  # orjson neither accepts integers beyond 64 bits nor calls `default` for them
         if "64-bit" not in str(error):
             raise
         return [to_json({name: _wide(value) for name, value in zip(columns, row, strict=True)}) for row in rows]

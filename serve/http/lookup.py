@@ -39,8 +39,8 @@ from serve.views.view import RowsView, SubscriberView
 MAX_ROWS = 1_000
 EVENT_ID = "event_id"
 _READ_THROUGH_BYTES = 8_388_608
-_LONGEST_ID = 256  # of those that are kept
-_STEP = 5_000  # keys that an index takes in before others have their turn: 2 ms
+_LONGEST_ID = 256  # longer ids are not cached
+_STEP = 5_000  # keys indexed before others get their turn: 2 ms
 _VIEWS = 1_024
 _EXTRA = frozenset({"limit"})
 _NO_ROWS = b"[]"
@@ -148,14 +148,14 @@ class Index:
                     self._version = change.version
 
     async def _build(self) -> None:
-        self._version = -1  # whoever asks meanwhile waits
+        self._version = -1  # callers wait meanwhile
         self._keys.clear()
         version = self._channel.state.version
         for count, key in enumerate(list(self._channel.state.rows), 1):
             self._keys.setdefault(key[: self._width], set()).add(key)
             if count % _STEP == 0:
                 await asyncio.sleep(0)
-        self._version = version  # what came meanwhile is taken in from the channel's recent changes
+        self._version = version  # later changes come from the channel's recent ones
 
     def _drop(self, key: Key) -> None:
         held = self._keys.get(key[: self._width])

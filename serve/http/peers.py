@@ -28,7 +28,7 @@ _HOST = "127.0.0.1"
 _PATIENCE_S = 2.0
 _MOST_BYTES = 16_777_216  # of an answer
 _MOST_ASKED = 65_536  # bytes of a request
-_FRESH_S = 10.0  # a request that somebody overheard is good for nothing later
+_FRESH_S = 10.0  # so that an overheard request cannot be replayed later
 _MAC_CHARS = 64
 
 Answer = Callable[[dict[str, Any]], Awaitable[Any]]
@@ -76,7 +76,7 @@ class Peers:
         found = []
         for path in sorted(self._folder.glob("*.json")):
             if path != self._note:
-                with contextlib.suppress(OSError, ValueError, KeyError):  # it is just being written, or removed
+                with contextlib.suppress(OSError, ValueError, KeyError):  # it is being written or removed
                     note = orjson.loads(path.read_bytes())
                     found.append((path, str(note["name"]), int(note["port"])))
         return found

@@ -160,7 +160,7 @@ async def tables(request: Request) -> Response:
                 "position_lives_ms": state.table.retention_ms,
                 "committed_at": state.facts.committed_at,
             }
-            if whole:  # how many others there are is not for one who sees a part
+            if whole:  # counts are hidden from callers that see only a part
                 entry |= {"rows": len(state.rows), "subscribers": channel.members()}
         elif why := known.problems.get(table.name):
             entry["detail"] = why
@@ -206,7 +206,7 @@ class Web(StaticFiles):
 
 
 ROUTES: list[BaseRoute] = [
-    Route("/v1/tables/{name}/{key:path}", lookup.row),  # the first that is tried: it comes by the thousand
+    Route("/v1/tables/{name}/{key:path}", lookup.row),  # first, because it is called by the thousand
     Route("/v1/tables", tables),
     Route("/v1/tables/{name}", rows),
     Route("/v1/poll", longpoll.poll),

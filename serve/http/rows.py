@@ -42,14 +42,14 @@ from serve.views.visibility import NOT_SERVED, view_of
 K = TypeVar("K", bound=Hashable)
 
 CACHE_BYTES = 33_554_432
-ENTRY_BYTES = 256  # of one without a body
+ENTRY_BYTES = 256  # overhead of an entry
 
 
 MAX_LIMIT = 100_000
-_AT_ONCE = 4  # bodies being made; the others wait their turn
+_AT_ONCE = 4  # bodies built at a time; others wait
 _EXTRA = frozenset({"limit", "as_of"})
 GONE = 4410
-_KEPT = 4  # states of older versions in memory: a page asks for the same one several times
+_KEPT = 4  # older versions in memory: a page asks for the same one several times
 
 
 class ByteCache(Generic[K]):

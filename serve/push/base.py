@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GOING_AWAY = 1001
-UNSENT_BYTES = 131_072  # more than this the kernel does not hold back for a subscriber that does not read
+UNSENT_BYTES = 131_072  # most that the kernel holds for a subscriber that does not read
 
 
 def _nowhere(data: bytes) -> None:
@@ -66,13 +66,13 @@ class SubscriberConnection(asyncio.Protocol):
         for subscriber in self.subscribers:
             subscriber.label = self.peer
         if transport.get_extra_info("sslcontext") is None:
-            # Whatever the socket takes goes out at once. Else uvloop gathers what is written in a turn of the loop: the
-            # first subscriber of 10,000 would wait until the last one's bytes are handed over, about 10 ms.
+            # Write at once what the socket takes. By default uvloop collects what is written in a turn of the loop: the
+            # first of 10,000 subscribers would wait for the last one's bytes, about 10 ms.
             self.transport.set_write_buffer_limits(0)
         raw: socket.socket | None = transport.get_extra_info("socket")
         if raw is not None and hasattr(socket, "TCP_NOTSENT_LOWAT") and raw.family != socket.AF_UNIX:
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_BYTES)
-            # A peer that is gone without a word acknowledges nothing: the kernel tells, and later than our own cut.
+            # A peer that vanished acknowledges nothing: the kernel reports it, later than our own cut.
             patience = self.hub.settings.cut_after_ms + 5_000
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience)
 
@@ -81,8 +81,7 @@ class SubscriberConnection(asyncio.Protocol):
         self.shut()
         self._connections.discard(self)
         self._left()
-        for subscriber in self.subscribers:
-            self.hub.unsubscribed(subscriber)
+        self.unsubscribe()
         for task in self._tasks:
             task.cancel()
         self._release()
@@ -140,6 +139,11 @@ class SubscriberConnection(asyncio.Protocol):
         self.access.enter(self.principal, self)
         self._entered = True
         return self.principal
+
+    def unsubscribe(self) -> None:
+        """End all subscriptions of this connection."""
+        for subscriber in self.subscribers:
+            self.hub.unsubscribed(subscriber)
 
     def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a task for this connection; its failure closes the connection."""

@@ -23,8 +23,8 @@ from serve.tables.tables import Tables, clock_ms, now_ms
 
 MAX_WAIT_S = 60
 DEFAULT_WAIT_S = 25
-MAX_BYTES = 1_048_576  # of changes in one answer; a snapshot comes whole
-_FIRST_BYTES_S = 60.0  # that a snapshot or a replay may take before its first bytes are there
+MAX_BYTES = 1_048_576  # of changes in one answer; a snapshot is never split
+_FIRST_BYTES_S = 60.0  # until a snapshot or a replay must have its first bytes
 POSITION_HEADER = "Millrace-Position"
 _EXTRA = frozenset({"wait", "codec"})
 

@@ -19,7 +19,7 @@ from serve.security.access import Access, Credentials, OpenAccess, Principal
 from serve.views.parse import MAX_LENGTH
 
 PARAMETERS = frozenset({"table", "from", "where", "columns", "select", "conflate", "window"})
-"""What a subscription takes; a transport may take more. The README of it is docs/protocol.md."""
+"""What a subscription takes; a transport may take more. See docs/protocol.md."""
 TICKET = "ticket"
 """Parameter that stands for a key (:mod:`serve.security.gate`); any address may have it."""
 _MAX_QUERY = 16_384
@@ -41,11 +41,11 @@ def problem(status: int, detail: str, code: str = "") -> Response:
 
 def refused(error: RequestError) -> Response:
     response = problem(error.status, error.detail, error.code)
-    response.headers.update(hints(error))
+    response.headers.update(_hints(error))
     return response
 
 
-def hints(error: RequestError) -> dict[str, str]:
+def _hints(error: RequestError) -> dict[str, str]:
     """Headers that tell a client what to do next."""
     if error.close == RequestError.UNAUTHORIZED:
         return {"WWW-Authenticate": 'Bearer realm="millrace"'}
@@ -172,7 +172,7 @@ def texts_of(content: Any) -> dict[str, str]:
 
 def admitted(request: Request) -> Principal:
     """The principal of an HTTP request. Raises RequestError."""
-    known: Principal | None = getattr(request.state, "principal", None)  # serve.security.door was asked already
+    known: Principal | None = getattr(request.state, "principal", None)  # by serve.http.routes.AccessMiddleware
     if known is not None:
         return known
     access: Access = getattr(request.state, "access", None) or OpenAccess()

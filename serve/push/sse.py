@@ -19,17 +19,16 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from serve.core import messages
 from serve.core.messages import Message
 from serve.core.model import SubscribeRequest
-from serve.core.values import to_json
 from serve.errors import RequestError
 from serve.push.base import SubscriberConnection
-from serve.push.request import credentials, hints, invalid, query_of, subscription_of
+from serve.push.request import credentials, invalid, query_of, refused, subscription_of
 
 if TYPE_CHECKING:
     from uvicorn.server import ServerState
 
 PATHS = (b"/v1/subscribe", b"/v1/sse")
 KIND = b"text/event-stream"
-RETRY_MS = 1_000  # give or take a half, so that those who lost one server do not find the next one at the same moment
+RETRY_MS = 1_000  # ± 50 %, so that not all clients of a lost server reconnect at the same moment
 _CLOSE_S = 2.0
 
 
@@ -40,7 +39,7 @@ class SseCodec:
     """Unnamed events (``onmessage``); the type is in the data, one line of JSON."""
 
     name = "sse json"
-    answers = False  # nothing comes back on this connection
+    answers = False  # clients send nothing on this connection
 
     def frame(self, message: Message) -> bytes:
         if message.position is None:
@@ -66,7 +65,7 @@ class SseConnection(SubscriberConnection):
     def __init__(self, server_state: ServerState, app_state: dict[str, Any]) -> None:
         super().__init__(server_state, app_state, SSE)
         self._ended = False
-        self._origin: str | None = None  # of a foreign page that may read this
+        self._origin: str | None = None  # of an allowed foreign page
 
     def begin(self, query: str, headers: Mapping[str, str]) -> None:
         """Answer the request; call ``connection_made`` first."""
@@ -75,7 +74,7 @@ class SseConnection(SubscriberConnection):
             subscriber.principal = self.admit(credentials(headers, f"?{query}", self.peer))
             self._origin = self.access.allowed_origin(headers)
             wanted = query_of(query)
-            if headers.get("last-event-id"):  # newer than what the address says, which stays as it was
+            if headers.get("last-event-id"):  # newer than the address, which the browser does not change
                 wanted["from"] = headers["last-event-id"]
             request = subscription_of(wanted, self.hub.seal)
             if request.window:
@@ -94,8 +93,7 @@ class SseConnection(SubscriberConnection):
 
     def close(self, code: int, reason: str) -> None:
         """Send the reason as the last event, then end the stream."""
-        for subscriber in self.subscribers:
-            self.hub.unsubscribed(subscriber)
+        self.unsubscribe()
         if self.lost or self._ended:
             return
         if self.open:
@@ -135,16 +133,11 @@ class SseConnection(SubscriberConnection):
             self.transport.write(SSE.frame(messages.error(error.code, error.detail)))
             self.close(error.close, error.detail)
             return
-        status = HTTPStatus(error.status)
-        content = {"type": "about:blank", "title": status.phrase, "status": status.value}
-        body = to_json(content | {"detail": error.detail, "code": error.code})
-        more = "".join(f"{name}: {value}\r\n" for name, value in hints(error).items()).encode()
-        self.transport.write(
-            b"HTTP/1.1 %d %s\r\ncontent-type: application/problem+json\r\n%s"
-            b"content-length: %d\r\nconnection: close\r\n\r\n"
-            % (status.value, status.phrase.encode(), more, len(body))
-            + body
-        )
+        answer = refused(error)
+        lines = [b"%s: %s" % header for header in answer.raw_headers]
+        start = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}".encode()
+        head = b"\r\n".join([start, *lines, b"connection: close", b"", b""])
+        self.transport.write(head + bytes(answer.body))
         self.close(error.close, error.detail)
 
 

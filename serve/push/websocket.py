@@ -51,8 +51,8 @@ _CLOSE_S = 2.0  # how long the other side has to answer a close
 _HEAD_END = b"\r\n\r\n"
 _PONG_BYTES = len(PING) + 4  # masked
 _PONG_START = b"\x8a" + bytes((0x80 | PING[1],))
-# Each message is compressed for itself (RFC 7692, section 7.1.1), so that all who negotiated it get the same bytes; the
-# client, too: else its window would be 32 KiB of memory a connection.
+# Each message is compressed by itself (RFC 7692, section 7.1.1), so that all who negotiated it get the same bytes. The
+# client does so too, or its window would cost 32 KiB a connection.
 _DEFLATE = ServerPerMessageDeflateFactory(server_no_context_takeover=True, client_no_context_takeover=True)
 
 
@@ -103,12 +103,12 @@ class WebSocketConnection(SubscriberConnection):
             self._answered()
             return
         if self.buffered() > _MAX_UNREAD_BYTES:
-            self.transport.abort()  # it asks for answers that it does not read
+            self.transport.abort()  # it sends requests and does not read the answers
             return
         self._wire.receive_data(data)
         self._react()
         if self.open and isinstance(self._parser, ServerProtocol) and data.find(_HEAD_END) == len(data) - 4:
-            self._parser = None  # that was the request and nothing else
+            self._parser = None  # it was the request and nothing else
 
     def eof_received(self) -> None:
         self._wire.receive_eof()
@@ -118,8 +118,7 @@ class WebSocketConnection(SubscriberConnection):
 
     def close(self, code: int, reason: str) -> None:
         """Start the close handshake; abort if it is not answered."""
-        for subscriber in self.subscribers:
-            self.hub.unsubscribed(subscriber)
+        self.unsubscribe()
         self.shut()
         if self.lost or self._closing is not None:
             return
@@ -150,8 +149,7 @@ class WebSocketConnection(SubscriberConnection):
         if self.open and self._wire.state is not State.OPEN:
             self.shut()
         if self._wire.close_expected() and self._closing is None:
-            for subscriber in self.subscribers:
-                self.hub.unsubscribed(subscriber)
+            self.unsubscribe()
             self._closing = self.loop.call_later(_CLOSE_S, self.transport.abort)
 
     def _flush(self) -> None:
@@ -225,8 +223,8 @@ class WebSocketConnection(SubscriberConnection):
                 message, self._parts = b"".join(self._parts), None
                 if self._opcode is Opcode.TEXT and not is_utf8(message):
                     self._wire.fail(CloseCode.INVALID_DATA, "text that is not UTF-8")
-                elif self._wire.state is State.OPEN:  # what follows a close is not looked at
-                    self._flush()  # pongs of pings that came before it
+                elif self._wire.state is State.OPEN:  # whatever follows a close is ignored
+                    self._flush()  # pongs for earlier pings
                     self._message(message)
 
     def _answered(self) -> None:

@@ -110,7 +110,7 @@ class Tickets:
     def __init__(self, key: bytes, clock: Callable[[], float] = time.time) -> None:
         self._key = key
         self._clock = clock
-        self._taken: dict[bytes, float] = {}  # in the order in which they were taken; none for longer than it lives
+        self._taken: dict[bytes, float] = {}  # nonce → end of life, in order of use
 
     def __repr__(self) -> str:
         return "Tickets(…)"
@@ -259,7 +259,7 @@ class ReaderGate:
 
     def _principal(self, key: ReaderKey) -> Principal:
         known = self._principals.get(key.id)
-        if known is None or known[0] is not key:  # a new reading of the file makes new keys
+        if known is None or known[0] is not key:  # the file was read again
             known = self._principals[key.id] = key, key.principal()
         return known[1]
 

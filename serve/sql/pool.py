@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 TIMEOUT = 4408
 _START_S = 60.0
-_WAITING = 4  # statements that wait for each worker
+_WAITING = 4  # waiting statements, for each worker
 _ROOT = Path(__file__).parents[2]
 
 
@@ -74,7 +74,7 @@ class Workers:
         return task
 
     def _ended(self, task: asyncio.Task[Result]) -> None:
-        if task.cancelled():  # maybe before it had begun
+        if task.cancelled():  # possibly before it started
             self.counts["cancelled"] += 1
 
     async def run(
@@ -157,7 +157,7 @@ async def _started() -> asyncio.subprocess.Process:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         cwd=_ROOT,
-        env=os.environ | {"MALLOC_ARENA_MAX": "2"},  # arenas reserve addresses, which the worker's limit counts
+        env=os.environ | {"MALLOC_ARENA_MAX": "2"},  # arenas reserve address space, which the worker's limit counts
     )
     assert process.stdout is not None
     try:

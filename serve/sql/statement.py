@@ -176,7 +176,7 @@ def _executed(statement: Statement) -> Iterator[tuple[pa.Schema, Iterable[pa.Rec
         text = statement.sql.strip().rstrip(";") if as_written else tree.sql(dialect="duckdb")
         named = {name.lower().removesuffix(PARTIALS) for name in connection.get_table_names(text)}
         if foreign := named - wanted.keys():
-            raise UnknownTable(min(foreign), sorted(known))  # DuckDB reads it otherwise than we did
+            raise UnknownTable(min(foreign), sorted(known))  # DuckDB parses it differently
         reader: Any = connection.sql(text).to_arrow_reader(_BATCH_ROWS)
         yield reader.schema, reader, versions
     except duckdb.Error as error:

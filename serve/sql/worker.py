@@ -22,18 +22,18 @@ from serve.errors import SqlError
 from serve.security.access import Principal
 from serve.sql.statement import Statement, StatementResult, run
 
-LENGTH = struct.Struct(">II")  # of the head, a JSON object, and of the body behind it
+LENGTH = struct.Struct(">II")  # of the head, a JSON object, and of the body
 READY = b"ready\n"
 """Said once, when everything is imported: a statement's time begins after it."""
 
 _SPARE_BYTES = 1_073_741_824  # stacks and arenas of threads
-_SPARE_S = 5  # the alarm goes off so much later than the server should have killed us
+_SPARE_S = 5  # after the time at which the server should have killed us
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the server's
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints does not end up among the answers
+    os.dup2(2, 1)  # keep what libraries print out of the answers
     sink.write(READY)
     sink.flush()
     while (asked := receive(source)) is not None:

@@ -33,7 +33,7 @@ _UNITS = {
     "day": 86_400_000.0,
     "week": 604_800_000.0,
 }
-_FACTS_BACK = 200  # commits looked back for the last `through`
+_FACTS_BACK = 200  # commits searched backwards for the last `through`
 
 
 _VERSION = re.compile(r"\d{1,18}")
@@ -228,13 +228,13 @@ def _shaped(table: pa.Table, described: Described, file: AddedFile) -> pa.Table:
             columns.append(pa.chunked_array([_cast_text(values, column.type)]))
         elif column.name in table.column_names:
             columns.append(table.column(column.name).cast(column.type, safe=False))
-        else:  # the column came after the file
+        else:  # the column was added after the file
             columns.append(pa.chunked_array([pa.nulls(table.num_rows, column.type)]))
     return pa.table(columns, names=described.schema.names)
 
 
 def _cast_text(values: pa.Array, kind: pa.DataType) -> pa.Array:
-    if pa.types.is_timestamp(kind):  # in UTC, whether it says so or not
+    if pa.types.is_timestamp(kind):  # in UTC, with or without a zone
         return pc.replace_substring_regex(values, r"(Z|\+00:00)$", "").cast(pa.timestamp("us")).cast(kind)
     return values.cast(kind)
 

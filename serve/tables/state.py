@@ -17,7 +17,7 @@ from lakehouse.contract.lake import CommitFacts
 from lakehouse.contract.rows import Key, Row
 from serve.core.model import TableChange, TableInfo, in_order
 
-_SAME_SUM = 1e-12  # floating-point sums in another order differ by this much, and mean the same
+_SAME_SUM = 1e-12  # float sums in another order may differ by this much
 
 
 @dataclass(slots=True)
@@ -156,7 +156,7 @@ def _upsert_step(state: TableState, commit: Commit, read: Callable[[AddedFile], 
     deletes = frozenset().union(*gone) - new.keys() if gone else frozenset()
     removed = tuple(file.path for file in commit.removed)
     if deletes and any(deletes & keys for path, keys in state.files.items() if path not in removed):
-        raise NeedsLoad  # a key that stands in two files: against the contract, and still to be answered rightly
+        raise NeedsLoad  # a key in two files breaks the contract; the answer must be right all the same
     changed = {key: row for key, row in new.items() if state.rows.get(key) != row}
     facts = CommitFacts.of(table.name, commit)
     return StateStep(table, commit.version, facts, changed, tuple(deletes), files_added, removed)

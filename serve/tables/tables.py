@@ -49,8 +49,8 @@ _FIRST_LOOK_S = 5.0
 _AHEAD_MS = 5_000
 _WINDOW_LOOK_S = 0.01
 _LONGEST_LOOK_S = 0.25
-_REPLAYS = 4  # at a time; the others wait their turn
-_AT_ONCE_S = 1.0  # for as long one may take what was rebuilt for it and keep its turn
+_REPLAYS = 4  # at a time; others wait
+_AT_ONCE_S = 1.0  # how long a subscriber may keep its slot while it takes what was rebuilt
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from serve.tables.state import StateStep, TableState
 
 log = logging.getLogger(__name__)
 
-_GAP_CHECK_S = 2.0  # how often a missing next version is looked at: not yet written, or cleaned up?
+_GAP_CHECK_S = 2.0  # how often to check whether a missing version was cleaned up
 _HALF_WRITTEN_TRIES = 40
 _AGAIN_S = 0.5
 _T = TypeVar("_T")
@@ -68,7 +68,7 @@ class Tail:
             while True:
                 await self._wait_for_log()
                 state = await self._open()
-                self._warm = 0  # a second opening follows a break: what lies before it is void
+                self._warm = 0  # a second opening follows a break: earlier versions are void
                 yield Opened(state, detail)
                 try:
                     while True:
@@ -126,7 +126,7 @@ class Tail:
             if follower.log.has(version):
                 try:
                     return await self._call(follower.read, version)
-                except ValueError:  # a file system that shows a file before its end is written
+                except ValueError:  # some file systems show a file before all of it is written
                     tries += 1
                     if tries > _HALF_WRITTEN_TRIES:
                         raise TableGone(self.folder.name, f"version {version} in the log is not JSON") from None

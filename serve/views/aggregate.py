@@ -24,11 +24,11 @@ from serve.views.functions import BOOL, DATE, DECIMAL, FLOAT, INT, NUMBERS, OTHE
 from serve.views.parse import conjunction, parse_condition, parse_select
 from serve.views.view import SubscriberView, touched_rows
 
-_EXACT = Context(prec=76)  # decimal128 has 38 digits; this adds up 10^38 of them without rounding
+_EXACT = Context(prec=76)  # decimal128 has 38 digits: this adds 10^38 of them without rounding
 
 
 MAX_GROUPS = 100_000
-OPENING_ROWS = 1_000  # at a time, so that nobody waits for a large table to be grouped
+OPENING_ROWS = 1_000  # at a time, so that grouping a large table blocks nobody
 _ARROW = {
     INT: pa.int64(),
     FLOAT: pa.float64(),
@@ -118,7 +118,7 @@ class Mean(Total):
 def _finite(result: Callable[[], float]) -> float | None:
     try:
         value = result()
-    except (OverflowError, ValueError):  # the latter: of infinities of both signs
+    except (OverflowError, ValueError):  # ValueError: infinities of both signs
         return None
     return value if math.isfinite(value) else None
 

@@ -353,7 +353,7 @@ def _fitting(node: exp.Expr, kind: str, other: str) -> tuple[str, Convert | None
         return DECIMAL, None
     if kind == TEXT and other in (TIMESTAMP, DATE) and isinstance(node, exp.Literal):
         read = as_timestamp if other == TIMESTAMP else as_date
-        read(node.name)  # what is no time is refused now
+        read(node.name)  # refuse what is not a time now, not row by row
         return other, read
     if kind == DATE and other == TIMESTAMP:
         return TIMESTAMP, _midnight

@@ -103,7 +103,7 @@ def as_timestamp(text: str) -> datetime:
     try:
         moment = datetime.fromisoformat(text.strip())
         return moment.astimezone(UTC).replace(tzinfo=None) if moment.tzinfo is not None else moment
-    except (ValueError, OverflowError):  # the latter: in UTC it is before the year 1, or after 9999
+    except (ValueError, OverflowError):  # OverflowError: in UTC it is before year 1 or after 9999
         raise FilterError(f"{text!r} is no time", "Write TIMESTAMP '2026-01-31 12:00:00', in UTC") from None
 
 
@@ -151,7 +151,7 @@ FUNCTIONS: dict[type[exp.Expr], Function | None] = {
     exp.Hour: Function(((TIMESTAMP,),), INT, lambda time: time.hour),
     exp.Minute: Function(((TIMESTAMP,),), INT, lambda time: time.minute),
     exp.Second: Function(((TIMESTAMP,),), INT, lambda time: time.second),
-    exp.Coalesce: None,  # about NULL: compile.py has them
+    exp.Coalesce: None,  # about NULL: compiled in compile.py
     exp.Nullif: None,
 }
 """By sqlglot's node: docs/protocol.md lists their names."""

@@ -15,7 +15,7 @@ from serve.views.functions import FUNCTIONS, Columns
 MAX_LENGTH = 4_096  # characters
 MAX_DEPTH = 32  # levels; a chain of ANDs or ORs counts as one
 MAX_NODES = 1_024
-# These need no parentheses. Not simply exp.Func: to sqlglot AND and OR are functions, too.
+# These need no parentheses. exp.Func would not do: for sqlglot, AND and OR are functions too.
 _CHAINS = (exp.And, exp.Or)
 _CLOSED: tuple[type[exp.Expr], ...] = (
     exp.Paren,

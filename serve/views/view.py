@@ -19,7 +19,7 @@ from serve.views.functions import Columns, Getter
 from serve.views.parse import MAX_LENGTH, conjunction, parse_condition
 
 MAX_COLUMNS = 1_000
-FEW_ROWS = 8  # of a change: looked at one by one whatever a condition pins
+FEW_ROWS = 8  # changes this small are scanned even if a condition pins a column
 
 
 class LiveView(Protocol):

@@ -25,7 +25,7 @@ import httpx
 from serve.errors import ServeError
 
 _MAX_URL = 2_048
-_SHARED = ipaddress.ip_network("64:ff9b::/96")  # NAT64: IPv4 within, judged as such
+_SHARED = ipaddress.ip_network("64:ff9b::/96")  # NAT64: checked as the IPv4 address within
 
 
 _PREFIX = "whsec_"
@@ -235,7 +235,7 @@ async def _finish(response: httpx.Response) -> None:
                 if left < 0:
                     break
     except (httpx.HTTPError, TimeoutError):
-        pass  # whether it was taken is known
+        pass  # the outcome is known already
     finally:
         await response.aclose()
 

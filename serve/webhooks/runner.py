@@ -46,14 +46,14 @@ from serve.webhooks.store import DEAD, DELIVERED, FAILING, Webhook, WebhookDeliv
 log = logging.getLogger(__name__)
 
 _LENGTHS = struct.Struct(">II")
-# For whoever holds a connection. What an `error` says stands in the webhook's state, and is not posted at each try.
+# Only for open connections. The webhook's state shows the text of an `error`; it is not posted at each attempt.
 _SKIPPED = frozenset({"resumed", "slow", "heartbeat", "error"})
 
 
 WINDOW = 16
 _LONGEST_S = 300.0
-_MOVED_S = 1.0  # how often a position is stored that nothing had to be delivered for
-_PAUSE_S = 5.0  # before a table, a key or a place is asked for again
+_MOVED_S = 1.0  # between stored positions, while nothing has to be delivered
+_PAUSE_S = 5.0  # before joining again
 _LOOK_S = 1.0
 
 
@@ -192,7 +192,7 @@ class WebhookRunner:
         self._caller = caller
         self._told = ""
         self._trouble = ""
-        self._sent = ""  # the position of what was delivered last, or is a dead letter: the next ``after``
+        self._sent = ""  # position of the last message, delivered or dead: the next ``after``
         self._moved_at = 0.0
 
     async def run(self) -> None:
@@ -242,7 +242,7 @@ class WebhookRunner:
         joining.add_done_callback(lambda _: link.pump())
         try:
             async for record in self._records(link, joining):
-                if record.lagged and self._sent:  # it can go on from there
+                if record.lagged and self._sent:  # resume from there
                     return
                 if record.empty:
                     await self._passed(record)
@@ -281,7 +281,7 @@ class WebhookRunner:
         try:
             return self._hub.seal.parse(token) if token else None
         except PositionError:
-            return None  # the lake's key is another one: from the beginning
+            return None  # the lake has another key: start over
 
     def _acknowledged(self, link: HookLink, record: LinkRecord) -> None:
         position = self._position(record.position)
@@ -335,7 +335,7 @@ class WebhookRunner:
 
     def _of(self, record: LinkRecord) -> WebhookDelivery:
         body = record.body
-        if record.after and self._sent and record.after != self._sent:  # changes without rows lie between
+        if record.after and self._sent and record.after != self._sent:  # skip over changes without rows
             body = body.replace(f'"after":"{record.after}"'.encode(), f'"after":"{self._sent}"'.encode(), 1)
         ident = delivery_id(self.hook, record, self._sent)
         return WebhookDelivery(ident, self.hook.id, record.kind, record.position, body)

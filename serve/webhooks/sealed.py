@@ -69,7 +69,7 @@ class Encrypted:
         from cryptography.fernet import InvalidToken
 
         if not kept.startswith(_MARK):
-            return kept  # from before there was a key
+            return kept  # stored before there was a key
         try:
             return self._all.decrypt(kept.removeprefix(_MARK).encode()).decode()
         except InvalidToken:
@@ -107,7 +107,7 @@ def sealer_of(path: str) -> SecretSealer:
         raise ConfigError("the library cryptography is not installed", key=SETTING, remedy=remedy) from None
     file = Path(path)
     try:
-        with suppress(FileExistsError):  # of several processes one makes it
+        with suppress(FileExistsError):  # another process made it
             _make(file, Fernet.generate_key())
         if file.stat().st_mode & 0o077:
             raise ConfigError(f"others may read {path}", key=SETTING, remedy=f"chmod 600 {path}")

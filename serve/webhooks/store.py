@@ -237,7 +237,7 @@ class WebhookStore:
                 if not self._sealer.is_current(kept):
                     secret, changed = self._sealer.seal(self._sealer.open(kept)), True
                     db.execute("UPDATE webhooks SET secret = ? WHERE id = ?", (secret, ident))
-        if changed:  # what was overwritten leaves the write-ahead log too
+        if changed:  # remove what was overwritten from the write-ahead log too
             with self._lock:
                 self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 

@@ -24,6 +24,7 @@ UNANSWERED = """
 import sys
 from jobs.broker import ensure_topics
 from lakehouse.contract.errors import EnvironmentProblem
+from tests.jobs.test_broker import pipeline
 try:
     ensure_topics(pipeline("t"), sys.argv[1], timeout_s=1.0)
 except EnvironmentProblem as error:

@@ -112,6 +112,7 @@ import sys
 from pathlib import Path
 from lakehouse.contract.lake import Lake
 from lakehouse.maintain.products import tidy
+from tests.lakehouse.test_maintain import PER_CITY, TOTALS, ProductStore
 product = {"per_city": PER_CITY, "totals": TOTALS}[sys.argv[2]]
 tidy(ProductStore(product, Lake(Path(sys.argv[1])).table(product.layer, product.name), "p"), many=2)
 """

@@ -278,6 +278,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from lakehouse.bronze.seen import RunIndex
+from tests.lakehouse.bronze.test_seen import crash_batches, table
 index = RunIndex(Path(sys.argv[1]), 200)
 for number, batch in enumerate(crash_batches()):
     rows = table(batch)

@@ -81,6 +81,7 @@ LOADER = """
 import sys
 from pathlib import Path
 from lakehouse.contract.lake import Lake
+from tests.lakehouse.feeds.test_commit import ONE, Committer, Done, part, sealer
 Committer(Lake(Path(sys.argv[1])), "offers", sealer()).commit([part(Done(ONE), 3, ended=True)])
 """
 

@@ -17,8 +17,6 @@ from lakehouse.contract.rows import Fold
 from lakehouse.errors import BadProduct
 from lakehouse.operators import operator_of
 from lakehouse.operators.latest import Latest
-from serve.core.model import TableInfo
-from serve.tables.state import fold_rows
 
 PRODUCT = Product(
     "gold",
@@ -99,10 +97,10 @@ def test_any_split_any_order_any_repetition(found: list[dict[str, Any]], size: i
         connection.register("partials", table(arriving))
         folded = connection.sql(fold.sql("partials", SCHEMA.names)).to_arrow_table()
     assert in_order(pa.table(folded).cast(SCHEMA)) == expected(found)
-    info = TableInfo("catalogue", "id", tuple(SCHEMA.names), operator.key, operator.fold, order=operator.order)
+    fold = Fold(operator.key, operator.fold, operator.order)
     rows: dict[Any, Any] = {}
     for start in range(0, len(arriving), size):
-        rows.update(fold_rows(info, [plain(one) for one in arriving[start : start + size]], rows))
+        rows.update(fold.rows(SCHEMA.names, [plain(one) for one in arriving[start : start + size]], rows))
     assert [rows[key] for key in sorted(rows)] == [plain(one) for one in expected(found)]
 
 

@@ -280,6 +280,7 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from lakehouse.contract.lake import Lake
+from tests.lakehouse.queries.test_derive import BUSY, TOTALS
 from tests.lakehouse.queries.tables import Driver, a_pipeline
 Driver(Lake(Path(sys.argv[1])), a_pipeline([TOTALS], [BUSY])).turn()
 """
