@@ -26,7 +26,7 @@ SPREAD = 2  # all are sent within this fraction (1/2) of the pause between heart
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class HeartbeatSlice:
     """Some readers of a wire channel, as they were when the heartbeat reached it."""
 
     stream: ViewStream
@@ -34,14 +34,14 @@ class Slice:
     members: Sequence[Subscriber]
 
 
-def slices(channels: Mapping[str, Channel]) -> Iterator[Slice]:
+def slices(channels: Mapping[str, Channel]) -> Iterator[HeartbeatSlice]:
     """All subscribers, some at a time."""
     for channel in list(channels.values()):
         for stream in list(channel.streams.values()):
             for wire_channel in list(stream.wire_channels.values()):
                 members = wire_channel.members()
                 for start in range(0, len(members), SLICE):
-                    yield Slice(stream, wire_channel, members[start : start + SLICE])
+                    yield HeartbeatSlice(stream, wire_channel, members[start : start + SLICE])
 
 
 def suspects(wire_channel: WireChannel) -> list[Subscriber]:
@@ -50,7 +50,7 @@ def suspects(wire_channel: WireChannel) -> list[Subscriber]:
     return [*live, *wire_channel.idle, *wire_channel.trailing]
 
 
-def beats(some: Slice, now: float, at: int) -> Iterator[Outgoing]:
+def beats(some: HeartbeatSlice, now: float, at: int) -> Iterator[Outgoing]:
     """Heartbeats to subscribers that have everything, or as much as their window takes; the wait for an answer
     begins."""
     stream, wire_channel = some.stream, some.wire_channel

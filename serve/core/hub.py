@@ -23,7 +23,7 @@ from serve.core.model import SubscribeRequest, TableChange
 from serve.core.position import Position, Seal
 from serve.core.ring import WireChannel
 from serve.core.streams import ViewStreams
-from serve.core.subscriber import Counters, Outgoing, Subscriber
+from serve.core.subscriber import HubCounters, Outgoing, Subscriber
 from serve.errors import FilterError, RequestError
 from serve.security.access import Principal
 from serve.tables.state import TableState
@@ -35,7 +35,7 @@ SLICE_BYTES = 131_072  # most that a trailing subscriber gets at once
 MAX_WINDOW = 10_000
 
 
-def _from_backlog(subscriber: Subscriber, counters: Counters) -> bytes | None:
+def _from_backlog(subscriber: Subscriber, counters: HubCounters) -> bytes | None:
     """What goes out before anything else; None if its window is full."""
     taken: list[bytes] = []
     sent: list[Position] = []
@@ -54,7 +54,7 @@ def _from_backlog(subscriber: Subscriber, counters: Counters) -> bytes | None:
     return b"".join(taken) if taken else None
 
 
-def _from_snapshot(subscriber: Subscriber, wire_channel: WireChannel, counters: Counters) -> bytes:
+def _from_snapshot(subscriber: Subscriber, wire_channel: WireChannel, counters: HubCounters) -> bytes:
     snapshot = subscriber.snapshot
     assert snapshot is not None
     data = snapshot.frame(wire_channel.codec, subscriber.parts)
@@ -66,7 +66,7 @@ def _from_snapshot(subscriber: Subscriber, wire_channel: WireChannel, counters: 
     return data
 
 
-def _from_ring(subscriber: Subscriber, wire_channel: WireChannel, counters: Counters) -> bytes | None:
+def _from_ring(subscriber: Subscriber, wire_channel: WireChannel, counters: HubCounters) -> bytes | None:
     """Frames from its cursor on, which the ring must hold; None if it has everything or its window is full."""
     room = subscriber.room
     if room == 0:
@@ -114,7 +114,7 @@ class Hub:
         self.channels = self.streams.channels
         self.counters = self.streams.counters
         self._beat_at = float("-inf")
-        self._beats: Iterator[heartbeats.Slice] | None = None  # rest of the current round of heartbeats
+        self._beats: Iterator[heartbeats.HeartbeatSlice] | None = None  # rest of the current round of heartbeats
         self._beaten = 0  # heartbeats sent in this round
 
     # Events from tables

@@ -17,7 +17,7 @@ from serve.core.codec import Codec
 from serve.core.model import SubscribeRequest
 from serve.core.position import WHOLE, Seal
 from serve.core.ring import WireChannel
-from serve.core.subscriber import Counters, Outgoing, Subscriber
+from serve.core.subscriber import HubCounters, Outgoing, Subscriber
 from serve.errors import FilterError, RequestError
 from serve.security.access import Principal, no_such_table
 from serve.tables.state import TableState
@@ -41,7 +41,7 @@ class ViewStreams:
         self.settings = settings
         self.seal = seal
         self.channels: dict[str, Channel] = {}
-        self.counters = Counters()
+        self.counters = HubCounters()
         self.now = 0.0  # of the current event
         self._codecs = tuple(codecs)
         self._busy: deque[ViewStream] = deque()

@@ -158,7 +158,7 @@ class Outgoing:
 
 
 @dataclass(slots=True)
-class Counters:
+class HubCounters:
     """Events since the start, for metrics."""
 
     subscribed: int = 0

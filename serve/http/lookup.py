@@ -64,7 +64,7 @@ class Lookups:
         self._hub = hub
         self._tables = tables
         self._workers = workers
-        self._indexes: dict[tuple[str, int], Index] = {}
+        self._indexes: dict[tuple[str, int], PrefixIndex] = {}
         self._views: OrderedDict[tuple[str, bytes], tuple[TableInfo, RowsView]] = OrderedDict()
         self._read: ByteCache[tuple[str, str, str, int, tuple[int, int] | None]] = ByteCache(_READ_THROUGH_BYTES)
 
@@ -77,7 +77,7 @@ class Lookups:
         else:
             index = self._indexes.get((table.name, len(prefix)))
             if index is None or not index.of(channel):
-                index = self._indexes[table.name, len(prefix)] = Index(channel, len(prefix))
+                index = self._indexes[table.name, len(prefix)] = PrefixIndex(channel, len(prefix))
             await index.caught_up()
             pairs = [(key, channel.state.rows[key]) for key in index.keys(prefix) if key in channel.state.rows]
         return sorted(self._live(channel, view).rows(pairs), key=lambda pair: in_order(pair[0]))
@@ -112,7 +112,7 @@ class Lookups:
         return found.body
 
 
-class Index:
+class PrefixIndex:
     """Keys of a table by their first ``width`` columns. It catches up with the table when asked, in steps."""
 
     def __init__(self, channel: Channel, width: int) -> None:

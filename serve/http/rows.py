@@ -32,7 +32,7 @@ from serve.core.position import Position, Seal
 from serve.core.values import encode_rows, to_json
 from serve.errors import FilterError, PositionExpired, RequestError, SqlError
 from serve.push.request import admitted, invalid, problem, query_of, subscription_of, whole_number
-from serve.tables.reader import Moment, TableReader, moment_of, version_at
+from serve.tables.reader import AsOf, TableReader, parse_as_of, version_at
 from serve.tables.state import TableState
 from serve.tables.tables import Tables, now_ms
 from serve.views.aggregate import AggregateView
@@ -129,7 +129,7 @@ async def _older(request: Request, wanted: SubscribeRequest, as_of: str, limit: 
     tables: Tables = request.state.tables
     history: History = request.state.history
     try:
-        moment = moment_of(as_of)
+        moment = parse_as_of(as_of)
     except SqlError as error:
         raise invalid("bad_request", str(error)) from None
     found = await asyncio.to_thread(tables.lake.find, wanted.table)
@@ -137,7 +137,7 @@ async def _older(request: Request, wanted: SubscribeRequest, as_of: str, limit: 
     if not spec.served:
         raise RequestError(4409, "not_served", NOT_SERVED)
     guard = admitted(request).condition(wanted.table)
-    body = await history.body(found.path, moment, Wanted(wanted, guard, limit, hub.seal, spec))
+    body = await history.body(found.path, moment, VersionRequest(wanted, guard, limit, hub.seal, spec))
     headers = {"Cache-Control": "private, no-cache", "Vary": "Authorization"}
     return Response(body, headers=headers, media_type="application/json")
 
@@ -219,7 +219,7 @@ class History:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def body(self, folder: Path, moment: Moment, wanted: Wanted) -> bytes:
+    async def body(self, folder: Path, moment: AsOf, wanted: VersionRequest) -> bytes:
         """The answer for one version. Raises RequestError: it is gone, the filter is refused, or too many ask."""
         if self._busy >= 3 * self._at_once:
             raise RequestError(RequestError.FULL, "busy", "too many older versions are being read; ask again")
@@ -237,7 +237,7 @@ class History:
         finally:
             self._busy -= 1
 
-    def _made(self, folder: Path, moment: Moment, wanted: Wanted) -> bytes:
+    def _made(self, folder: Path, moment: AsOf, wanted: VersionRequest) -> bytes:
         state = self._state(folder, version_at(folder, moment))
         with filter_errors(wanted.view(state)):
             return wanted.body(state)
@@ -255,7 +255,7 @@ class History:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class VersionRequest:
     """A request for one version.
 
     Attributes:

@@ -31,7 +31,7 @@ from serve.core.model import TableInfo
 from serve.core.values import encode_rows
 from serve.errors import FilterError, PositionExpired, SqlError
 from serve.security.access import OPEN, Principal
-from serve.tables.reader import Moment, describe, metadata_of, moment_of, version_at
+from serve.tables.reader import AsOf, describe, metadata_of, parse_as_of, version_at
 from serve.views.functions import Columns
 from serve.views.parse import parse_condition
 
@@ -205,14 +205,14 @@ def read_statement(sql: str) -> exp.Expression:
     return statement
 
 
-def _tables(tree: exp.Expression, known: set[str], statement: Statement) -> dict[str, tuple[str, Moment | None]]:
+def _tables(tree: exp.Expression, known: set[str], statement: Statement) -> dict[str, tuple[str, AsOf | None]]:
     """Tables that the statement reads: name in it → table and moment. Removes the moments from the tree."""
     defined = {cte.alias.lower() for cte in tree.find_all(exp.CTE)}
-    everywhere = moment_of(statement.as_of) if statement.as_of else None
+    everywhere = parse_as_of(statement.as_of) if statement.as_of else None
     for call in tree.find_all(exp.Func):
         if call.name.lower() in _REFUSED or call.sql_name().lower() in _REFUSED:
             raise SqlError(f"the function {call.name or call.sql_name()} is not taken")
-    found: dict[str, tuple[str, Moment | None]] = {}
+    found: dict[str, tuple[str, AsOf | None]] = {}
     for node in list(tree.find_all(exp.Table)):
         if not isinstance(node.this, exp.Identifier):
             if not isinstance(node.this, _FUNCTIONS):
@@ -239,7 +239,7 @@ def _tables(tree: exp.Expression, known: set[str], statement: Statement) -> dict
     return found
 
 
-def _moment(node: exp.Table) -> Moment | None:
+def _moment(node: exp.Table) -> AsOf | None:
     version = node.args.get("version")
     if version is None:
         return None
@@ -250,7 +250,7 @@ def _moment(node: exp.Table) -> Moment | None:
         raise SqlError(
             f"{version.sql()} is not taken", "Write FOR VERSION AS OF 7 or FOR TIMESTAMP AS OF '2026-01-31 12:00:00'"
         )
-    return moment_of(value.name)
+    return parse_as_of(value.name)
 
 
 def _open(
@@ -258,7 +258,7 @@ def _open(
     lake: Lake,
     alias: str,
     name: str,
-    moment: Moment | None,
+    moment: AsOf | None,
     principal: Principal,
 ) -> int:
     """Make a table visible under a name; returns its version."""

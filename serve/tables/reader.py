@@ -240,7 +240,7 @@ def _cast_text(values: pa.Array, kind: pa.DataType) -> pa.Array:
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class AsOf:
     """A version or a time.
 
     Attributes:
@@ -254,20 +254,20 @@ class Moment:
     at: int = 0
 
 
-def moment_of(text: str) -> Moment:
+def parse_as_of(text: str) -> AsOf:
     """Parse ``as_of``: digits are a version, anything else a time in ISO 8601, by default in UTC. Raises SqlError."""
     if _VERSION.fullmatch(text):
-        return Moment(f"v{int(text)}", int(text))
+        return AsOf(f"v{int(text)}", int(text))
     try:
         moment = datetime.fromisoformat(text.strip())
     except ValueError:
         raise SqlError(f"{text[:80]!r} is neither a version nor a time", "Write 7 or 2026-01-31T12:00:00Z") from None
     moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment
     at = int(moment.timestamp() * 1000)
-    return Moment(f"t{at}", None, at)
+    return AsOf(f"t{at}", None, at)
 
 
-def version_at(folder: Path, moment: Moment) -> int:
+def version_at(folder: Path, moment: AsOf) -> int:
     """The version at a moment. It blocks. Raises PositionExpired if the log does not have it."""
     if moment.version is not None:
         return moment.version

@@ -163,7 +163,7 @@ class DistinctCount(Accumulator):
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class AggregateColumn:
     """One column of the result.
 
     Attributes:
@@ -328,7 +328,7 @@ class AggregateView:
         )
 
 
-def _item(node: exp.Expr, groups: list[str], table: TableInfo, known: Columns) -> Item:
+def _item(node: exp.Expr, groups: list[str], table: TableInfo, known: Columns) -> AggregateColumn:
     inner = node.this if isinstance(node, exp.Alias) else node
     name = node.alias if isinstance(node, exp.Alias) else inner.sql("duckdb").replace('"', "").lower()
     if isinstance(inner, exp.Column):
@@ -338,26 +338,26 @@ def _item(node: exp.Expr, groups: list[str], table: TableInfo, known: Columns) -
             raise FilterError(f"{column} is neither grouped by nor aggregated")
         if kind == OTHER:
             raise FilterError(f"{column} is of a kind that is not grouped by")
-        return Item(name if isinstance(node, exp.Alias) else column, table.types[at], groups.index(column))
+        return AggregateColumn(name if isinstance(node, exp.Alias) else column, table.types[at], groups.index(column))
     argument = inner.this
     distinct = isinstance(argument, exp.Distinct)
     if distinct:
         argument = argument.expressions[0]
     if isinstance(argument, exp.Star):
-        return Item(name, pa.int64())
+        return AggregateColumn(name, pa.int64())
     kind, value = compile_expression(argument, known)
     if kind == OTHER:
         raise FilterError(f"{argument.sql('duckdb')} is of a kind that is not aggregated")
     if isinstance(inner, exp.Count):
-        return Item(name, pa.int64(), None, value, DistinctCount if distinct else Count)
+        return AggregateColumn(name, pa.int64(), None, value, DistinctCount if distinct else Count)
     if isinstance(inner, (exp.Min, exp.Max)):
         pick: Callable[[Iterable[Any]], Any] = min if isinstance(inner, exp.Min) else max
-        return Item(name, _type_of(argument, kind, table, known), None, value, lambda: Extreme(pick))
+        return AggregateColumn(name, _type_of(argument, kind, table, known), None, value, lambda: Extreme(pick))
     if kind not in NUMBERS:
         raise FilterError(f"{argument.sql('duckdb')} is no number: it is of kind {kind}")
     if isinstance(inner, exp.Avg):
-        return Item(name, pa.float64(), None, value, Mean)
-    return Item(name, _ARROW[kind], None, value, Total)
+        return AggregateColumn(name, pa.float64(), None, value, Mean)
+    return AggregateColumn(name, _ARROW[kind], None, value, Total)
 
 
 def _type_of(node: exp.Expr, kind: str, table: TableInfo, known: Columns) -> pa.DataType:

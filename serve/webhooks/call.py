@@ -49,7 +49,7 @@ class Forbidden(ServeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class CallTarget:
     """Where one request goes.
 
     Attributes:
@@ -86,7 +86,7 @@ def checked_url(text: str) -> SplitResult:
     return parts._replace(netloc=host if port is None else f"{host}:{port}")
 
 
-async def target_of(url: str, *, private: bool) -> Target:
+async def target_of(url: str, *, private: bool) -> CallTarget:
     """Resolve a URL's host now. With ``private`` any address is allowed.
 
     Raises:
@@ -108,7 +108,7 @@ async def target_of(url: str, *, private: bool) -> Target:
         raise Forbidden(f"{parts.hostname} has no address")
     address = addresses[0]
     netloc = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-    return Target(parts._replace(netloc=netloc).geturl(), parts.netloc, parts.hostname)
+    return CallTarget(parts._replace(netloc=netloc).geturl(), parts.netloc, parts.hostname)
 
 
 def is_public(text: str) -> bool:

@@ -151,7 +151,7 @@ class HookLink:
         return record
 
 
-class Gone(ServeError):
+class ReceiverGone(ServeError):
     """The receiver wants no more."""
 
 
@@ -202,8 +202,8 @@ class WebhookRunner:
                 await self._subscribed()
                 self._trouble = ""
                 continue
-            except Gone:
-                await self._say("stopped", "the receiver answered 410 Gone")
+            except ReceiverGone:
+                await self._say("stopped", "the receiver answered 410 ReceiverGone")
                 return
             except RequestError as error:
                 trouble = str(error)
@@ -223,7 +223,7 @@ class WebhookRunner:
 
         Raises:
             RequestError: the table cannot be joined now.
-            Gone: the receiver wants no more.
+            ReceiverGone: the receiver wants no more.
         """
         principal = await self._principal()
         position, self._sent = await asyncio.to_thread(self._store.positions, self.hook.id)
@@ -325,7 +325,7 @@ class WebhookRunner:
             self._sent = one.position
         await self._say("failing" if outcome.error else "active", outcome.error)
         if outcome.gone:
-            raise Gone
+            raise ReceiverGone
         return one
 
     async def _say(self, state: str, detail: str) -> None:

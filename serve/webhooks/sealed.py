@@ -31,7 +31,7 @@ class SecretSealer(Protocol):
         """Whether this is the form that would be stored now."""
 
 
-class Plain:
+class PlainSealer:
     """Stores secrets as they are."""
 
     def seal(self, secret: str) -> str:
@@ -50,7 +50,7 @@ class Plain:
         return True
 
 
-class Encrypted:
+class EncryptedSealer:
     """Stores secrets encrypted with the first of some Fernet keys."""
 
     def __init__(self, keys: list[bytes]) -> None:
@@ -60,7 +60,7 @@ class Encrypted:
         self._all = MultiFernet([Fernet(key) for key in keys])
 
     def __repr__(self) -> str:
-        return "Encrypted(…)"
+        return "EncryptedSealer(…)"
 
     def seal(self, secret: str) -> str:
         return _MARK + self._newest.encrypt(secret.encode()).decode()
@@ -99,7 +99,7 @@ def sealer_of(path: str) -> SecretSealer:
         ConfigError: the file cannot be used, or the library is not installed.
     """
     if not path:
-        return Plain()
+        return PlainSealer()
     try:
         from cryptography.fernet import Fernet
     except ImportError:
@@ -111,7 +111,7 @@ def sealer_of(path: str) -> SecretSealer:
             _make(file, Fernet.generate_key())
         if file.stat().st_mode & 0o077:
             raise ConfigError(f"others may read {path}", key=SETTING, remedy=f"chmod 600 {path}")
-        return Encrypted(file.read_bytes().split())
+        return EncryptedSealer(file.read_bytes().split())
     except OSError as error:
         raise ConfigError(f"{path} cannot be used: {error.strerror}", key=SETTING) from None
     except (ValueError, IndexError):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lakehouse.contract.errors import EnvironmentProblem
-from serve.webhooks.sealed import Plain, SecretSealer
+from serve.webhooks.sealed import PlainSealer, SecretSealer
 
 DELIVERED, DEAD, FAILING = "delivered", "dead", "failing"
 
@@ -112,7 +112,7 @@ class WebhookStore:
     def __init__(self, folder: Path, kept: int, sealer: SecretSealer | None = None) -> None:
         self.folder = folder
         self._kept = kept
-        self._sealer = sealer or Plain()
+        self._sealer = sealer or PlainSealer()
         self._lock = threading.Lock()
         path = folder / "webhooks.db"
         try:

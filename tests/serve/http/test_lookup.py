@@ -18,7 +18,7 @@ from lakehouse.contract.settings import ServeSettings
 from serve.core.channel import Channel
 from serve.core.model import TableInfo
 from serve.core.position import Seal
-from serve.http.lookup import Index
+from serve.http.lookup import PrefixIndex
 from serve.security.gate import ReaderKey
 from serve.tables.state import TableState
 from tests.serve.conftest import serving
@@ -85,7 +85,7 @@ async def test_who_asks_while_an_index_is_made_waits_for_it() -> None:
     table = TableInfo("t", "id", ("a", "b"), ("a", "b"), types=(pa.int64(), pa.int64()))
     rows: dict[Key, Row] = {(k // 2, k % 2): (k // 2, k % 2) for k in range(12_000)}
     channel = Channel(TableState(table, 3, CommitFacts(3), rows), [], ServeSettings(), Seal(b"of the test"))
-    index = Index(channel, 1)
+    index = PrefixIndex(channel, 1)
 
     async def found(prefix: int) -> set[Key]:
         await index.caught_up()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lakehouse.contract.errors import ConfigError
-from serve.webhooks.sealed import Plain, SecretSealer, sealer_of
+from serve.webhooks.sealed import PlainSealer, SecretSealer, sealer_of
 from serve.webhooks.store import Webhook, WebhookStore
 from tests.serve.lakes import top_topics, topics, window
 from tests.serve.webhooks.test_webhooks import added, hooked
@@ -82,7 +82,7 @@ def test_a_key_is_replaced(folder: Path, tmp_path: Path) -> None:
     assert secrets_of(folder, sealer_of(str(both))) == [SECRET]
     assert secrets_of(folder, sealer_of(str(new))) == [SECRET]  # the old one is not needed any more
     with pytest.raises(ConfigError, match=r"serve\.webhook_key"):
-        secrets_of(folder, Plain())
+        secrets_of(folder, PlainSealer())
 
 
 def test_a_file_that_cannot_be_used(tmp_path: Path) -> None:
