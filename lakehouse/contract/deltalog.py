@@ -214,20 +214,11 @@ class DeltaLog:
                 continue
 
     def properties(self) -> Mapping[str, str]:
-        """The table's properties as of the newest version.
-
-        They are in the newest metaData action. Where cleaning has removed that commit, delta-rs reads the checkpoint.
+        """The table's properties as of the newest version. It opens the table with delta-rs, some milliseconds.
 
         Raises:
             TableGone: there is no table.
         """
-        for version in sorted(self._numbers(_COMMIT), reverse=True):
-            try:
-                for line in self._lines(version):
-                    if b'"metaData"' in line and (metadata := orjson.loads(line).get("metaData")) is not None:
-                        return dict(metadata.get("configuration") or {})
-            except TableGone:
-                break
         from deltalake import DeltaTable
         from deltalake.exceptions import DeltaError
 
