@@ -121,6 +121,7 @@ def compare(commit: str, turns: int, seconds: float, rate: float) -> int:
             _prepare(code)
         for name in list(codes) * turns:
             additions.append(_additions_s())
+            err.print(f"Turn {len(additions)} of {2 * turns}: {name}, {codes[name].commit}")
             figures = measure_millrace(codes[name], seconds, rate)
             figures |= figures["latency_ms_warm"]
             found.append((name, {key: figures[key] for key in FIGURES}))
@@ -138,7 +139,7 @@ def compare(commit: str, turns: int, seconds: float, rate: float) -> int:
 
 def _own_code(folder: Path) -> Code:
     commit = _git("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty")
-    return Code(commit, ROOT, {"MILLRACE_JARS_DIR": str(_link_jars(folder / "jars"))})
+    return Code(commit, ROOT, _own_folders(folder))
 
 
 def _check_out(commit: str, folder: Path) -> Code:
@@ -147,7 +148,7 @@ def _check_out(commit: str, folder: Path) -> Code:
     root = folder / "code"
     _git("clone", "--quiet", "--shared", "--no-checkout", str(ROOT), str(root))
     _git("-C", str(root), "checkout", "--quiet", "--detach", commit)
-    return Code(commit, root, {"MILLRACE_JARS_DIR": str(_link_jars(folder / "jars"))})
+    return Code(commit, root, _own_folders(folder))
 
 
 def _git(*arguments: str) -> str:
@@ -157,12 +158,13 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip()
 
 
-def _link_jars(folder: Path) -> Path:
+def _own_folders(folder: Path) -> dict[str, str]:
+    """Variables that name a jar folder with links to the shared jars, and a folder for temporary files."""
     for jar in jars_dir().glob("*/*.jar"):
-        link = folder / jar.relative_to(jars_dir())
+        link = folder / "jars" / jar.relative_to(jars_dir())
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(jar.resolve())
-    return folder
+    return {"MILLRACE_JARS_DIR": str(folder / "jars"), "TMPDIR": str(folder)}
 
 
 def _prepare(code: Code) -> None:
@@ -193,7 +195,7 @@ def _ratio(this: float | None, against: float | None) -> float | None:
 
 
 def _table(found: Sequence[tuple[str, Mapping[str, Any]]], result: Mapping[str, Any]) -> Table:
-    table = Table("", "10^7 additions s", "p50 ms", "p99 ms", "first result s", "driver CPU s/s", "lost", "twice")
+    table = Table("", "additions s", "p50 ms", "p99 ms", "first result s", "CPU s/s", "lost", "twice")
     for additions, (name, figures) in zip(result["host"]["additions_s"], found, strict=True):
         table.add_row(name, str(additions), *(str(figures[key]) for key in FIGURES))
     table.add_section()
@@ -208,7 +210,7 @@ def _table(found: Sequence[tuple[str, Mapping[str, Any]]], result: Mapping[str, 
 
 def measure_millrace(code: Code, seconds: float, rate: float) -> dict[str, Any]:
     """The demo's own figures, and the driver's CPU."""
-    err.print(f"Millrace {code.commit}: {seconds:.0f} s at {rate:,.0f} events/s …")
+    err.print(f"Millrace: {seconds:.0f} s at {rate:,.0f} events/s …")
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
         lake = Path(folder) / "lake"
         command = ["demo", "--no-browser", "--json", "--lake", str(lake)]
