@@ -59,16 +59,11 @@ def run_stages(
     bootstrap = settings.kafka.bootstrap if stages.bronze else ""
     from jobs.backlog import asking
     from jobs.driver_metrics import serve_metrics
-    from lakehouse.counts import EVENTS
     from lakehouse.maintain.beside import Caretaker
-    from lakehouse.rehearse import rehearse
     from lakehouse.session import build_session
 
     spark = build_session(settings, f"millrace-{pipeline.name}")
     try:
-        if stages.layers and settings.spark.rehearse:
-            log.info("rehearsed in %.1f s", rehearse(spark, settings, pipeline))
-            EVENTS.clear()
         if stages.bronze:
             ensure_topics(pipeline, bootstrap, security=settings.kafka.security)
         lake = Lake(settings.lake)
