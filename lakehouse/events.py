@@ -8,7 +8,9 @@ rows until all products have read it.
 from __future__ import annotations
 
 import json
+import threading
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -32,7 +34,7 @@ from lakehouse.contract.envelope import Envelope
 from lakehouse.contract.pipeline import Product, Source
 from lakehouse.operators import Operator
 from lakehouse.operators.sql import parse
-from lakehouse.prepared import PreparedQuery
+from lakehouse.prepared import PreparedQuery, is_local
 from lakehouse.quality.watch import warned_columns
 from lakehouse.silver.conform import CARRIED, conform, payload_schema
 
@@ -189,6 +191,7 @@ class SmallQueries:
         self._needed = {*needed, *JUDGED, "reason"}
         self._tenant = tenant
         self._prepared: dict[str, PreparedQuery] = {}
+        self._preparing: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self._bronze = from_arrow_schema(COLUMNS)
         self._view = self.narrowed(conform(self.session.createDataFrame([], self._bronze), source)).schema
         self._shapes: list[StructType] = []
@@ -210,20 +213,18 @@ class SmallQueries:
         Raises:
             AnalysisException: of Spark, where the SQL does not fit the source's schema.
         """
-        self._session_view()
+        self.session.createDataFrame([], self._view).createOrReplaceTempView(self._source.name)
         for operator in self.operators:
             self.session.sql(operator.partial_sql())
 
-    def _session_view(self) -> None:
-        self.session.createDataFrame([], self._view).createOrReplaceTempView(self._source.name)
-
-    def rehearse(self) -> None:
-        """Run the queries over a few made-up rows, so that they are planned and compiled before the first event."""
+    def rehearsals(self) -> list[Callable[[], object]]:
+        """Functions that plan and compile the queries of every batch, so that the first event need not wait for it."""
+        if not self.usable:
+            return []
         now = datetime.now(UTC)
         payload = json.dumps(_sample(payload_schema(self._source))).encode()
-        headers = Envelope(
-            "e", self._source.name, self._tenant, int(now.timestamp() * 1e6), "rehearsal", ""
-        ).to_headers()
+        received_at = int(now.timestamp() * 1e6)
+        headers = Envelope("e", self._source.name, self._tenant, received_at, "rehearsal", "").to_headers()
         record = {
             "value": payload,
             "topic": self._source.topic,
@@ -232,8 +233,9 @@ class SmallQueries:
             "timestamp": now,
             "headers": [{"key": key, "value": value} for key, value in headers],
         }
-        events, _ = self.of_records(pa.Table.from_pylist([record] * 10, schema=RECORDS))
-        self.partials(events)
+        records = pa.Table.from_pylist([record] * 10, schema=RECORDS)
+        events = to_arrow_schema(self._view, timezone="UTC").empty_table()
+        return [partial(self.of_records, records), partial(self.partials, events)]
 
     def close(self) -> None:
         """Free what the queries hold."""
@@ -327,8 +329,9 @@ class SmallQueries:
     def _run(
         self, name: str, rows: pa.Table, schema: StructType, query: Callable[[DataFrame], DataFrame], tasks: int = 1
     ) -> pa.Table:
-        if name not in self._prepared:
-            self._prepared[name] = PreparedQuery(self.session, schema, query, tasks)
+        with self._preparing[name]:
+            if name not in self._prepared:
+                self._prepared[name] = PreparedQuery(self.session, schema, query, tasks)
         return self._prepared[name].run(rows)
 
 
@@ -351,11 +354,6 @@ def compiled_session(spark: SparkSession) -> SparkSession:
     for key, value in COMPILED.items():
         session.conf.set(key, value)
     return session
-
-
-def is_local(spark: SparkSession) -> bool:
-    """Whether the driver is the only executor."""
-    return (spark.sparkContext.master or "").startswith("local")
 
 
 def as_bronze(events: DataFrame) -> DataFrame:

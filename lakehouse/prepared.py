@@ -15,8 +15,12 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pyarrow as pa
+from pyspark import InheritableThread
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import StructField, StructType
+
+WORKERS = 2
+"""Python workers that most queries need."""
 
 
 class PreparedQuery:
@@ -59,6 +63,21 @@ class PreparedQuery:
             if self._file >= 0:
                 os.close(self._file)
                 self._file = -1
+
+
+def start_workers(spark: SparkSession) -> None:
+    """Start Spark's Python workers now, in a thread, so that the first query does not wait for them."""
+
+    def start() -> None:
+        spark.range(0, WORKERS, 1, WORKERS).mapInArrow(lambda batches: batches, "id BIGINT").toArrow()
+
+    if is_local(spark):
+        InheritableThread(target=start, name="python workers", daemon=True).start()
+
+
+def is_local(spark: SparkSession) -> bool:
+    """Whether the driver is the only executor."""
+    return (spark.sparkContext.master or "").startswith("local")
 
 
 def _reader(path: str, tasks: int) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:

@@ -17,8 +17,8 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -29,8 +29,8 @@ from lakehouse.bronze.query import BronzeWriter, constant_time, read_topic, to_b
 from lakehouse.bronze.table import create
 from lakehouse.checkpoint import offset_of
 from lakehouse.contract.expectations import WARN
-from lakehouse.contract.lake import ALERTS, WARNINGS, Lake
-from lakehouse.contract.pipeline import Pipeline, Product, Source
+from lakehouse.contract.lake import WARNINGS, Lake
+from lakehouse.contract.pipeline import Pipeline, Source
 from lakehouse.contract.settings import Settings
 from lakehouse.counts import count_batch
 from lakehouse.errors import BronzeGap, LakehouseError, QueryFailed, TopicReplaced
@@ -40,62 +40,15 @@ from lakehouse.lock import WriterLocks
 from lakehouse.queries.added import AddedQueries
 from lakehouse.queries.derive import Derivations
 from lakehouse.record import check_record, note_record
+from lakehouse.stages import Stages
 from lakehouse.stateful.joinquery import start_join
 from lakehouse.writer import BatchWriter, RunningQuery
 
 log = logging.getLogger(__name__)
 
-LIVE = ("silver", "gold")
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception)\b.*: ")  # the last line of a Python traceback, a Java cause
 _BEGAN_ANEW = re.compile(r"Partition (?P<topic>\S+)-\d+ offset was changed from \d+ to \d+")  # Spark, of an end
 _CONDITION = re.compile(r"\[[A-Z][A-Z0-9_.]+\]|Error|Exception")
-
-
-@dataclass(frozen=True, slots=True)
-class Stages:
-    """Which part of a pipeline a driver runs.
-
-    Attributes:
-        bronze: Kafka to bronze.
-        layers: products of these layers, from bronze.
-    """
-
-    bronze: bool = True
-    layers: tuple[str, ...] = LIVE
-
-    def products(self, pipeline: Pipeline, source: Source) -> list[Product]:
-        """The products of a source that this driver keeps."""
-        return [p for p in pipeline.products_of(source.name) if p.layer in self.layers]
-
-    @property
-    def rejected(self) -> bool:
-        """Whether this driver keeps the rejected events too: one driver must, and quarantine is in silver."""
-        return "silver" in self.layers
-
-    def by_trigger(self, pipeline: Pipeline, source: Source) -> dict[int, list[Product]]:
-        """Those products by the pause between their commits in ms, 0 (none) first: a set each."""
-        found: dict[int, list[Product]] = {0: []} if self.rejected else {}
-        for product in sorted(self.products(pipeline, source), key=lambda p: p.trigger_ms):
-            found.setdefault(product.trigger_ms, []).append(product)
-        return found
-
-    def set_name(self, source: Source, trigger_ms: int = 0) -> str:
-        """Name of the set of products of one trigger; each has an index of seen events of its own."""
-        kind = "live" if self.layers == LIVE else "-".join(self.layers)
-        return f"{kind}-{source.name}" + (f"-every-{trigger_ms}" if trigger_ms else "")
-
-    def tables(self, pipeline: Pipeline) -> list[str]:
-        """Tables that the driver writes."""
-        names = [p.name for source in pipeline.sources.values() for p in self.products(pipeline, source)]
-        names += [p.name for p in pipeline.joins if p.layer in self.layers]
-        names += [view.name for view in pipeline.views.values() if view.layer in self.layers]
-        names += [ALERTS] if self.derives_all else []
-        return names + (list(pipeline.sources) if self.bronze else [])
-
-    @property
-    def derives_all(self) -> bool:
-        """Whether this driver keeps the alerts and the queries that are added at run time: one driver must."""
-        return "gold" in self.layers
 
 
 def run(
@@ -127,6 +80,8 @@ def run(
         warns = any(source.expected(WARN) for source in pipeline.sources.values())
         restore = not (lake.quarantine().exists() and (lake.table("silver", WARNINGS).exists() or not warns))
         running: list[Running] = []
+        rehearsing = stops.enter_context(ThreadPoolExecutor(2, thread_name_prefix="rehearsal"))
+        rehearsals: list[Future[object]] = []
         lives: dict[str, LiveProducts] = {}
 
         def begun(one: Running) -> None:
@@ -143,8 +98,8 @@ def run(
                 options = LiveOptions(keeps, restore and keeps, trigger_ms=trigger_ms)
                 name = stages.set_name(source, trigger_ms)
                 live = LiveProducts(spark, settings, pipeline, source, products, name, options)
-                if settings.spark.rehearse and live.takes_small:
-                    live.small.rehearse()
+                if settings.spark.rehearse:
+                    rehearsals += [rehearsing.submit(play) for play in live.small.rehearsals()]
                 live.start()
                 begun(live)
                 lives.setdefault(source.name, live)
@@ -155,6 +110,7 @@ def run(
                 begun(start_join(spark, settings, pipeline, product))
         for end in _derive(spark, settings, pipeline, stages, lives):
             stops.callback(end)
+        wait(rehearsals)
         if started is not None:
             started()
         _watch(running, stop)

@@ -243,7 +243,7 @@ def test_text_of_headers_is_valid_or_not_taken(spark: SparkSession) -> None:
 @pytest.mark.spark
 @pytest.mark.broker
 def test_bronze_alone_takes_everything_as_it_came(new_site: Callable[[], Site], spark: SparkSession) -> None:
-    from lakehouse.stream import Stages
+    from lakehouse.stages import Stages
 
     place = new_site()
     place.send(mixture(0, 40))
