@@ -213,9 +213,10 @@ class SmallQueries:
         Raises:
             AnalysisException: of Spark, where the SQL does not fit the source's schema.
         """
-        self.session.createDataFrame([], self._view).createOrReplaceTempView(self._source.name)
-        for operator in self.operators:
-            self.session.sql(operator.partial_sql())
+        if self.usable and self.operators:
+            self._prepare("partials", self._view, self._union)
+        else:
+            self._union(self.session.createDataFrame([], self._view))
 
     def rehearsals(self) -> list[Callable[[], object]]:
         """Functions that plan and compile the queries of every batch, so that the first event need not wait for it."""
@@ -299,8 +300,9 @@ class SmallQueries:
 
     def _union(self, events: DataFrame) -> DataFrame:
         """The partial rows of all operators, each in columns of its own."""
+        session = events.sparkSession
         events.createOrReplaceTempView(self._source.name)
-        frames = [self.session.sql(operator.partial_sql()) for operator in self.operators]
+        frames = [session.sql(operator.partial_sql()) for operator in self.operators]
         self._shapes = [frame.schema for frame in frames]
 
         def widened(number: int, frame: DataFrame) -> DataFrame:
@@ -329,10 +331,16 @@ class SmallQueries:
     def _run(
         self, name: str, rows: pa.Table, schema: StructType, query: Callable[[DataFrame], DataFrame], tasks: int = 1
     ) -> pa.Table:
+        return self._prepare(name, schema, query, tasks).run(rows)
+
+    def _prepare(
+        self, name: str, schema: StructType, query: Callable[[DataFrame], DataFrame], tasks: int = 1
+    ) -> PreparedQuery:
         with self._preparing[name]:
             if name not in self._prepared:
-                self._prepared[name] = PreparedQuery(self.session, schema, query, tasks)
-        return self._prepared[name].run(rows)
+                # In a session of its own: a view that another thread makes under the source's name is not seen here.
+                self._prepared[name] = PreparedQuery(compiled_session(self.session), schema, query, tasks)
+            return self._prepared[name]
 
 
 def columns_read(products: Iterable[Product]) -> set[str] | None:

@@ -42,6 +42,9 @@ from lakehouse.errors import TopicReplaced
 
 _LAST_MICROS = 253_370_764_800_000_000  # the year 9999; anybody may send a header
 _MOST_WEIGHT = 1e6
+RECORDS_PER_TASK = 25_000
+"""Records of one partition that one task reads, so that a long batch of few partitions has a task for every core."""
+
 RECORDS = pa.schema(
     [
         ("key", pa.binary()),
@@ -103,6 +106,7 @@ def read_topic(
         .option("includeHeaders", "true")
         .option("failOnDataLoss", str(not accept_loss).lower())
         .option("maxOffsetsPerTrigger", settings.spark.max_offsets_per_trigger)
+        .option("maxRecordsPerPartition", RECORDS_PER_TASK)
         .option("kafkaConsumer.pollTimeoutMs", "60000")
         .option("fetchOffset.numRetries", "30")
         .option("fetchOffset.retryIntervalMs", "500")

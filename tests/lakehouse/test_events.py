@@ -96,6 +96,29 @@ def test_small_and_long_batches_are_the_same(spark: SparkSession, pipeline: Pipe
             assert results(left[0], queries, 0) == results(left[1], queries, 0)
 
 
+def test_views_of_the_sources_name_do_not_disturb_the_queries(
+    pipeline: Pipeline, queries: SmallQueries, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A build registers a view of the source's name too, and may do so while the queries are planned."""
+    planned = queries._union
+
+    def disturbed(events: DataFrame) -> DataFrame:
+        queries.session.createDataFrame([], events.schema).createOrReplaceTempView("clicks")
+        found = planned(events)
+        queries.session.createDataFrame([], events.schema).createOrReplaceTempView("clicks")
+        return found
+
+    monkeypatch.setattr(queries, "_union", disturbed)
+    queries.plan()
+    for rehearsal in queries.rehearsals():
+        rehearsal()
+    events = queries.of_bronze(rows_of_bronze())
+    columns = events.columns(["topic", "partition", "offset"])
+    partials = dict(zip(pipeline.products, events.partials(queries.operators, 0), strict=True))
+    counted = sum(partials["totals"]()["n"].to_pylist())
+    assert counted == columns.num_rows - sum(columns["rejected"].to_pylist()) > 0
+
+
 def test_records_of_kafka_are_what_bronze_gives_back(pipeline: Pipeline, queries: SmallQueries) -> None:
     records = [record for record in mixture(0, 40) if record.event_id is not None]
     headers = [[{"key": key, "value": value} for key, value in record.headers()] for record in records]
