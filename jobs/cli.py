@@ -142,7 +142,7 @@ def run(
     """Run the pipeline's Spark queries in one driver: Kafka to bronze to products."""
     from jobs.status import DRIVER, write_note
     from jobs.streams import run_stages
-    from lakehouse.stream import Stages
+    from lakehouse.stages import Stages
 
     settings = load_settings(lake=lake, pipeline=pipeline, kafka__bootstrap=kafka)
     note = Lake(settings.lake).state / "run" / DRIVER

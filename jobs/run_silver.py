@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from jobs.streams import main
-from lakehouse.stream import Stages
+from lakehouse.stages import Stages
 
 if __name__ == "__main__":
     sys.exit(main("Bronze to silver products", Stages(bronze=False, layers=("silver",))))

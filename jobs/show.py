@@ -27,6 +27,7 @@ from serve.client import Snapshot, subscribe
 READY_S = 180.0
 CONNECT_S = 30.0
 DRAIN_S = 120.0
+RETRY_S = 0.3  # pause before a reconnect at most: both ends are ours, and are about to come
 
 
 @dataclass
@@ -137,7 +138,7 @@ class Show:
 
     async def _follow(self, table: str, board: Board) -> None:
         pushes = self.seen.pushes.setdefault(table, [])
-        async with subscribe(self.stack.address.serve, table) as subscription:
+        async with subscribe(self.stack.address.serve, table, backoff_max_s=RETRY_S) as subscription:
             async for message in subscription.reader():
                 now = time.time() * 1000
                 pushes.append(Push(now, dict(message.through or {})))

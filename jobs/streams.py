@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from jobs.broker import ensure_topics, resolve_kafka
@@ -16,7 +17,7 @@ from lakehouse.contract.errors import MillraceError
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.contract.settings import Settings, load_settings
-from lakehouse.stream import Stages, run
+from lakehouse.stages import Stages
 
 log = logging.getLogger(__name__)
 
@@ -57,18 +58,20 @@ def run_stages(
     if stages.bronze:
         settings = resolve_kafka(settings, "lakehouse")
     bootstrap = settings.kafka.bootstrap if stages.bronze else ""
-    from jobs.backlog import asking
-    from jobs.driver_metrics import serve_metrics
-    from lakehouse.counts import EVENTS
-    from lakehouse.maintain.beside import Caretaker
-    from lakehouse.rehearse import rehearse
     from lakehouse.session import build_session
 
-    spark = build_session(settings, f"millrace-{pipeline.name}")
+    with ThreadPoolExecutor(1) as starting:
+        session = starting.submit(build_session, settings, f"millrace-{pipeline.name}")
+        # Imported while the JVM starts.
+        from jobs.backlog import asking
+        from jobs.driver_metrics import serve_metrics
+        from lakehouse.maintain.beside import Caretaker
+        from lakehouse.prepared import start_workers
+        from lakehouse.stream import run
+
+        spark = session.result()
+    start_workers(spark)
     try:
-        if stages.layers and settings.spark.rehearse:
-            log.info("rehearsed in %.1f s", rehearse(spark, settings, pipeline))
-            EVENTS.clear()
         if stages.bronze:
             ensure_topics(pipeline, bootstrap, security=settings.kafka.security)
         lake = Lake(settings.lake)

@@ -73,6 +73,7 @@ class Stack:
         self._lake = Lake(settings.lake)
         self._feeds = feeds
         self._inboxes = dict(inboxes or {})
+        self._played = bool(upstreams)
         self._urls = [upstream] if upstream else [f"{name}={url}" for name, url in (upstreams or {}).items()]
         self._broker: EmbeddedBroker | None = None
         self._broker_due = 0.0
@@ -98,7 +99,9 @@ class Stack:
         self._child("serve", ["serve", *common, "--port", str(serve)])
         urls = [argument for url in self._urls for argument in ("--url", url)]
         watch = ["--watch"] if self._watch else []
-        self._child("collect", ["collect", *common, *kafka, "--port", str(collect), *urls, *watch])
+        # A player that is about to start on this machine is not waited for with long pauses.
+        soon = {"MILLRACE_COLLECT_BACKOFF_MAX_S": "0.3"} if self._played else {}
+        self._child("collect", ["collect", *common, *kafka, "--port", str(collect), *urls, *watch], soon)
         host = settings.serve.host
         if any(source.latest_topic for source in load_pipeline(settings.pipeline_folder()).sources.values()):
             self._measured_child("latest", ["latest", *common, *kafka])
@@ -200,8 +203,8 @@ class Stack:
         self._where[name] = f"http://127.0.0.1:{port}"
         self._child(name, [*command, "--metrics-port", str(port)])
 
-    def _child(self, name: str, command: list[str]) -> None:
-        self.supervisor.start(Child(name, command, self.log_file(name)))
+    def _child(self, name: str, command: list[str], environment: Mapping[str, str] | None = None) -> None:
+        self.supervisor.start(Child(name, command, self.log_file(name), environment or {}))
 
 
 def inbox_folders(given: Sequence[str], sources: Sequence[str]) -> dict[str, Path]:

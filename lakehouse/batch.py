@@ -69,18 +69,21 @@ def run_partial(valid: DataFrame, view: str, operator: Operator) -> pa.Table:
     return valid.sparkSession.sql(operator.partial_sql()).toArrow()
 
 
-def rejected_rows(events: DataFrame, source: Source) -> pa.Table:
-    """The rejected among conformed events, as quarantine keeps them."""
-    schema = payload_schema(source)
+def rejected_columns(events: DataFrame, source: Source) -> DataFrame:
+    """The rejected among conformed events with all their columns, as :func:`told_rejects` takes them."""
     misfit = F.col("reason") == MISFIT
-    rows = (
+    return (
         events.where(F.col("reason").isNotNull())
-        .withColumn("taken", F.when(misfit, F.to_json(F.struct(*schema.fieldNames()))))
+        .withColumn("taken", F.when(misfit, F.to_json(F.struct(*payload_schema(source).fieldNames()))))
         .withColumn("payload", F.expr("make_valid_utf8(payload)"))  # with U+FFFD where it is not; bronze has the bytes
         .select(*QUARANTINE_COLUMNS.names, "taken")
-        .toArrow()
     )
-    # Here and not in Spark: so many expressions cost every batch 50 ms to plan, and few rows need them.
+
+
+def told_rejects(rows: pa.Table, source: Source) -> pa.Table:
+    """Quarantine's rows: the reason names the fields that do not fit the schema."""
+    # Here and not in Spark: so many expressions take long to plan, and few rows need them.
+    schema = payload_schema(source)
     columns = (rows[name].to_pylist() for name in ("reason", "payload", "taken"))
     reasons = [
         f"{reason}: {misfits(payload, taken, schema)}" if taken else reason
@@ -88,3 +91,8 @@ def rejected_rows(events: DataFrame, source: Source) -> pa.Table:
     ]
     index = rows.schema.get_field_index("reason")
     return rows.set_column(index, "reason", pa.array(reasons, pa.string())).drop_columns("taken")
+
+
+def rejected_rows(events: DataFrame, source: Source) -> pa.Table:
+    """The rejected among conformed events, as quarantine keeps them."""
+    return told_rejects(rejected_columns(events, source).toArrow(), source)

@@ -40,23 +40,21 @@ def offset_of(checkpoint: Path, batch: int) -> str:
     return (checkpoint / "offsets" / str(batch)).read_text(encoding="utf-8").splitlines()[-1]
 
 
-def version_of(offset: str) -> int | None:
-    """The bronze version that an offset ends with, or None where it lies inside a version."""
-    found = json.loads(offset)
+def version_of(position: str) -> int | None:
+    """The bronze version that a position ends with, or None inside a version.
+
+    Args:
+        position: a version, or the Delta source's offset (JSON).
+    """
+    found = json.loads(position)
+    if isinstance(found, int):
+        return found
     return int(found["reservoirVersion"]) - 1 if int(found["index"]) < 0 else None
 
 
 def offset_behind(version: int) -> str:
     """The offset (JSON) that ends with a bronze version."""
     return json.dumps({"reservoirVersion": version + 1, "index": -1})
-
-
-def place_of(offset: str) -> tuple[int, int]:
-    """An offset as something that sorts in bronze's order; an empty one before all others."""
-    if not offset:
-        return (-1, 0)
-    found = json.loads(offset)
-    return int(found["reservoirVersion"]), int(found["index"])
 
 
 def forget(folder: Path) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from pathlib import Path
 from typing import Any
 
 import sqlglot
 from sqlglot.errors import SqlglotError
 
-from lakehouse.contract.expectations import QUARANTINE
+from lakehouse.contract.expectations import QUARANTINE, WARN
 from lakehouse.contract.pipeline import Product, Source
 
 _JUDGES = ("schema", "event_id", "event_time", "required")  # fields of a source that decide what an event is
@@ -69,3 +70,34 @@ def _tokens(sql: str) -> Any:
 def _digest(found: Any) -> str:
     text = json.dumps(found, sort_keys=True, default=repr)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+class DedupeDeclaration:
+    """Declaration of its source that an index of seen events was built with.
+
+    A changed declaration requires a rebuild, because it decides which copy of an event counts. It is noted beside the
+    index's folder, and only once everything is built: a crash in between begins the rebuild again.
+    """
+
+    def __init__(self, folder: Path, source: Source) -> None:
+        self.folder = folder
+        self.file = folder.with_suffix(".declaration")
+        self._declaration = source_declaration(source)
+        self._warned = json.dumps(source.expected(WARN), sort_keys=True)
+
+    def is_stale(self) -> bool:
+        """Whether the index was built with another declaration; one that is absent was not."""
+        return self._noted()[0] not in ("", self._declaration)
+
+    def warned_otherwise(self) -> bool:
+        """Whether other events were noted as warnings until now than would be."""
+        return self._noted()[-1] != self._warned
+
+    def note(self) -> None:
+        """The index now follows the declaration."""
+        fresh = self.file.with_suffix(".new")
+        fresh.write_text(f"{self._declaration}\n{self._warned}", encoding="utf-8")
+        fresh.replace(self.file)
+
+    def _noted(self) -> list[str]:
+        return self.file.read_text(encoding="utf-8").split("\n") if self.file.is_file() else ["", "{}"]

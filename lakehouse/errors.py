@@ -9,6 +9,7 @@
         ├── BadSketch          a column holds no such sketch, or it cannot answer the question
         ├── BronzeGap          Kafka no longer holds events that bronze has not taken
         ├── TopicReplaced      the topic began anew: offsets no longer say what bronze has taken
+        ├── VersionsGone       bronze no longer holds versions that a product has not taken
         ├── BronzeReplaced     bronze is not the table that checkpoints and products derive from
         ├── ExpectationHalt    an event fails an expectation that stops its source's query
         ├── QualityProblem     expectations of a table or batch cannot be looked at
@@ -109,6 +110,25 @@ class TopicReplaced(LakehouseError):
             f"source {self.source}: topic {self.topic} began anew ({self.detail}), so its offsets no longer say which "
             "events bronze has, and --accept-loss does not change that. Give the source another topic name, and copy "
             "there, with its headers, what this one holds (docs/operations.md)"
+        )
+
+
+class VersionsGone(LakehouseError):
+    """Versions of bronze that were to be read have been removed; all of their rows are in the newest version.
+
+    Attributes:
+        source: the source concerned.
+        detail: what is gone.
+    """
+
+    def __init__(self, source: str, detail: str) -> None:
+        super().__init__(detail)
+        self.source = source
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return (
+            f"source {self.source}: {self.detail}. Start again: products that are behind are built from all of bronze"
         )
 
 

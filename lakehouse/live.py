@@ -1,146 +1,391 @@
-"""Bronze to products: one streaming query a source keeps all its products.
+"""The mergeable products of a source, and their index of seen events, kept at one bronze version.
 
-Here it is started: from its checkpoint, or from bronze where the checkpoint does not cover what it is to keep. What it
-does with each micro-batch: :mod:`lakehouse.livewriter`.
+There is one way in which they move on: :meth:`LiveProducts.advance`, from the version that they hold to a later one.
+The rows of the version that the driver has just written are handed over in memory (:meth:`LiveProducts.take`). All
+others are read from bronze: after a restart, those that a batch loader wrote, or in a driver of products alone.
+
+Steps from one version to the next, and what a crash after each of them means (each has a crash point):
+
+1. The index of seen events says which rows are first copies, and is made durable. Crash: judging again gives the same.
+2. Each product merges its partial rows and commits them with the bronze version in the same commit. Crash in between:
+   the products that are behind read these versions of bronze again; those that hold them are passed over.
+
+So every crash is the ordinary case that products are behind bronze.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Sequence
-from pathlib import Path
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 
-from pyspark.sql import SparkSession
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+from deltalake import DeltaTable
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.pandas.types import from_arrow_schema
 
+from lakehouse.batch import build, clock_of, rejected_rows, run_partial
+from lakehouse.bronze.changes import Changes, changes, newest_version
 from lakehouse.bronze.horizon import seen_index
-from lakehouse.bronze.table import touch
-from lakehouse.checkpoint import Checkpoint, forget, place_of, version_of
+from lakehouse.bronze.seen import JUDGED
+from lakehouse.bronze.table import COLUMNS
+from lakehouse.checkpoint import forget
 from lakehouse.contract.faults import crash_point
-from lakehouse.contract.lake import Lake
+from lakehouse.contract.lake import FILE_TOPIC, Lake
 from lakehouse.contract.pipeline import Pipeline, Product, Source
 from lakehouse.contract.settings import Settings
-from lakehouse.declaration import product_declaration
+from lakehouse.counts import count_batch
+from lakehouse.declaration import DedupeDeclaration, product_declaration
+from lakehouse.errors import VersionsGone
+from lakehouse.events import Events, LongEvents, Partial, SmallQueries, kept
 from lakehouse.gold.stateful import store_of
-from lakehouse.judged import Judged
-from lakehouse.livewriter import LiveWriter
+from lakehouse.gold.store import BatchMark, ProductStore
 from lakehouse.maintain import Maintenance
-from lakehouse.narrow import narrowed
-from lakehouse.pace import Pace
-from lakehouse.quality.watch import Watch
-from lakehouse.running import RunningQuery
-from lakehouse.silver.conform import conform
+from lakehouse.maintain.readers import note_reader, noted_reader
+from lakehouse.quality.watch import Watch, warned_columns
+from lakehouse.silver.conform import CARRIED, conform
 from lakehouse.silver.quarantine import Quarantine
+from lakehouse.slices import byte_size, slices
+from lakehouse.writer import Marks, side_by_side
 
 log = logging.getLogger(__name__)
 
+_READ = (*JUDGED, "received_at", "event_time")
+_JUDGED_BYTES = 128  # of a row, about, as it is fetched to be judged
+_POLL_S = 0.05
+_SMALL_BYTES = 2 << 20  # compressed bytes of bronze that the driver reads by itself
+_QUIET_S = 1_800.0  # commits without rows (compaction) are noted in the products this often
+_JUDGED_COLUMNS = pa.schema(
+    [("dedupe_key", pa.binary()), *((name, COLUMNS.field(name).type) for name in JUDGED if name in COLUMNS.names)]
+)
+_WITHOUT_DATE = pa.schema([field for field in COLUMNS if field.name != "date"])  # of a data file
 
-def start_live(
-    spark: SparkSession,
-    settings: Settings,
-    pipeline: Pipeline,
-    source: Source,
-    products: Sequence[Product],
-    name: str,
-    *,
-    keep_rejected: bool = True,
-    restore_rejected: bool = False,
-    since: int = 0,
-    start_version: int = -1,
-    trigger_ms: int = 0,
-    waiting: int = 0,
-) -> RunningQuery[LiveWriter]:
-    """Start the query that keeps ``products`` of ``source``; bronze must exist.
 
-    Products that the query's checkpoint does not cover (new ones, or kept by another query until now) are first built
-    from bronze.
+@dataclass(frozen=True, slots=True)
+class LiveOptions:
+    """What a set of products keeps beside its products.
+
+    Attributes:
+        keep_rejected: the source's rows of the tables ``quarantine`` and ``warnings``: one set of a source must.
+        restore_rejected: these tables are lost: fill them in from bronze.
+        since: events of bronze commits up to this time count in none of the products (microseconds since the epoch).
+        start_version: bronze version that a product which is not there yet begins behind; -1: build it from bronze.
+        trigger_ms: pause between two advances, at least.
+    """
+
+    keep_rejected: bool = True
+    restore_rejected: bool = False
+    since: int = 0
+    start_version: int = -1
+    trigger_ms: int = 0
+
+
+class LiveProducts:
+    """Keeps a set of products of one source up to date with bronze, which must exist.
+
+    :meth:`start` builds what is missing and begins to follow bronze, in a thread of its own.
 
     Args:
-        name: of the query and its checkpoint; one query of a name runs at a time.
-        keep_rejected: this query is the one that keeps the source's rows of quarantine.
-        restore_rejected: quarantine is not there (any more): fill in what the checkpoint covers.
-        since: events of bronze commits up to this time count in none of these products (microseconds since the epoch).
-        start_version: bronze version to stream from where no batch was ever done, for a query whose index of seen
-            events holds all before it; -1: build from bronze.
-        trigger_ms: at most one batch in so long; 0: one after the other.
-        waiting: events that are about to come at once.
+        products: all of one source.
+        name: of the set; its index of seen events has the same.
+
+    Attributes:
+        position: bronze version that all of them hold.
     """
-    lake = Lake(settings.lake)
-    folder = lake.checkpoint(name)
-    table = lake.bronze(source.name)
-    judged = Judged(lake.state / "seen" / name, source)
-    if judged.otherwise():
-        log.warning("the declaration of source %s has changed: its products are built from bronze again", source.name)
-        forget(folder)  # in this order: a crash in between says the same again
-        crash_point("rebuild.after_forget")
-        forget(judged.folder)
-    seen = seen_index(judged.folder, source)
-    stores = [store_of(p, lake.table(p.layer, p.name), pipeline.name, product_declaration(p, source)) for p in products]
-    quarantine = Quarantine(lake.quarantine()) if keep_rejected else None
-    watch = Watch(lake, source, keep_warned=keep_rejected, again=judged.warned_otherwise())
-    care = Maintenance(lake, pipeline=pipeline)
-    pace = Pace(settings.spark.conf)
-    writer = LiveWriter(source, stores, quarantine, seen, folder, care, watch, table.path, pace, since)
-    try:
-        done = Checkpoint.read(folder)
-        if start_version >= 0 and not done.bronze and seen.position():
-            forget(folder)
-            start = start_version
-        else:
-            start = _catch_up(spark, table.path, source, writer, done, folder, restore_rejected)
-        for kept in (quarantine, watch.warnings):
-            if kept is not None:
-                kept.create()  # only now: while one is absent, what the checkpoint covers has still to be filled in
-        crash_point("rebuild.before_note")
-        judged.note()
-        spark.sparkContext.setLocalProperty("spark.scheduler.pool", name)
-        rows = (
-            spark.readStream.format("delta")
-            .option("startingVersion", start)
-            .option("maxBytesPerTrigger", settings.spark.max_bytes_per_trigger)
-            .option("ignoreDeletes", "true")  # days that bronze's own retention ends, and nothing else
-            .load(str(table.path))
-        )
-        events = narrowed(conform(rows, source), source, products)  # planned once for the whole query
-        stream = (
-            events.writeStream.queryName(name)
-            .option("checkpointLocation", str(folder))
-            .trigger(processingTime=f"{trigger_ms} milliseconds")
-            .foreachBatch(writer)
-        )
-        with pace.begun(spark, waiting):
-            query = stream.start()
-    except BaseException:
-        writer.close()  # a query that could not start may be started again in this process
-        raise
-    return RunningQuery(query, writer)
 
+    def __init__(
+        self,
+        spark: SparkSession,
+        settings: Settings,
+        pipeline: Pipeline,
+        source: Source,
+        products: Sequence[Product],
+        name: str,
+        options: LiveOptions = LiveOptions(),
+    ) -> None:
+        lake = Lake(settings.lake)
+        self.name = name
+        self.source = source
+        self.position = -1
+        self._lake = lake
+        self._bronze = lake.bronze(source.name)
+        self._options = options
+        self._max_bytes = byte_size(settings.spark.max_bytes_per_trigger)
+        self._table_id = str(DeltaTable(str(self._bronze.path)).metadata().id)
+        self.application = f"bronze-{self._table_id}"
+        self.stores = [
+            store_of(p, lake.table(p.layer, p.name), pipeline.name, product_declaration(p, source)) for p in products
+        ]
+        self._quarantine = Quarantine(lake.quarantine()) if options.keep_rejected else None
+        self._declaration = DedupeDeclaration(lake.state / "seen" / name, source)
+        self._watch = Watch(lake, source, keep_warned=options.keep_rejected, again=self._declaration.warned_otherwise())
+        operators = [store.operator for store in self.stores]
+        needed = (*_READ, *self._watch.columns)
+        self.small = SmallQueries(spark, source, products, operators, needed, settings.tenant)
+        self.takes_small = self.small.usable
+        self._spark = self.small.session
+        self._maintenance = Maintenance(lake, pipeline=pipeline)
+        self._marks = Marks()
+        self._committed_at = time.monotonic()
+        self._busy = threading.RLock()
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._follow, name=name, daemon=True)
+        self._anew = self._declaration.is_stale()
+        if self._anew:
+            log.warning(
+                "the declaration of source %s has changed: its products are built from bronze again", source.name
+            )
+            forget(self._declaration.folder)
+            crash_point("rebuild.after_forget")
+        self.seen = seen_index(self._declaration.folder, source)
 
-def _catch_up(
-    spark: SparkSession,
-    bronze: Path,
-    source: Source,
-    writer: LiveWriter,
-    done: Checkpoint,
-    folder: Path,
-    restore_rejected: bool,
-) -> int:
-    """Build what the checkpoint does not cover; returns the bronze version to stream from where there is none."""
-    if not done.bronze:
-        forget(folder)
-        start = touch(bronze)
-        if start > 1 or any(store.mark() for store in writer.stores):
-            log.info("building %d products of %s from bronze", len(writer.stores), source.name)
-            writer.rebuild(spark, bronze, start - 1, writer.stores)
-        return start
-    absent = [store for store in writer.stores if (mark := store.mark()) is None or mark.query != done.query]
-    for store in writer.stores:
-        if store not in absent and (why := store.outdated()):
+    # --- life
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it follows bronze."""
+        return self._error is None
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it does not."""
+        return self._error
+
+    def start(self) -> None:
+        """Bring all products to the newest version of bronze, and follow it from then on."""
+        try:
+            self.small.plan()
+            with self._busy:
+                self._catch_up()
+                for table in (self._quarantine, self._watch.warnings):
+                    if table is not None:
+                        table.create()  # only now: while one is absent, what was rejected has still to be filled in
+                crash_point("rebuild.before_note")
+                self._declaration.note()
+                self._note_reader()
+        except BaseException:
+            self.stop()
+            raise
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Follow no more; when this returns, nothing is written any more and all files are closed."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        with self._busy:
+            self._maintenance.close()
+            self.seen.close()
+            self.small.close()
+
+    def _follow(self) -> None:
+        while not self._stop.wait(max(_POLL_S, self._options.trigger_ms / 1000)):
+            try:
+                with self._busy:
+                    newest = newest_version(self._bronze, self.position)
+                    if newest > self.position:
+                        self.advance(newest)
+                        self._care()
+            except BaseException as error:
+                log.debug("%s ends", self.name, exc_info=True)
+                self._error = error
+                return
+
+    # --- from one version of bronze to another
+
+    def writing(self) -> threading.RLock:
+        """The lock to hold from before a commit to bronze until :meth:`take` was given its rows."""
+        return self._busy
+
+    def take(self, version: int, events: Events) -> None:
+        """Take the rows of a version that this driver has just committed, after whatever others committed before.
+
+        Args:
+            version: of bronze.
+            events: all of it.
+        """
+        with self._busy:
+            if version - 1 > self.position:
+                self.advance(version - 1)
+            self._step(version, events)
+            self._care()
+
+    def advance(self, version: int) -> None:
+        """Read bronze from the version that the products hold up to a later one."""
+        for found in changes(self._bronze, self.position, version, self._max_bytes):
+            if not found.files:
+                self._pass_over(found.version)
+            elif self.takes_small and found.bytes <= _SMALL_BYTES:
+                rows = ds.dataset(found.files, schema=_WITHOUT_DATE).to_table()
+                self._step(
+                    found.version,
+                    self.small.of_bronze(rows.append_column("date", pa.nulls(rows.num_rows, pa.date32()))),
+                )
+            else:
+                with kept(self._long(found)) as frame:
+                    self._step(found.version, LongEvents(frame, self.source))
+
+    def long(self, bronze: DataFrame) -> DataFrame:
+        """Bronze rows as events of a long batch, with all that bronze has of them."""
+        return self.small.narrowed(conform(bronze, self.source, carried=CARRIED), *COLUMNS.names)
+
+    def _long(self, found: Changes) -> DataFrame:
+        schema = from_arrow_schema(_WITHOUT_DATE)
+        return self.long(self._spark.read.schema(schema).parquet(*found.files))
+
+    def _step(self, version: int, events: Events) -> None:
+        """Bring the index and the products to a version, given all events between."""
+        rows = events.columns([*_READ, *self._watch.columns])
+        verdict = self.seen.judge(rows, str(version))
+        crash_point("live.after_judge")
+        first = rows.filter(pa.array(verdict.first))
+        if self._options.since:
+            first = first.filter(pc.greater(pc.cast(first["bronze_at"], pa.int64()), self._options.since))
+        self._watch.check(first)
+        fresh = events.only(rows, verdict.first)
+        if self._watch.warned(first):
+            assert self._watch.warnings is not None
+            self._watch.warnings.apply(fresh.warned(), self.application, version)
+        counted = first.filter(pc.invert(first["rejected"]))
+        mark = self._marks.of(self.application, version, str(version), rows, counted)
+        self._commit(fresh, mark, rejected=counted.num_rows < first.num_rows)
+        rejected = first.num_rows - counted.num_rows
+        count_batch(self.name, rows.num_rows, copies=verdict.duplicates, rejected=rejected)
+        self._moved_to(version)
+
+    def _commit(self, fresh: Events, mark: BatchMark, *, rejected: bool) -> None:
+        crash_point("live.before_commit")
+        if rejected and self._quarantine is not None:
+            self._quarantine.apply(fresh.rejected(), mark.query, mark.batch)
+        stores = [store for store in self.stores if not store.holds(mark.query, mark.batch)]
+        if not stores:
+            return
+
+        def commit(store: ProductStore, partial_rows: Partial) -> None:
+            store.apply(partial_rows(), mark)
+            crash_point("live.after_first_commit")
+
+        partials = fresh.partials([store.operator for store in stores], self._options.since)
+        side_by_side([partial(commit, *pair) for pair in zip(stores, partials, strict=True)])
+        self._committed_at = time.monotonic()
+        crash_point("live.after_commits")
+
+    def _pass_over(self, version: int) -> None:
+        """Bronze versions without rows: care of bronze made them."""
+        if self.stores and time.monotonic() - self._committed_at > _QUIET_S:
+            nothing = self.small.of_bronze(COLUMNS.empty_table())
+            self._step(version, nothing)
+        self._moved_to(version)
+
+    def _moved_to(self, version: int) -> None:
+        self.position = version
+        self._note_reader()
+
+    def _note_reader(self) -> None:
+        note_reader(self._lake, self.name, self._table_id, self.position + 1)
+
+    def _care(self) -> None:
+        self._maintenance.after_batch(self.stores)
+
+    # --- building
+
+    def _catch_up(self) -> None:
+        newest = DeltaTable(str(self._bronze.path)).version()
+        held = {id(store): self._position_of(store) for store in self.stores}
+        restore = self._options.restore_rejected or self._anew
+        if self._quarantine is not None:
+            noted = noted_reader(self._lake, self.name)
+            if noted is not None and noted.table_id == self._table_id:
+                held[id(self)] = noted.next_version - 1
+            else:
+                restore = True
+        try:
+            self._advance_from({position for position in held.values() if position is not None}, newest)
+        except VersionsGone as gone:
+            log.warning("%s", gone)
+            held, restore = dict.fromkeys(held), True
+            self._advance_from(set(), newest)
+        missing = [store for store in self.stores if held[id(store)] is None]
+        if missing or restore or self._watch.restore:
+            self._build(newest, missing, restore=restore)
+
+    def _advance_from(self, positions: set[int], newest: int) -> None:
+        """Bring the index, and products that hold these versions, to the newest one."""
+        oldest = min(positions, default=newest)
+        indexed = int(self.seen.position() or -1)
+        if indexed < oldest:
+            self._fill(oldest)
+        self.position = oldest
+        for boundary in sorted({*positions, indexed, newest}):
+            if self.position < boundary <= newest:
+                self.advance(boundary)
+
+    def _position_of(self, store: ProductStore) -> int | None:
+        """The bronze version that a product holds; None: it has to be built."""
+        if self._anew:
+            return None
+        mark = store.mark()
+        if mark is None or mark.query != self.application:
+            return self._options.start_version if self._options.start_version >= 0 else None
+        if why := store.outdated():
             log.warning("product %s is built from bronze again: %s", store.product.name, why)
-            absent.append(store)
-    behind = place_of(writer.seen.position()) < place_of(done.bronze)
-    if absent or restore_rejected or writer.watch.restore or behind:
-        version_done = version_of(done.bronze)
-        if version_done is None:  # the checkpoint stands inside a bronze version: leave it and build all, once
-            return _catch_up(spark, bronze, source, writer, Checkpoint("", -1, ""), folder, restore_rejected)
-        writer.rebuild(spark, bronze, version_done, absent, done, restore_rejected)
-    return 0
+            return None
+        self._marks.go_on_from(mark)
+        return mark.batch
+
+    def _build(self, version: int, stores: Sequence[ProductStore], *, restore: bool) -> None:
+        """Build products from all of bronze up to ``version``; with ``restore`` also what was rejected."""
+        if self._is_empty(version):
+            return
+        log.info("building %d products of %s from bronze", len(stores), self.source.name)
+        whole = build(self._spark, self._bronze.path, self.source, version)
+        events = whole.events.persist()
+        with ExitStack() as after:
+            after.callback(events.unpersist)
+            self._watch.check_all(events)
+            valid = events.where(F.col("reason").isNull())
+            if self._options.since:
+                valid = valid.where(F.unix_micros("bronze_at") > self._options.since)
+            self._marks.reached(self._ends(version))
+            self._marks.clock = clock_of(valid)
+            mark = BatchMark(
+                self.application, version, str(version), dict(self._marks.through), clock=self._marks.clock
+            )
+            for store in stores:
+                store.replace(run_partial(valid, self.source.name, store.operator), mark)
+                crash_point("rebuild.after_first_replace")
+            done = (self.application, version)
+            if self._quarantine is not None and restore:
+                self._quarantine.replace(rejected_rows(events, self.source), self.source.name, done)
+            if self._watch.warnings is not None and (restore or self._watch.restore):
+                self._watch.warnings.replace(warned_columns(events).toArrow(), self.source.name, done)
+
+    def _ends(self, version: int) -> dict[str, int]:
+        """``TOPIC/PARTITION`` to the offset behind the last one in bronze."""
+        rows = self._spark.read.format("delta").option("versionAsOf", version).load(str(self._bronze.path))
+        ends = rows.groupBy("topic", "partition").agg(F.max("offset").alias("end"))
+        ends = ends.where(~F.col("topic").startswith(FILE_TOPIC))
+        return {f"{row['topic']}/{row['partition']}": row["end"] + 1 for row in ends.collect()}
+
+    def _is_empty(self, version: int) -> bool:
+        return not DeltaTable(str(self._bronze.path), version=version).file_uris()
+
+    def _fill(self, version: int) -> None:
+        """Enter all of bronze in the index; the position last, so that what a crash breaks off is done again."""
+        rows = _JUDGED_COLUMNS.empty_table()
+        for events in (
+            ()
+            if self._is_empty(version)
+            else slices(self._spark, self._bronze.path, self.source, version, F.lit(_JUDGED_BYTES))
+        ):
+            rows = events.select(*JUDGED).toArrow()
+            self.seen.judge(rows, "")
+        self.seen.judge(rows.slice(0, 0), str(version))

@@ -15,7 +15,7 @@ from lakehouse.bronze.table import progress
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.errors import BronzeReplaced
 from lakehouse.maintain.logs import newest_version
-from lakehouse.maintain.readers import last_offsets, readers
+from lakehouse.maintain.readers import last_offsets, reader_file, readers
 
 
 def check_record(lake: Lake, source: str, products: Iterable[TableRef] = ()) -> None:
@@ -60,7 +60,7 @@ def _ahead(lake: Lake, table: TableRef, table_id: str) -> Iterator[str]:
     newest = newest_version(table)
     for reader in readers(lake):
         if reader.table_id == table_id and reader.next_version > newest + 1:
-            yield f"query {reader.query} has read up to version {reader.next_version - 1}, and it ends at {newest}"
+            yield f"{reader.query} has read up to version {reader.next_version - 1}, and it ends at {newest}"
     held = progress(table).offsets
     for place, end in _taken(lake, table.name).items():
         if held.get(place, 0) < end:
@@ -84,7 +84,11 @@ def _leftovers(lake: Lake, source: str, table_id: str, derived: Iterable[Path]) 
     """What must go in order to begin again from what there is."""
     queries = {reader.query for reader in readers(lake) if reader.table_id == table_id}
     queries |= {f"{kind}-{source}" for kind in ("bronze", "live", "silver", "gold")}
-    state = [folder for name in sorted(queries) for folder in (lake.checkpoint(name), lake.state / "seen" / name)]
+    state = [
+        folder
+        for name in sorted(queries)
+        for folder in (lake.checkpoint(name), lake.state / "seen" / name, reader_file(lake, name))
+    ]
     own = [_file(lake, source), lake.state / "clocks" / source, lake.state / "loads" / source]
     return [path for path in (*own, *state, *derived) if path.exists()]
 

@@ -1,4 +1,4 @@
-"""A driver that rehearses the shipped pipeline and writes its classes' archive when it ends; for :mod:`jobs.prepare`.
+"""A driver that does once what drivers do, and writes its classes' archive when it ends; for :mod:`jobs.prepare`.
 
 ``python -m lakehouse.recording ARCHIVE FOLDER``
 """
@@ -8,9 +8,15 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from pyspark.sql import SparkSession
+from pyspark.sql.pandas.types import from_arrow_schema
+
+from lakehouse.batch import build
+from lakehouse.bronze.table import COLUMNS, create
+from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import load_pipeline
-from lakehouse.contract.settings import conf_dir, load_settings
-from lakehouse.rehearse import rehearse
+from lakehouse.contract.settings import Settings, conf_dir, load_settings
+from lakehouse.live import LiveProducts
 from lakehouse.session import build_session
 
 
@@ -20,7 +26,7 @@ def main(archive: Path, folder: Path) -> int:
 
     settings = load_settings({}, lake=folder / "lake")
     session = build_session(settings, "millrace prepare", record_classes=archive)
-    rehearse(session, settings, load_pipeline(conf_dir() / "pipelines" / "meetup"))
+    play(session, settings)
     session.stop()
     gateway = SparkContext._gateway
     assert gateway is not None
@@ -28,6 +34,27 @@ def main(archive: Path, folder: Path) -> int:
     gateway.shutdown()
     process.stdin.close()  # its sign to end
     return int(process.wait())
+
+
+def play(spark: SparkSession, settings: Settings) -> None:
+    """Use Spark as a driver of the shipped pipeline does, on an empty lake."""
+    pipeline = load_pipeline(conf_dir() / "pipelines" / "meetup")
+    lake = Lake(settings.lake)
+    for source in pipeline.sources.values():
+        table = lake.bronze(source.name)
+        create(table)
+        live = LiveProducts(spark, settings, pipeline, source, pipeline.products_of(source.name), f"play-{source.name}")
+        live.start()
+        try:
+            for rehearsal in live.small.rehearsals():
+                rehearsal()
+            rows = spark.createDataFrame([], from_arrow_schema(COLUMNS))
+            rows.write.format("delta").mode("append").save(str(table.path))
+            build(spark, table.path, source, 0).rejected()
+            stream = spark.readStream.format("delta").load(str(table.path)).writeStream.trigger(availableNow=True)
+            stream.foreachBatch(lambda batch, _: batch.toArrow()).start().awaitTermination()
+        finally:
+            live.stop()
 
 
 if __name__ == "__main__":

@@ -28,8 +28,8 @@ from lakehouse.errors import LakehouseError
 from lakehouse.gold.stateful import StateStore, store_of
 from lakehouse.gold.store import BatchMark, ProductStore
 from lakehouse.operators import Operator
-from lakehouse.operators.base import Estimates, prepared
-from lakehouse.quality.watch import warned_rows
+from lakehouse.operators.base import Estimates, plain, prepared
+from lakehouse.quality.watch import warned_columns
 from lakehouse.queries.view import proofs
 from lakehouse.stateful.join import Join
 from lakehouse.stateful.joinbuild import Sides, joined_build
@@ -105,7 +105,7 @@ def verify(
                 live, again = store.results(delta.to_pyarrow_table(), partial, mark.clock if mark else None)
             else:
                 live = _result(store, delta.to_pyarrow_table(), mark)
-                again = _result(store, prepared(store.operator, _in_utc(partial)), mark)
+                again = _result(store, prepared(store.operator, plain(partial)), mark)
             yield compare(product.name, delta.version(), bronze, live, again, store.operator)
         if builds and lake.quarantine().exists():
             oldest = min(builds)  # which quarantine has reached, whatever query keeps it
@@ -135,7 +135,7 @@ def _join(spark: SparkSession, lake: Lake, pipeline: Pipeline, product: Product)
     tables = [lake.bronze(name).path for name in (product.source, product.right)]
     with joined_build(spark, sides, tables, versions) as whole:
         assert isinstance(store.operator, Join)
-        partial = _in_utc(whole.partial(store.operator))
+        partial = plain(whole.partial(store.operator))
     store.operator.describe(partial.schema)
     live = _result(store, delta.to_pyarrow_table(), mark)
     again = _result(store, prepared(store.operator, partial), mark)
@@ -169,14 +169,9 @@ def _built(spark: SparkSession, lake: Lake, source: Source, version: int) -> Bui
 
 def _result(store: ProductStore, rows: pa.Table, mark: BatchMark | None) -> pa.Table:
     """Result rows of stored or partial rows: merged from nothing; as far back as the product's retention."""
-    rows = store.retained(_in_utc(rows), mark.clock if mark else None)
+    rows = store.retained(plain(rows), mark.clock if mark else None)
     assert store.operator.schema is not None
     return store.operator.merge(None, rows) if rows.num_rows else store.operator.schema.empty_table()
-
-
-def _in_utc(rows: pa.Table) -> pa.Table:
-    fields = [f.with_type(pa.timestamp("us", "UTC")) if pa.types.is_timestamp(f.type) else f for f in rows.schema]
-    return rows.cast(pa.schema(fields))
 
 
 def compare(
@@ -196,5 +191,5 @@ def _noted(lake: Lake, source: Source, bronze: int, whole: Build, table: TableRe
     live = live.filter(pc.equal(live["source"], source.name))
     if newest.is_valid:  # the live table may be ahead of the products
         live = live.filter(pc.less_equal(live["bronze_at"], newest.cast(live.schema.field("bronze_at").type)))
-    again = whole.rejected() if table.name == QUARANTINE else warned_rows(whole.events)
+    again = whole.rejected() if table.name == QUARANTINE else warned_columns(whole.events).toArrow()
     return compare(table.name, delta.version(), bronze, live, again.cast(live.schema))

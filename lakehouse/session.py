@@ -7,6 +7,7 @@ Every setting below was measured on the worked case (docs/decisions/0004-short-m
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -49,6 +50,8 @@ _TUNED = {
     # A checkpoint file less twice a batch; a torn one is no loss, because bronze and the products say how far they are.
     "spark.sql.streaming.checkpoint.fileChecksum.enabled": "false",
     "spark.sql.execution.arrow.pyspark.enabled": "true",
+    # Between the JVM and Python; over TCP a small table waits 40 ms for a delayed acknowledgement.
+    "spark.python.unix.domain.socket.enabled": "true",
     "spark.sql.parquet.compression.codec": "zstd",
     # A batch is cached for as long as its products are made: sizing up how to compress it costs more than it saves.
     "spark.sql.inMemoryColumnarStorage.compressed": "false",
@@ -89,6 +92,7 @@ def build_session(settings: Settings, app: str, *, record_classes: Path | None =
         record_classes: where the JVM writes an archive of its classes when it ends
             (:mod:`lakehouse.contract.classdata`); None: it uses the one that there is.
     """
+    os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # of the Python workers
     submitted = "SPARK_ENV_LOADED" in os.environ or "PYSPARK_GATEWAY_PORT" in os.environ
     builder = SparkSession.builder.appName(app)
     if not submitted:

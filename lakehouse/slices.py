@@ -68,7 +68,11 @@ def _packed(rows: DataFrame, by: Column, width: Column, most: int) -> list[tuple
 
 def _most(spark: SparkSession) -> int:
     """Bytes of a slice: what Spark lets a driver fetch is more, unless it has been set lower."""
-    text = spark.sparkContext.getConf().get("spark.driver.maxResultSize", "1g") or "1g"
-    digits = text.lower().rstrip("bkmgt")
-    allowed = int(digits) << _UNITS.get(text[len(digits) : len(digits) + 1].lower(), 0)
+    allowed = byte_size(spark.sparkContext.getConf().get("spark.driver.maxResultSize", "1g") or "1g")
     return min(_MOST, allowed // 2) if allowed else _MOST
+
+
+def byte_size(text: str) -> int:
+    """Bytes of a size as Spark writes it, such as ``48m``; a plain number is bytes."""
+    digits = text.lower().rstrip("bkmgt")
+    return int(digits) << _UNITS.get(text[len(digits) : len(digits) + 1].lower(), 0)

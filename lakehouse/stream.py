@@ -1,86 +1,54 @@
-"""The streaming queries of one driver: started together, watched, stopped cleanly."""
+"""The streaming queries of one driver: started together, watched, stopped cleanly.
+
+One query a source takes its events from Kafka, appends them to bronze, and hands the same rows to the source's products
+(:mod:`lakehouse.live`). Steps of one micro-batch, and what a crash after each of them means:
+
+1. Spark writes the batch's offsets to its checkpoint. Crash: the same batch runs again.
+2. The records are parsed once and appended to bronze, with the end offsets in the same commit. Crash: the batch runs
+   again and is dropped, because bronze says that it has these offsets; the products read the rows from bronze.
+3. The products take the rows. Crash: those that are behind read them from bronze.
+4. Spark notes in its checkpoint that the batch is done.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Protocol
 
-from pyspark.sql import SparkSession
-from pyspark.sql.streaming.query import StreamingQuery
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
 
-from lakehouse.bronze.offsets import events_waiting
-from lakehouse.bronze.query import start_bronze
+from lakehouse.bronze.query import BronzeWriter, constant_time, read_topic, to_bronze
 from lakehouse.bronze.table import create
+from lakehouse.checkpoint import offset_of
 from lakehouse.contract.expectations import WARN
-from lakehouse.contract.lake import ALERTS, WARNINGS, Lake
-from lakehouse.contract.pipeline import Pipeline, Product, Source
+from lakehouse.contract.lake import WARNINGS, Lake
+from lakehouse.contract.pipeline import Pipeline, Source
 from lakehouse.contract.settings import Settings
+from lakehouse.counts import count_batch
 from lakehouse.errors import BronzeGap, LakehouseError, QueryFailed, TopicReplaced
-from lakehouse.live import start_live
-from lakehouse.livewriter import LiveWriter
+from lakehouse.events import SMALL_BATCH, LongEvents, SmallEvents, SmallQueries, as_bronze, compiled_session, kept
+from lakehouse.live import LiveOptions, LiveProducts
 from lakehouse.lock import WriterLocks
 from lakehouse.queries.added import AddedQueries
 from lakehouse.queries.derive import Derivations
 from lakehouse.record import check_record, note_record
-from lakehouse.running import RunningQuery
+from lakehouse.stages import Stages
 from lakehouse.stateful.joinquery import start_join
+from lakehouse.writer import BatchWriter, RunningQuery
 
 log = logging.getLogger(__name__)
 
-LIVE = ("silver", "gold")
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception)\b.*: ")  # the last line of a Python traceback, a Java cause
 _BEGAN_ANEW = re.compile(r"Partition (?P<topic>\S+)-\d+ offset was changed from \d+ to \d+")  # Spark, of an end
 _CONDITION = re.compile(r"\[[A-Z][A-Z0-9_.]+\]|Error|Exception")
-
-
-@dataclass(frozen=True, slots=True)
-class Stages:
-    """Which part of a pipeline a driver runs.
-
-    Attributes:
-        bronze: Kafka to bronze.
-        layers: products of these layers, from bronze.
-    """
-
-    bronze: bool = True
-    layers: tuple[str, ...] = LIVE
-
-    def products(self, pipeline: Pipeline, source: Source) -> list[Product]:
-        """The products of a source that this driver keeps."""
-        return [p for p in pipeline.products_of(source.name) if p.layer in self.layers]
-
-    @property
-    def rejected(self) -> bool:
-        """Whether this driver keeps the rejected events too: one driver must, and quarantine is in silver."""
-        return "silver" in self.layers
-
-    def by_trigger(self, pipeline: Pipeline, source: Source) -> dict[int, list[Product]]:
-        """Those products by the pause between their commits in ms, 0 (none) first: a query each."""
-        found: dict[int, list[Product]] = {0: []} if self.rejected else {}
-        for product in sorted(self.products(pipeline, source), key=lambda p: p.trigger_ms):
-            found.setdefault(product.trigger_ms, []).append(product)
-        return found
-
-    def query_name(self, source: Source, trigger_ms: int = 0) -> str:
-        """Name of the query that keeps products of one trigger; each set has a checkpoint of its own."""
-        kind = "live" if self.layers == LIVE else "-".join(self.layers)
-        return f"{kind}-{source.name}" + (f"-every-{trigger_ms}" if trigger_ms else "")
-
-    def tables(self, pipeline: Pipeline) -> list[str]:
-        """Tables that the driver writes."""
-        names = [p.name for source in pipeline.sources.values() for p in self.products(pipeline, source)]
-        names += [p.name for p in pipeline.joins if p.layer in self.layers]
-        names += [view.name for view in pipeline.views.values() if view.layer in self.layers]
-        names += [ALERTS] if self.derives_all else []
-        return names + (list(pipeline.sources) if self.bronze else [])
-
-    @property
-    def derives_all(self) -> bool:
-        """Whether this driver keeps the alerts and the queries that are added at run time: one driver must."""
-        return "gold" in self.layers
 
 
 def run(
@@ -108,54 +76,156 @@ def run(
         TopicReplaced: a topic began anew, so that its offsets no longer say what bronze has.
     """
     lake = Lake(settings.lake)
-    with WriterLocks(lake, stages.tables(pipeline), patience_s=2.0):
-        queries: list[StreamingQuery] = []
-        stops: list[Callable[[], None]] = []
+    with WriterLocks(lake, stages.tables(pipeline), patience_s=2.0), ExitStack() as stops:
         warns = any(source.expected(WARN) for source in pipeline.sources.values())
         restore = not (lake.quarantine().exists() and (lake.table("silver", WARNINGS).exists() or not warns))
-        lives: dict[str, RunningQuery[LiveWriter]] = {}
-        try:
-            for source in pipeline.sources.values():
-                derived = [lake.table(p.layer, p.name) for p in pipeline.products_of(source.name)]
-                check_record(lake, source.name, derived)
-                create(lake.bronze(source.name))
-                note_record(lake, source.name)
-                waiting = events_waiting(spark, settings, source, bootstrap) if stages.bronze else 0
-                for trigger_ms, products in stages.by_trigger(pipeline, source).items():
-                    first = source.name not in lives
-                    live = start_live(
-                        spark,
-                        settings,
-                        pipeline,
-                        source,
-                        products,
-                        stages.query_name(source, trigger_ms),
-                        keep_rejected=stages.rejected and first,
-                        restore_rejected=stages.rejected and restore and first,
-                        trigger_ms=trigger_ms,
-                        waiting=waiting,
-                    )
-                    queries.append(live.query)
-                    stops.append(live.stop)
-                    lives.setdefault(source.name, live)
-                if stages.bronze:
-                    bronze = start_bronze(
-                        spark, settings, source, bootstrap=bootstrap, accept_loss=accept_loss, waiting=waiting
-                    )
-                    queries.append(bronze)
-                    stops.append(bronze.stop)
-            for product in pipeline.joins:
-                if product.layer in stages.layers:
-                    join = start_join(spark, settings, pipeline, product)
-                    queries.append(join.query)
-                    stops.append(join.stop)
-            stops += _derive(spark, settings, pipeline, stages, lives)
-            if started is not None:
-                started()
-            _watch(queries, stop)
-        finally:
-            for end in reversed(stops):
-                end()
+        running: list[Running] = []
+        rehearsing = stops.enter_context(ThreadPoolExecutor(2, thread_name_prefix="rehearsal"))
+        rehearsals: list[Future[object]] = []
+        lives: dict[str, LiveProducts] = {}
+
+        def begun(one: Running) -> None:
+            running.append(one)
+            stops.callback(one.stop)
+
+        for source in pipeline.sources.values():
+            derived = [lake.table(p.layer, p.name) for p in pipeline.products_of(source.name)]
+            check_record(lake, source.name, derived)
+            create(lake.bronze(source.name))
+            note_record(lake, source.name)
+            for trigger_ms, products in stages.by_trigger(pipeline, source).items():
+                keeps = stages.rejected and source.name not in lives
+                options = LiveOptions(keeps, restore and keeps, trigger_ms=trigger_ms)
+                name = stages.set_name(source, trigger_ms)
+                live = LiveProducts(spark, settings, pipeline, source, products, name, options)
+                if settings.spark.rehearse:
+                    rehearsals += [rehearsing.submit(play) for play in live.small.rehearsals()]
+                live.start()
+                begun(live)
+                lives.setdefault(source.name, live)
+            if stages.bronze:
+                begun(_start_bronze(spark, settings, source, bootstrap, lives.get(source.name), accept_loss))
+        for product in pipeline.joins:
+            if product.layer in stages.layers:
+                begun(start_join(spark, settings, pipeline, product))
+        for end in _derive(spark, settings, pipeline, stages, lives):
+            stops.callback(end)
+        wait(rehearsals)
+        if started is not None:
+            started()
+        _watch(running, stop)
+
+
+class Running(Protocol):
+    """What a driver runs and watches."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def is_active(self) -> bool: ...
+    @property
+    def error(self) -> BaseException | None: ...
+    def stop(self) -> None:
+        """End it; when this returns, nothing is written any more."""
+
+
+def _start_bronze(
+    spark: SparkSession,
+    settings: Settings,
+    source: Source,
+    bootstrap: str,
+    live: LiveProducts | None,
+    accept_loss: bool,
+) -> RunningQuery:
+    """Start the query that takes the source's events in; ``live``: the products that its rows are handed to."""
+    session = compiled_session(spark)
+    records, bronze = read_topic(session, settings, source, bootstrap=bootstrap, accept_loss=accept_loss)
+    checkpoint = Lake(settings.lake).checkpoint(f"bronze-{source.name}")
+    writer = SourceWriter(source, settings.tenant, bronze, checkpoint, live, spark)
+    query = (
+        records.writeStream.queryName(f"bronze-{source.name}")
+        .option("checkpointLocation", str(checkpoint))
+        .trigger(processingTime=f"{settings.spark.batch_interval_ms} milliseconds")
+        .foreachBatch(writer)
+        .start()
+    )
+    return RunningQuery(query, writer)
+
+
+class SourceWriter(BatchWriter):
+    """Takes a source's records, one micro-batch after another, into bronze and its products.
+
+    Args:
+        source: whose records.
+        tenant: of records that do not say theirs.
+        bronze: the table's writer.
+        checkpoint: the query's.
+        live: the products; None: bronze alone.
+        spark: the driver's session.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        tenant: str,
+        bronze: BronzeWriter,
+        checkpoint: Path,
+        live: LiveProducts | None,
+        spark: SparkSession,
+    ) -> None:
+        super().__init__()
+        self._source = source
+        self._tenant = tenant
+        self._bronze = bronze
+        self._checkpoint = checkpoint
+        self._live = live
+        self._small = live.small if live else SmallQueries(spark, source, [], [], (), tenant)
+        self._takes_small = self._small.usable
+
+    def close_files(self) -> None:
+        """See :class:`~lakehouse.writer.BatchWriter`."""
+        if self._live is None:
+            self._small.close()
+
+    def take(self, events: DataFrame, batch: int) -> None:
+        """See :class:`~lakehouse.writer.BatchWriter`."""
+        ends = self._end_offsets(batch)
+        count = self._bronze.events_of(ends)
+        if not count:
+            return
+        if count < SMALL_BATCH and self._takes_small:
+            self._take_small(events, ends)
+        else:
+            self._take_long(events, ends)
+        count_batch(self._checkpoint.name, count)
+
+    def _take_small(self, records: DataFrame, ends: Mapping[str, int]) -> None:
+        rows = records.toArrow()
+        rows = rows.filter(self._bronze.unknown(rows))
+        events, bronze = self._small.of_records(rows)
+        if self._live is None:
+            self._bronze.append(bronze, ends)
+            return
+        with self._live.writing():
+            commit, whole = self._bronze.append(bronze, ends)
+            events = events.set_column(events.schema.get_field_index("bronze_at"), "bronze_at", whole["bronze_at"])
+            self._live.take(commit.version, SmallEvents(self._small, events, whole))
+
+    def _take_long(self, records: DataFrame, ends: Mapping[str, int]) -> None:
+        bronze = to_bronze(self._bronze.without_known(records), source=self._source.name, tenant=self._tenant)
+        if self._live is None:
+            self._bronze.append_frame(bronze, ends)
+            return
+        parsed = self._live.long(bronze.withColumn("bronze_at", F.lit(None).cast("timestamp")))
+        with kept(parsed) as rows, self._live.writing():
+            commit = self._bronze.append_frame(as_bronze(rows), ends)
+            events = rows.withColumn("bronze_at", constant_time(commit.bronze_at))
+            self._live.take(commit.version, LongEvents(events, self._source))
+
+    def _end_offsets(self, batch: int) -> dict[str, int]:
+        """``TOPIC/PARTITION`` to the offset behind the batch's last one, from the query's own write-ahead log."""
+        topics = json.loads(offset_of(self._checkpoint, batch))
+        return {f"{topic}/{number}": end for topic, ends in topics.items() for number, end in ends.items()}
 
 
 def _derive(
@@ -163,7 +233,7 @@ def _derive(
     settings: Settings,
     pipeline: Pipeline,
     stages: Stages,
-    lives: dict[str, RunningQuery[LiveWriter]],
+    lives: dict[str, LiveProducts],
 ) -> list[Callable[[], None]]:
     """Start what follows the products: views, alerts, added queries; returns how to stop them, as they started."""
     if not stages.layers:
@@ -177,17 +247,16 @@ def _derive(
     return [derivations.stop, added.stop]
 
 
-def _watch(queries: Sequence[StreamingQuery], stop: threading.Event) -> None:
+def _watch(running: Sequence[Running], stop: threading.Event) -> None:
     while not stop.wait(0.5):
-        for query in queries:
-            if not query.isActive:
-                raise _why(query)
+        for one in running:
+            if not one.is_active:
+                raise _why(one)
 
 
-def _why(query: StreamingQuery) -> LakehouseError:
+def _why(stopped: Running) -> LakehouseError:
     """Why a query stopped, in our own terms."""
-    error = query.exception()
-    name = query.name or "?"
+    error, name = stopped.error, stopped.name
     if error is None:
         return QueryFailed(name, "STOPPED", "it was stopped from outside")
     text = str(error)
@@ -196,7 +265,7 @@ def _why(query: StreamingQuery) -> LakehouseError:
     if "failOnDataLoss" in text or "KAFKA_DATA_LOSS" in text or "OffsetOutOfRange" in text:
         return BronzeGap(name.removeprefix("bronze-"), text.splitlines()[0])
     condition = getattr(error, "getCondition", lambda: None)() or type(error).__name__
-    lines = text.splitlines()
+    lines = text.splitlines() or [type(error).__name__]
     ours = [line.partition(": ")[2] for line in lines if line.startswith("lakehouse.errors.")]
     causes = [line for line in lines if _RAISED.match(line)] or [line for line in lines if _CONDITION.search(line)]
     return QueryFailed(name, condition, (ours or causes or lines)[0].strip())

@@ -1,18 +1,18 @@
-"""What the writers of streaming queries share: one batch at a time, and the marks that the batches' commits carry."""
+"""What the writers of streaming queries share: one batch at a time, the marks of commits, and how a query runs."""
 
 from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark import InheritableThread
 from pyspark.sql import DataFrame
+from pyspark.sql.streaming.query import StreamingQuery
 
-from lakehouse.checkpoint import Checkpoint
 from lakehouse.contract.lake import FILE_TOPIC
 from lakehouse.gold.store import BatchMark, later
 
@@ -41,49 +41,73 @@ class BatchWriter(ABC):
         """Close what the writer has open; no batch is in hand."""
 
 
+@dataclass(frozen=True, slots=True)
+class RunningQuery:
+    """A streaming query and the writer of ours that it hands its batches to."""
+
+    query: StreamingQuery
+    writer: BatchWriter
+
+    @property
+    def name(self) -> str:
+        """The query's name."""
+        return self.query.name or "?"
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it runs."""
+        return bool(self.query.isActive)
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it stopped; None while it runs, or where it was stopped from outside."""
+        return self.query.exception()
+
+    def stop(self) -> None:
+        """Stop it; when this returns, nothing is written any more and all files are closed."""
+        self.query.stop()
+        self.writer.close()
+
+
 class Marks:
-    """Marks of one query's batches: how far in Kafka and in time its products are, which only ever moves on.
+    """Marks of commits to products: how far in Kafka and in time they are, which only ever moves on.
 
     Attributes:
         through: ``TOPIC/PARTITION`` to the next offset.
         clock: see :class:`~lakehouse.gold.store.BatchMark`.
     """
 
-    def __init__(self, checkpoint: Path) -> None:
-        self._checkpoint = checkpoint
-        self._query = ""
+    def __init__(self) -> None:
         self.through: dict[str, int] = {}
         self.clock: int | None = None
-
-    @property
-    def query(self) -> str:
-        """The query's id, once it runs."""
-        self._query = self._query or Checkpoint.read(self._checkpoint).query
-        return self._query
 
     def go_on_from(self, mark: BatchMark | None) -> None:
         """Be at least as far as a product that says so."""
         if mark is not None:
-            self.through = {**mark.through, **self.through}
+            self.reached(mark.through)
             self.clock = later(self.clock, mark.clock)
 
-    def of(self, batch: int, bronze: str, rows: pa.Table, counted: pa.Table) -> BatchMark:
+    def reached(self, through: Mapping[str, int]) -> None:
+        """Be at least as far as these offsets."""
+        for place, end in through.items():
+            self.through[place] = max(self.through.get(place, 0), end)
+
+    def of(self, query: str, batch: int, bronze: str, rows: pa.Table, counted: pa.Table) -> BatchMark:
         """The mark of a batch.
 
         Args:
-            bronze: the Delta source's offset behind it.
+            query, batch, bronze: see :class:`~lakehouse.gold.store.BatchMark`.
             rows: all its rows, with their ``topic``, ``partition`` and ``offset``.
             counted: those that count, with ``event_time`` and ``received_at``.
         """
-        for end in rows.group_by(["topic", "partition"]).aggregate([("offset", "max")]).to_pylist():
-            if end["topic"].startswith(FILE_TOPIC):
-                continue  # thousands of files; COMMIT_BRONZE says that they are in
-            place = f"{end['topic']}/{end['partition']}"
-            self.through[place] = max(self.through.get(place, 0), end["offset_max"] + 1)
+        ends = rows.group_by(["topic", "partition"]).aggregate([("offset", "max")]).to_pylist()
+        # Of files there are thousands; COMMIT_BRONZE says that they are in.
+        ends = [end for end in ends if not end["topic"].startswith(FILE_TOPIC)]
+        self.reached({f"{end['topic']}/{end['partition']}": end["offset_max"] + 1 for end in ends})
         self.clock = later(self.clock, newest(counted))
         received = pc.min_max(pc.cast(counted["received_at"], pa.int64())).as_py()
         return BatchMark(
-            self.query,
+            query,
             batch,
             bronze,
             dict(self.through),

@@ -1,24 +1,18 @@
-"""Where in Kafka: how far a topic goes, how much of it waits, and where a query of it begins."""
+"""Where in Kafka: how far a topic goes, and where a query of it begins."""
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from py4j.protocol import Py4JError  # type: ignore[import-untyped]
 from pyspark.sql import SparkSession
 
-from lakehouse.bronze.table import Progress, progress
+from lakehouse.bronze.table import Progress
 from lakehouse.checkpoint import offset_of
-from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Source
-from lakehouse.contract.settings import Settings
 from lakehouse.errors import TopicReplaced
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,24 +28,6 @@ class Topic:
     name: str
     id: str
     ends: Mapping[str, int]
-
-
-_NOT_FOR_LONG = {"request.timeout.ms": "5000", "default.api.timeout.ms": "10000"}
-
-
-def events_waiting(spark: SparkSession, settings: Settings, source: Source, bootstrap: str) -> int:
-    """How many events the topic holds that bronze has not taken; 0 where the broker does not tell.
-
-    Only for the pace to begin with: why a broker does not answer, the query says better.
-    """
-    done = progress(Lake(settings.lake).bronze(source.name)).offsets
-    options = {"bootstrap.servers": bootstrap, **settings.kafka.security.for_java(), **_NOT_FOR_LONG}
-    try:
-        ends = topic_now(spark, source.topic, options).ends
-    except Py4JError:
-        log.debug("how much waits in %s is not known", source.topic, exc_info=True)
-        return 0
-    return sum(max(0, end - done.get(place, 0)) for place, end in ends.items())
 
 
 def topic_now(spark: SparkSession, topic: str, options: Mapping[str, str]) -> Topic:

@@ -1,64 +1,89 @@
-"""Kafka to bronze: one streaming query a source, each micro-batch a plain append.
+"""Kafka to bronze: the records of a source's topic as bronze rows, and their appends to the table.
 
-Steps of one micro-batch, and what a crash after each of them means:
-
-1. Spark writes the batch's offsets to its checkpoint. Crash: the same batch runs again.
-2. The rows are appended, the end offsets in the same commit. Crash: the batch runs again and is dropped, because
-   bronze itself says that it has these offsets.
-3. Spark notes in its checkpoint that the batch is done.
-
-A lost checkpoint is no loss: the query then starts from the offsets that bronze names. They count for the topic that
-bronze took them from: one that began anew is refused.
+A micro-batch is one commit that names the end offsets, so bronze says by itself how far it is. After a crash the same
+batch comes again, and the rows that the offsets cover are dropped. A lost checkpoint is no loss: the query then starts
+from the offsets that bronze names. They count for the topic that bronze took them from; a topic that began anew is
+refused.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import reduce
 from operator import add, and_
-from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.compute as pc
+from deltalake import (
+    ColumnProperties,
+    CommitProperties,
+    DeltaTable,
+    PostCommitHookProperties,
+    WriterProperties,
+    write_deltalake,
+)
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
-from pyspark.sql.streaming.query import StreamingQuery
 
 from lakehouse.bronze.clock import BronzeClock
 from lakehouse.bronze.offsets import check_topic, planned_topics, starting_offsets, topic_now
-from lakehouse.bronze.table import Progress, create, progress
-from lakehouse.checkpoint import forget, offset_of
+from lakehouse.bronze.table import COLUMNS, Progress, create, progress
+from lakehouse.checkpoint import forget
 from lakehouse.contract import envelope as names
 from lakehouse.contract.faults import crash_point
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Source
 from lakehouse.contract.settings import Settings
-from lakehouse.counts import count_batch
 from lakehouse.errors import TopicReplaced
-from lakehouse.pace import Pace
 
 _LAST_MICROS = 253_370_764_800_000_000  # the year 9999; anybody may send a header
 _MOST_WEIGHT = 1e6
-SMALL_BATCH = 5_000  # events; below it one task is quicker than several, for a file as for an aggregate
+RECORDS_PER_TASK = 25_000
+"""Records of one partition that one task reads, so that a long batch of few partitions has a task for every core."""
+
+RECORDS = pa.schema(
+    [
+        ("key", pa.binary()),
+        ("value", pa.binary()),
+        ("topic", pa.string()),
+        ("partition", pa.int32()),
+        ("offset", pa.int64()),
+        ("timestamp", pa.timestamp("us", "UTC")),
+        ("timestampType", pa.int32()),
+        ("headers", pa.list_(pa.struct([("key", pa.string()), ("value", pa.binary())]))),
+    ]
+)
+"""Columns of Spark's Kafka source."""
+
+# Hardly two values of these are alike.
+_UNLIKE = ("payload", "fingerprint", "event_id", "key", "offset", "received_at")
 
 
-def start_bronze(
-    spark: SparkSession,
-    settings: Settings,
-    source: Source,
-    *,
-    bootstrap: str,
-    accept_loss: bool = False,
-    waiting: int = 0,
-) -> StreamingQuery:
-    """Start the query; the topic must exist.
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A commit to bronze.
+
+    Attributes:
+        version: of the table.
+        bronze_at: of its rows, microseconds since the epoch.
+    """
+
+    version: int
+    bronze_at: int
+
+
+def read_topic(
+    spark: SparkSession, settings: Settings, source: Source, *, bootstrap: str, accept_loss: bool = False
+) -> tuple[DataFrame, BronzeWriter]:
+    """The source's topic from where bronze ends, and the writer that goes on there; the topic must exist.
 
     Args:
         bootstrap: ``host:port`` of the broker.
         accept_loss: go on where Kafka no longer holds what bronze has not taken.
-        waiting: events that the topic has ready, as :func:`~lakehouse.bronze.offsets.events_waiting` counts them.
 
     Raises:
         TopicReplaced: the topic began anew, so that its offsets no longer say what bronze has.
@@ -74,74 +99,127 @@ def start_bronze(
     done = replace(done, topics={**done.topics, topic.name: topic.id})
     if planned_topics(checkpoint) - {source.topic}:
         forget(checkpoint)  # the source had another topic; bronze itself says how far it is
-    reader = (
+    records = (
         spark.readStream.format("kafka")
         .option("subscribe", source.topic)
         .option("startingOffsets", starting_offsets(source.topic, len(topic.ends), done.offsets))
         .option("includeHeaders", "true")
         .option("failOnDataLoss", str(not accept_loss).lower())
         .option("maxOffsetsPerTrigger", settings.spark.max_offsets_per_trigger)
+        .option("maxRecordsPerPartition", RECORDS_PER_TASK)
         .option("kafkaConsumer.pollTimeoutMs", "60000")
         .option("fetchOffset.numRetries", "30")
         .option("fetchOffset.retryIntervalMs", "500")
         .option("kafka.default.api.timeout.ms", "60000")
         .options(**{f"kafka.{name}": value for name, value in options.items()})
+        .load()
     )
-    pace = Pace(settings.spark.conf)
-    writer = BronzeWriter(table, checkpoint, done, clock=BronzeClock(lake, table), pace=pace)
-    spark.sparkContext.setLocalProperty("spark.scheduler.pool", f"bronze-{source.name}")
-    # Planned once for the whole query; a batch adds what is the batch's own.
-    rows = to_bronze(reader.load(), source=source.name, tenant=settings.tenant)
-    query = (
-        rows.writeStream.queryName(f"bronze-{source.name}")
-        .option("checkpointLocation", str(checkpoint))
-        .trigger(processingTime=f"{settings.spark.bronze_interval_ms} milliseconds")
-        .foreachBatch(writer)
-    )
-    with pace.begun(spark, waiting):
-        return query.start()
+    return records, BronzeWriter(table, done, BronzeClock(lake, table))
 
 
 class BronzeWriter:
     """Appends one micro-batch after another to a bronze table. One instance is the table's only stream writer.
 
-    Batch loaders may write at the same time: with a ``clock`` they and the stream take turns.
+    Args:
+        table: where to; it exists.
+        done: how far it is.
+        clock: by which it and batch loaders take turns; None: nobody else writes.
+        now: seconds since the epoch, without a clock.
     """
 
     def __init__(
         self,
         table: TableRef,
-        checkpoint: Path,
         done: Progress,
-        now: Callable[[], float] = time.time,
         clock: BronzeClock | None = None,
-        pace: Pace | None = None,
+        now: Callable[[], float] = time.time,
     ) -> None:
         self._clock = clock
-        self._pace = pace
         self._table = table
-        self._checkpoint = checkpoint
+        self._delta = DeltaTable(str(table.path))
         self._done = done
         self._now = now
         self._may_overlap = True
-        self._before: Mapping[str, int] = {}
+        self._ends: Mapping[str, int] = {}
 
-    def __call__(self, events: DataFrame, batch_id: int) -> None:
-        ends = self._end_offsets(batch_id)
+    def events_of(self, ends: Mapping[str, int]) -> int:
+        """How many events a batch has, at the most, that bronze has not taken.
+
+        Args:
+            ends: ``TOPIC/PARTITION`` to the offset behind the batch.
+
+        Raises:
+            TopicReplaced: an offset went back.
+        """
         for place, end in ends.items():
-            if end < self._before.get(place, 0):
-                detail = f"{place} ended at offset {self._before[place]}, and now at {end}"
+            if end < self._ends.get(place, 0):
+                detail = f"{place} ended at offset {self._ends[place]}, and now at {end}"
                 raise TopicReplaced(self._table.name, place.rpartition("/")[0], detail)
-        self._before = ends
+        self._ends = ends
         done = self._done.offsets
-        count = sum(max(0, end - done.get(place, 0)) for place, end in ends.items())
-        if count <= 0:
-            return
+        return sum(max(0, end - done.get(place, 0)) for place, end in ends.items())
+
+    def unknown(self, places: pa.Table) -> pa.Array:
+        """Which rows, by ``topic``, ``partition`` and ``offset``, the offsets do not cover yet."""
+        fresh = pa.array([True] * places.num_rows, pa.bool_())
+        for place, end in self._done.offsets.items() if self._may_overlap else ():
+            topic, _, partition = place.rpartition("/")
+            here = pc.and_(pc.equal(places["topic"], topic), pc.equal(places["partition"], int(partition)))
+            fresh = pc.and_(fresh, pc.invert(pc.and_(here, pc.less(places["offset"], end))))
+        return fresh.combine_chunks() if isinstance(fresh, pa.ChunkedArray) else fresh
+
+    def without_known(self, rows: DataFrame) -> DataFrame:
+        """Rows that the offsets do not cover yet."""
+        return without_known(rows, self._done.offsets) if self._may_overlap else rows
+
+    def append(self, rows: pa.Table, ends: Mapping[str, int]) -> tuple[Commit, pa.Table]:
+        """Append a small batch; returns its commit, and the rows as the table has them.
+
+        Args:
+            rows: all columns but ``bronze_at`` and ``date``.
+            ends: ``TOPIC/PARTITION`` to the offset behind the batch.
+        """
         with self._turn() as bronze_at:
-            self._append(events, ends, count, bronze_at)
-        count_batch(self._checkpoint.name, count)
-        if self._pace is not None:
-            self._pace.suit(events.sparkSession, count)
+            at = datetime.fromtimestamp(bronze_at // 1_000_000, UTC).replace(microsecond=bronze_at % 1_000_000)
+            whole = rows.append_column("bronze_at", pa.array([at] * rows.num_rows, pa.timestamp("us", "UTC")))
+            whole = whole.append_column("date", pa.array([at.date()] * rows.num_rows, pa.date32()))
+            whole = whole.select(COLUMNS.names).cast(COLUMNS)
+            reached = self._reached(ends, bronze_at)
+            crash_point("bronze.before_append")
+            self._delta.update_incremental()
+            write_deltalake(
+                self._delta,
+                whole,
+                mode="append",
+                writer_properties=_PROPERTIES,
+                commit_properties=CommitProperties(custom_metadata={"userMetadata": reached.to_metadata()}),
+                post_commithook_properties=_NO_HOOKS,
+            )
+            return self._committed(reached, ends), whole
+
+    def append_frame(self, rows: DataFrame, ends: Mapping[str, int]) -> Commit:
+        """Append a long batch, by Spark; see :meth:`append`."""
+        with self._turn() as bronze_at:
+            at = constant_time(bronze_at)
+            whole = rows.withColumn("bronze_at", at).withColumn("date", at.cast("date")).select(COLUMNS.names)
+            reached = self._reached(ends, bronze_at)
+            crash_point("bronze.before_append")
+            write = whole.write.format("delta").mode("append").option("userMetadata", reached.to_metadata())
+            write.save(str(self._table.path))
+            self._delta.update_incremental()
+            return self._committed(reached, ends)
+
+    def _committed(self, reached: Progress, ends: Mapping[str, int]) -> Commit:
+        crash_point("bronze.after_append")
+        # A batch from before a crash may be in already, in whole or in part; once one is not, no later one is.
+        self._may_overlap = any(end < self._done.offsets.get(place, 0) for place, end in ends.items())
+        self._done = reached
+        return Commit(self._delta.version(), reached.bronze_at)
+
+    def _reached(self, ends: Mapping[str, int], bronze_at: int) -> Progress:
+        done = self._done.offsets
+        offsets = {**done, **{place: max(end, done.get(place, 0)) for place, end in ends.items()}}
+        return replace(self._done, offsets=offsets, bronze_at=bronze_at)
 
     @contextmanager
     def _turn(self) -> Iterator[int]:
@@ -151,37 +229,22 @@ class BronzeWriter:
             with self._clock.turn() as bronze_at:
                 yield bronze_at
 
-    def _append(self, events: DataFrame, ends: Mapping[str, int], count: int, bronze_at: int) -> None:
-        done = self._done.offsets
-        at = F.timestamp_micros(_constant(bronze_at))
-        rows = events.select("*", at.alias("bronze_at"), at.cast("date").alias("date"))
-        if self._may_overlap:  # a batch from before the crash may be in already, in whole or in part
-            rows = without_known(rows, done)
-            self._may_overlap = any(end < done.get(place, 0) for place, end in ends.items())
-        if count < SMALL_BATCH:
-            rows = rows.coalesce(1)
-        offsets = {**done, **{place: max(end, done.get(place, 0)) for place, end in ends.items()}}
-        reached = replace(self._done, offsets=offsets, bronze_at=bronze_at)
-        crash_point("bronze.before_append")
-        rows.write.format("delta").mode("append").option("userMetadata", reached.to_metadata()).save(
-            str(self._table.path)
-        )
-        crash_point("bronze.after_append")
-        self._done = reached
 
-    def _end_offsets(self, batch_id: int) -> dict[str, int]:
-        """``TOPIC/PARTITION`` to the offset behind the batch's last one, from the query's own write-ahead log."""
-        topics = json.loads(offset_of(self._checkpoint, batch_id))
-        return {f"{topic}/{number}": end for topic, ends in topics.items() for number, end in ends.items()}
+_PROPERTIES = WriterProperties(
+    compression="ZSTD", column_properties={name: ColumnProperties(dictionary_enabled=False) for name in _UNLIKE}
+)
+# Checkpoints and cleaning are maintenance's, outside any writer's turn.
+_NO_HOOKS = PostCommitHookProperties(create_checkpoint=False, cleanup_expired_logs=False)
 
 
-def _constant(number: int) -> Column:
-    """The number, positive, in a way that a compiled query has no need to be compiled again for another one.
+def constant_time(micros: int) -> Column:
+    """A time, microseconds since the epoch, in a way that a compiled query is not compiled again for another one.
 
     Spark writes numbers into the code that it generates, and texts beside it. A text alone it would turn into a number
     beforehand; one with nothing of a row's topic behind it, it does not.
     """
-    return F.concat(F.lit(str(number)), F.substring("topic", 1, 0)).cast("bigint")
+    text = F.concat(F.lit(str(micros)), F.substring("topic", 1, 0))
+    return F.timestamp_micros(text.cast("bigint"))
 
 
 def without_known(rows: DataFrame, offsets: Mapping[str, int]) -> DataFrame:
@@ -249,4 +312,4 @@ def _header(name: str) -> Column:
     if name in names.ALWAYS:
         in_place = F.get("headers", F.lit(names.ALWAYS.index(name)))["value"]
         found = F.when(F.col("plain"), in_place).otherwise(found)
-    return found.cast("string")
+    return F.try_validate_utf8(found.cast("string"))  # readers of bronze take text for valid

@@ -38,10 +38,10 @@ DERIVED_CRASH_POINTS = (
 )
 """Points of what follows products: passed only where a pipeline has views or alerts."""
 
-ADDED_CRASH_POINTS = ("added.after_copy", "added.after_touch", "added.after_note")
+ADDED_CRASH_POINTS = ("added.after_copy", "added.after_note")
 """Points of the beginning of a query that is added and counts from now on."""
 
-FORGET_CRASH_POINTS = ("forget.after_checkpoint", "forget.after_index", "forget.after_table", "forget.after_state")
+FORGET_CRASH_POINTS = ("forget.after_reader", "forget.after_index", "forget.after_table", "forget.after_state")
 """Points of clearing away what a removed query leaves."""
 
 CARE_CRASH_POINTS = ("care.before_commit", "care.after_commit")

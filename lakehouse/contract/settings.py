@@ -206,19 +206,19 @@ class SparkSettings:
     Attributes:
         master: as of spark-submit; ignored where spark-submit gives one.
         driver_memory: heap of the driver.
-        bronze_interval_ms: from the start of one bronze micro-batch to that of the next, at least.
-        max_offsets_per_trigger: events a bronze micro-batch takes at most.
-        max_bytes_per_trigger: compressed bytes of bronze that a live micro-batch takes at most, e.g. ``48m``.
+        batch_interval_ms: from the start of one micro-batch to that of the next, at least.
+        max_offsets_per_trigger: events that a micro-batch takes at most.
+        max_bytes_per_trigger: compressed bytes of bronze that are read at once, at most, e.g. ``48m``.
         optimise: let the JVM optimise what runs often (its C2 compiler): for thousands of events a second and more; the
             first minutes, and short batches, are slower.
-        rehearse: run the queries once on a scratch lake before the driver says that it is ready.
+        rehearse: run the queries over made-up rows before the driver says that it is ready.
         metrics_port: port of the driver's ``/metrics`` on the loopback address; 0: any free one.
         conf: any further Spark setting.
     """
 
     master: str = "local[4]"
     driver_memory: str = "2g"
-    bronze_interval_ms: int = 400
+    batch_interval_ms: int = 500
     max_offsets_per_trigger: int = 200_000
     max_bytes_per_trigger: str = "48m"
     optimise: bool = False

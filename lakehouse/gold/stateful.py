@@ -24,7 +24,7 @@ from lakehouse.contract.lake import TableRef
 from lakehouse.contract.pipeline import Product
 from lakehouse.errors import BadProduct
 from lakehouse.gold.store import BatchMark, ProductStore
-from lakehouse.operators.base import WINDOW_START
+from lakehouse.operators.base import WINDOW_START, plain
 from lakehouse.stateful.base import Keeps, among, keeps, times
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -79,7 +79,7 @@ class StateStore(ProductStore):
         if self.holds(mark.query, mark.batch):
             return delta.version()
         self._load()
-        partial = self._conformed(partial)
+        partial = plain(partial)
         held, opened = self._called_back(partial)
         rows = self.keeps.advance(held, partial, mark.clock)
         unchanged = not opened and held is not None and rows.equals(held)
@@ -97,7 +97,7 @@ class StateStore(ProductStore):
         if not self._fits():  # other columns than before: an empty table of the new ones first
             self._write(self._empty(), mark, predicate=None, mode="overwrite", evolve=True)
         self._load(anew=True)
-        partial = self._conformed(rows)
+        partial = plain(rows)
         full = self.keeps.advance(None, partial, mark.clock)
         self._replace_files(full, self.keeps.live(full, mark.clock), [*self._live_files, *self._settled], mark)
         configuration = self._configuration()  # last: a crash before this builds it once more
@@ -113,7 +113,7 @@ class StateStore(ProductStore):
             rows: all rows of the table.
             build: what the operator's SQL gave for all of bronze.
         """
-        again = self.keeps.advance(None, self._conformed(build), clock)
+        again = self.keeps.advance(None, plain(build), clock)
         live = rows.select(again.schema.names).cast(again.schema)
         horizon = self.horizon(clock)
         if horizon is None:

@@ -24,7 +24,7 @@ from lakehouse.contract.pipeline import Product
 from lakehouse.contract.product import SKETCHES, sketch_property
 from lakehouse.gold.hot import HotRows
 from lakehouse.operators import Operator, operator_of
-from lakehouse.operators.base import TIMESTAMP, WINDOW_START, prepared
+from lakehouse.operators.base import TIMESTAMP, WINDOW_START, plain, prepared
 from lakehouse.operators.latest import Latest
 
 
@@ -147,7 +147,7 @@ class ProductStore:
         delta = self._ensure(partial.schema)
         if self.holds(mark.query, mark.batch):
             return delta.version()
-        partial = self.retained(prepared(self.operator, self._conformed(partial)), mark.clock)
+        partial = self.retained(prepared(self.operator, plain(partial)), mark.clock)
         if self.folded or not partial.num_rows:
             self._write(partial if self.folded else self._empty(), mark, predicate=None, mode="append")
         else:
@@ -167,7 +167,7 @@ class ProductStore:
         """
         self._evolve(rows.schema)
         delta = self._ensure(rows.schema)
-        partial = self.retained(prepared(self.operator, self._conformed(rows)), mark.clock)
+        partial = self.retained(prepared(self.operator, plain(rows)), mark.clock)
         full = partial if self.folded or not partial.num_rows else self.operator.merge(None, partial)
         if self.operator.schema is not None and not full.num_rows:
             full = self._empty()
@@ -259,14 +259,6 @@ class ProductStore:
         if self._delta is None:
             self._delta = DeltaTable(str(self.table.path))
         return self._delta
-
-    def _conformed(self, partial: pa.Table) -> pa.Table:
-        """Timestamps as the table has them; Spark says them in the session's zone."""
-        fields = [
-            field.with_type(pa.timestamp("us", "UTC")) if pa.types.is_timestamp(field.type) else field
-            for field in partial.schema
-        ]
-        return partial.cast(pa.schema(fields))
 
     def _current(self, units: list[object]) -> pa.Table | None:
         """The rows that the product holds of these units."""

@@ -87,9 +87,8 @@ def end_retention(lake: Lake, table: TableRef, keep_ms: int, *, now: Callable[[]
         waiting = unread_since(table, reader, now)
         if waiting is not None and now() - waiting <= last_moment:
             log.warning(
-                "bronze %s: %s days are past their retention, and stay until query %s has read them (its "
-                "checkpoint is %s)",
-                *(table.name, len(old), reader.query, reader.checkpoint),
+                "bronze %s: %s days are past their retention, and stay until %s has read them (%s says how far it is)",
+                *(table.name, len(old), reader.query, reader.place),
             )
             return []
     with bronze_turn(lake, table) as properties:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 
 from lakehouse.bronze.table import progress
+from lakehouse.checkpoint import version_of
 from lakehouse.contract import lake as names
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Pipeline, Source
@@ -150,7 +150,7 @@ def _bronze(
         waiting = unread_since(table, reader, now)
         if waiting is not None:
             remark = f"query {reader.query} has not read for {span(waiting)} what its log keeps for {span(log_s)}"
-            told.share(waiting, log_s, f"{remark}: start it; if it is gone for good, remove {reader.checkpoint}")
+            told.share(waiting, log_s, f"{remark}: start it; if it is gone for good, remove {reader.place}")
     if unknown := noted(lake, source.name):
         told.add(WARN, f"payloads have fields that the schema has not: {', '.join(unknown[:10])}")
     found = backlog(source, progress(table))
@@ -169,7 +169,8 @@ def _product(
         return None, None
     bronze = lake.bronze(product.source)
     reached = next((i[names.COMMIT_BRONZE] for i in delta.history(limit=50) if names.COMMIT_BRONZE in i), None)
-    version = _next_version(reached)
+    held = version_of(str(reached)) if reached is not None else None
+    version = None if held is None else held + 1
     if version is None:
         told.add(WARN, "it does not say how far it is")
         return None, None
@@ -184,10 +185,3 @@ def _product(
     if since is not None and since > LATE_S:
         told.add(WARN, f"it is {span(since)} behind bronze: is the pipeline running?")
     return behind, since if behind else 0.0
-
-
-def _next_version(offset: object) -> int | None:
-    try:
-        return int(json.loads(str(offset))["reservoirVersion"])
-    except (ValueError, KeyError, TypeError):
-        return None

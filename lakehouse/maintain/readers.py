@@ -1,4 +1,4 @@
-"""Who reads a bronze table, and how far: from the checkpoints of the streaming queries themselves."""
+"""Who reads a bronze table, and how far: from what sets of products note, and from the checkpoints of joins."""
 
 from __future__ import annotations
 
@@ -16,23 +16,51 @@ from lakehouse.contract.lake import Lake, TableRef
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """A streaming query that reads a bronze table.
+    """Reads a bronze table.
 
     Attributes:
-        query: name of the query, which is that of its checkpoint.
-        checkpoint: its folder.
+        query: name of the set of products, or of the streaming query.
+        place: file or folder that says how far it is.
         next_version: the bronze version that it has to read next, whole or in part.
         table_id: of the bronze table that it read.
     """
 
     query: str
-    checkpoint: Path
+    place: Path
     next_version: int
     table_id: str
 
 
+def note_reader(lake: Lake, name: str, table_id: str, next_version: int) -> None:
+    """Note how far a set of products has read a bronze table."""
+    file = reader_file(lake, name)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    fresh = file.with_suffix(".new")
+    fresh.write_text(json.dumps({"table": table_id, "next": next_version}), encoding="utf-8")
+    fresh.replace(file)
+
+
+def noted_reader(lake: Lake, name: str) -> Reader | None:
+    """What a set of products noted last; None for a new one."""
+    file = reader_file(lake, name)
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        return Reader(name, file, int(found["next"]), str(found["table"]))
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def reader_file(lake: Lake, name: str) -> Path:
+    """Where a set of products notes how far it has read."""
+    return lake.state / "readers" / f"{name}.json"
+
+
 def readers(lake: Lake) -> Iterator[Reader]:
-    """All streaming queries of the lake that read Delta tables; one entry for each table that a query reads."""
+    """All readers of the lake's bronze tables; a join has an entry for each table that it reads."""
+    for file in sorted((lake.state / "readers").glob("*.json")):
+        reader = noted_reader(lake, file.stem)
+        if reader is not None:
+            yield reader
     folder = lake.state / "checkpoints"
     for checkpoint in sorted(folder.iterdir()) if folder.is_dir() else ():
         for offset in last_offsets(checkpoint):

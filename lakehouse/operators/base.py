@@ -69,8 +69,24 @@ def prepared(operator: Operator, partial: pa.Table) -> pa.Table:
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
-    """The type that the Delta table holds: timestamps in microseconds, UTC."""
-    return TIMESTAMP if pa.types.is_timestamp(kind) else kind
+    """The type that the Delta table holds: timestamps in microseconds, UTC, and everything nullable.
+
+    Spark knows of some columns that they hold no nulls; which, depends on how a query was planned.
+    """
+    if pa.types.is_timestamp(kind):
+        return TIMESTAMP
+    if pa.types.is_list(kind):
+        return pa.list_(pa.field(kind.value_field.name, plain_type(kind.value_type)))
+    if pa.types.is_struct(kind):
+        return pa.struct([pa.field(field.name, plain_type(field.type)) for field in kind])
+    if pa.types.is_map(kind):
+        return pa.map_(plain_type(kind.key_type), plain_type(kind.item_type))
+    return kind
+
+
+def plain(rows: pa.Table) -> pa.Table:
+    """Rows with all columns of plain types; Spark gives timestamps in the session's zone."""
+    return rows.cast(pa.schema([pa.field(field.name, plain_type(field.type)) for field in rows.schema]))
 
 
 def operator_of(product: Product) -> Operator:

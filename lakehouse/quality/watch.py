@@ -79,8 +79,8 @@ class Watch:
         return self.warnings is not None and first["warned"].null_count < first.num_rows
 
 
-def warned_rows(events: DataFrame) -> pa.Table:
+def warned_columns(events: DataFrame) -> DataFrame:
     """Rows of table ``warnings``: one for each event and expectation that it fails."""
     noted = events.where(F.col("warned").isNotNull()).withColumn("reason", F.explode("warned"))
     payload = F.expr("make_valid_utf8(payload)")
-    return noted.withColumn("payload", payload).select(*COLUMNS.names).toArrow()
+    return noted.withColumn("payload", payload).select(*COLUMNS.names)

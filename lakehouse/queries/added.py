@@ -7,7 +7,6 @@ that nothing of the others has to stop for it. One over a product is a view. Wha
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import threading
@@ -17,19 +16,16 @@ from pathlib import Path
 from pyspark.sql import SparkSession
 
 from lakehouse.bronze.clock import BronzeClock
-from lakehouse.bronze.table import touch
 from lakehouse.contract.errors import MillraceError
 from lakehouse.contract.faults import crash_point
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline
 from lakehouse.contract.queries import OWNER, Declared, QuerySpec, State
 from lakehouse.contract.settings import Settings
-from lakehouse.live import start_live
-from lakehouse.livewriter import LiveWriter
+from lakehouse.live import LiveOptions, LiveProducts
 from lakehouse.lock import WriterLocks
 from lakehouse.queries.derive import Derivations
 from lakehouse.queries.forget import forget, query_name
-from lakehouse.running import RunningQuery
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +37,7 @@ _GROUP = "millrace-added-queries"
 class _Running:
     spec: QuerySpec
     locks: WriterLocks
-    live: RunningQuery[LiveWriter] | None
+    live: LiveProducts | None
 
 
 class AddedQueries:
@@ -58,7 +54,7 @@ class AddedQueries:
         spark: SparkSession,
         settings: Settings,
         pipeline: Pipeline,
-        live: dict[str, RunningQuery[LiveWriter]],
+        live: dict[str, LiveProducts],
         derivations: Derivations,
     ) -> None:
         self._spark = spark
@@ -133,24 +129,18 @@ class AddedQueries:
         if live is not None:
             self._tell(spec, "running")
 
-    def _start(self, spec: QuerySpec) -> RunningQuery[LiveWriter]:
+    def _start(self, spec: QuerySpec) -> LiveProducts:
         source = self._pipeline.sources[spec.relation]
         product = spec.product()
         self._tell(spec, "starting")
         if spec.start == "now" and not self._declared.state(spec.name).since:
             self._begin_now(spec)
         state = self._declared.state(spec.name)
-        return start_live(
-            self._spark,
-            self._settings,
-            replace(self._pipeline, name=OWNER),
-            source,
-            [product],
-            query_name(spec.name),
-            keep_rejected=False,
-            since=state.since,
-            start_version=state.start_version,
-        )
+        options = LiveOptions(keep_rejected=False, since=state.since, start_version=state.start_version)
+        pipeline = replace(self._pipeline, name=OWNER)
+        live = LiveProducts(self._spark, self._settings, pipeline, source, [product], query_name(spec.name), options)
+        live.start()
+        return live
 
     def _begin_now(self, spec: QuerySpec) -> None:
         """Note from which bronze commit on events count, and take over what was seen before.
@@ -166,17 +156,15 @@ class AddedQueries:
         position = copy_index(live, seen / query_name(spec.name)) if live is not None else ""
         crash_point("added.after_copy")
         if position:
-            start = int(json.loads(position)["reservoirVersion"])
-            touch(self._lake.bronze(spec.relation).path)  # the version behind the newest is none to stream from yet
-            crash_point("added.after_touch")
+            start = int(position)
         with BronzeClock(self._lake, self._lake.bronze(spec.relation)).turn() as now:
             self._declared.tell(spec.name, State("starting", since=now, start_version=start))
             crash_point("added.after_note")
 
     def _look_after(self, running: _Running) -> None:
-        if running.live is None or running.live.query.isActive:
+        if running.live is None or running.live.is_active:
             return
-        error = running.live.query.exception()
+        error = running.live.error
         self._end(running.spec.name)
         self._fail(running.spec, _said(error) if error is not None else "it was stopped from outside")
 
@@ -204,16 +192,15 @@ class AddedQueries:
         self._declared.tell(spec.name, replace(self._declared.state(spec.name), state=state, reason=reason))
 
 
-def copy_index(live: RunningQuery[LiveWriter], target: Path) -> str:
-    """Copy a running query's index of seen events; returns how far in bronze the copy is complete.
+def copy_index(live: LiveProducts, target: Path) -> str:
+    """Copy a set of products' index of seen events; returns the bronze version up to which the copy is complete.
 
     The copy may hold more than its position says, which does no harm: an entry names the row that counts, whoever asks.
     """
-    source = live.writer.seen
-    position = source.copy(target)
-    declaration = source.folder / "declaration"
-    if declaration.is_file():
-        shutil.copyfile(declaration, target / "declaration")
+    position = live.seen.copy(target)
+    declared = live.seen.folder.with_suffix(".declaration")
+    if declared.is_file():
+        shutil.copyfile(declared, target.with_suffix(".declaration"))
     return position
 
 

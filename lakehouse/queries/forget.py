@@ -7,22 +7,25 @@ import shutil
 from lakehouse.contract.faults import crash_point
 from lakehouse.contract.lake import PROPERTY_PIPELINE, Lake
 from lakehouse.contract.queries import OWNER, Declared, QuerySpec
+from lakehouse.maintain.readers import reader_file
 
 
 def query_name(name: str) -> str:
-    """Name of the streaming query (and its checkpoint and index) of an added query."""
+    """Name of an added query's set of products (and its index)."""
     return f"query-{name}"
 
 
 def forget(lake: Lake, name: str, *, drop: bool) -> None:
-    """Remove a query's checkpoint, index, state and declaration; its table too, where ``drop`` says so.
+    """Remove a query's note as a reader, its index, state and declaration; with ``drop`` its table too.
 
     The declaration goes last: it says that the query is removed, so that after a crash the next driver begins again.
     The caller holds the table's lock.
     """
-    shutil.rmtree(lake.checkpoint(query_name(name)), ignore_errors=True)
-    crash_point("forget.after_checkpoint")
-    shutil.rmtree(lake.state / "seen" / query_name(name), ignore_errors=True)
+    reader_file(lake, query_name(name)).unlink(missing_ok=True)
+    crash_point("forget.after_reader")
+    index = lake.state / "seen" / query_name(name)
+    shutil.rmtree(index, ignore_errors=True)
+    index.with_suffix(".declaration").unlink(missing_ok=True)
     crash_point("forget.after_index")
     if drop and is_ours(lake, name):
         shutil.rmtree(lake.table("gold", name).path, ignore_errors=True)

@@ -6,7 +6,7 @@ A transform: DataFrame in, DataFrame out, no action. Nothing is dropped here; wh
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from functools import reduce
 from typing import Any
@@ -27,6 +27,9 @@ _HIDDEN = (
     *("reason", "warned", "halted", "payload", "fingerprint", "suspect"),
     *("topic", "partition", "offset", "bronze_at", "dedupe_key"),
 )
+CARRIED = ("event_id", "collector", "reject", "headers", "key", "broker_time")
+"""Bronze columns that an event does not have, or not as bronze has them."""
+
 _CORRUPT = "_corrupt_record"
 MISFIT = "does not fit the schema"
 _FIRST_TIME, _LAST_TIME = datetime(1, 1, 2, tzinfo=UTC), datetime(9999, 1, 1, tzinfo=UTC)
@@ -55,8 +58,13 @@ def payload_schema(source: Source) -> StructType:
     return schema
 
 
-def conform(bronze: DataFrame, source: Source) -> DataFrame:
+def conform(bronze: DataFrame, source: Source, *, carried: Sequence[str] = ()) -> DataFrame:
     """Typed events of one source.
+
+    Args:
+        bronze: rows of the source's bronze table.
+        source: whose events.
+        carried: columns of :data:`CARRIED` to pass on as bronze has them, as ``_bronze_NAME``.
 
     Returns:
         The payload's fields, reference data by the name of its header (``MAP<STRING, STRING>``, null where there is
@@ -79,7 +87,14 @@ def conform(bronze: DataFrame, source: Source) -> DataFrame:
     kept += [
         F.from_json(F.col("headers")[name].cast("string"), "map<string,string>").alias(name) for name in source.enrich
     ]
-    flat = parsed.select(*fields, corrupt.alias(_CORRUPT), *kept, *place)
+    passed = [f"_bronze_{name}" for name in carried]
+    flat = parsed.select(
+        *fields,
+        corrupt.alias(_CORRUPT),
+        *kept,
+        *place,
+        *[F.col(name).alias(alias) for name, alias in zip(carried, passed, strict=True)],
+    )
     if source.event_id_template is not None:
         # Marked: the record came without an envelope, and bronze had only the broker's coordinates to name it by.
         given = F.when(F.col("event_id").startswith("@"), _from_template(source.event_id_template))
@@ -100,6 +115,7 @@ def conform(bronze: DataFrame, source: Source) -> DataFrame:
         *place,
         F.unhex(F.md5(identity.cast("binary"))).alias("dedupe_key"),
         *[column.alias(name) for name, column in _remarks(source, valid).items()],
+        *passed,
     )
 
 

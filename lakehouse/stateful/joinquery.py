@@ -36,13 +36,12 @@ from lakehouse.declaration import product_declaration, source_declaration
 from lakehouse.gold.stateful import store_of
 from lakehouse.gold.store import BatchMark, ProductStore
 from lakehouse.maintain import Maintenance
-from lakehouse.running import RunningQuery
 from lakehouse.silver.conform import conform
 from lakehouse.slices import slices
 from lakehouse.stateful.join import Join
 from lakehouse.stateful.joinbuild import Sides, changes_sql, event_schema, joined_build, side_rows
 from lakehouse.stateful.joinindex import LEFT, RIGHT, Change, JoinIndex
-from lakehouse.writer import BatchWriter, Marks
+from lakehouse.writer import BatchWriter, Marks, RunningQuery
 
 log = logging.getLogger(__name__)
 _ENTRY_BYTES = 256  # of a fetched event, about, beside its payload
@@ -53,9 +52,7 @@ def query_name(product: str) -> str:
     return f"join-{product}"
 
 
-def start_join(
-    spark: SparkSession, settings: Settings, pipeline: Pipeline, product: Product
-) -> RunningQuery[JoinWriter]:
+def start_join(spark: SparkSession, settings: Settings, pipeline: Pipeline, product: Product) -> RunningQuery:
     """Start the query that keeps a join; both bronze tables must exist."""
     lake = Lake(settings.lake)
     name = query_name(product.name)
@@ -116,9 +113,16 @@ class JoinWriter(BatchWriter):
         self.positions: list[str] = ["", ""]
         self._maintenance = maintenance
         self._ids = [str(DeltaTable(str(path)).metadata().id) for path in self.tables]
-        self.marks = Marks(self.folder)
+        self.marks = Marks()
+        self._query = ""
         self.marks.go_on_from(store.mark())
         self._empty: pa.Table | None = None
+
+    @property
+    def query(self) -> str:
+        """The streaming query's id, once it runs."""
+        self._query = self._query or Checkpoint.read(self.folder).query
+        return self._query
 
     def close_files(self) -> None:
         """See :class:`~lakehouse.writer.BatchWriter`."""
@@ -147,15 +151,15 @@ class JoinWriter(BatchWriter):
 
     def take(self, events: DataFrame, batch: int) -> None:
         """See :class:`~lakehouse.writer.BatchWriter`."""
-        place = f"{self.marks.query}/{batch}"
+        place = f"{self.query}/{batch}"
         rows = events.toArrow()
         valid = rows.filter(pc.invert(rows["rejected"]))
         first = pa.concat_tables([self._first(valid, side, place) for side in (LEFT, RIGHT)])
         crash_point("join.after_judge")
         changes = self.index.enter(first, batch, place)
         crash_point("join.after_index")
-        mark = self.marks.of(batch, position_of(self.offsets(batch)), rows, first)
-        if not self.store.holds(self.marks.query, batch):
+        mark = self.marks.of(self.query, batch, position_of(self.offsets(batch)), rows, first)
+        if not self.store.holds(self.query, batch):
             gained = self._partial(events, [change for change in changes if change.sign > 0])
             lost = [change for change in changes if change.sign < 0]
             partial = self.operator.signed(gained, self._partial(events, lost) if lost else None)

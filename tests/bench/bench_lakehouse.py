@@ -48,6 +48,7 @@ from jobs.status import DRIVER
 from lakehouse.contract import lake as names
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, load_pipeline
+from tests.bench.cpu import cpu_s
 from tests.bench.lakehouse_cases import CASES
 
 PATIENCE_S = 900.0
@@ -211,10 +212,10 @@ def plain(site: Site, folder: Path, trickle: float) -> dict[str, Any]:
     job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         _until(ready.exists)
-        began, cpu = time.time() * 1000, _cpu_s(job.pid)
+        began, cpu = time.time() * 1000, cpu_s(job.pid)
         wait_for(site.sent[0])
         ended = commits_made()[-1][0]
-        used = _cpu_s(job.pid) - cpu
+        used = cpu_s(job.pid) - cpu
         sent = feed(site, int(trickle * 30), rate=trickle, seed=31)
         wait_for(sent)
         latency = float(np.median(_reached_ms(site.topic, commits_made(), sent) - sent.sent_ms))
@@ -341,23 +342,10 @@ class Driver:
 
     def cpu_s(self) -> float:
         """CPU time until now."""
-        return _cpu_s(self._process.pid)
+        return cpu_s(self._process.pid)
 
     def __exit__(self, *_: object) -> None:
         _end(self._process)
-
-
-def _cpu_s(pid: int) -> float:
-    ticks, pids = 0, [pid]
-    for one in pids:
-        try:
-            fields = Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()
-            ticks += int(fields[11]) + int(fields[12])
-            for task in Path(f"/proc/{one}/task").iterdir():
-                pids += [int(child) for child in (task / "children").read_text().split()]
-        except OSError:
-            continue
-    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _commits(table: Path) -> list[Commit]:

@@ -3,35 +3,76 @@
 Millrace: ``millrace demo`` as it is, from the player's socket to a subscriber's socket, through collector, log, Kafka,
 bronze, gold and the server, all on this machine. The plain job: from the event's Kafka timestamp to the end of the
 MERGE that holds it, without a collector before it or a server behind it. One after the other in one run; both after
-warm-up (the first 20 s are left out of the figures). The last line is one JSON object.
+warm-up (the first 20 s are left out of the figures). The driver's CPU is that of ``millrace run`` with its JVM, in
+seconds of CPU a second, from the end of warm-up to the end of playing; null: no such time, or the driver was restarted.
+
+``--against COMMIT`` compares this code with a commit instead: one host's figures differ by a factor of two within an
+hour, their ratio does not. The commit is checked out into a temporary folder, and both codes run in turns, ``--turns``
+times each, in this virtual environment. A class-data archive's name says Java and jars, not the commit. So each code
+has a temporary jar folder of its own with links to the shared jars, and ``millrace prepare`` makes its archives there
+before the first turn. ``ratios`` are medians of this code divided by the commit's. Exit status 1: this code lost an
+event or counted one twice.
+
+The last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
+import compileall
 import contextlib
 import json
+import os
+import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from kafka import KafkaProducer
 from rich.console import Console
+from rich.table import Table
 
 from ingest.broker import EmbeddedBroker
 from ingest.publish import ensure_topics
 from ingest.simulate.generator import generate
-from jobs.demo import percentiles
+from jobs.outcome import WARM_S, percentiles
+from jobs.status import parts
+from jobs.supervise import PARENT_VARIABLE
+from jobs.up import get_json
+from lakehouse.contract.jars import jars_dir
+from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.contract.settings import load_settings
+from tests.bench.cpu import cpu_s
 
-WARM_S = 20.0
+ROOT = Path(__file__).resolve().parents[2]
 DRAIN_S = 40.0  # for the plain job, after the last event
+STOP_S = 60.0
+FIGURES = ("p50", "p99", "first_result_s", "driver_cpu_s_per_s", "lost", "counted_twice")
+RATIOS = {"p50": "p50", "p99": "p99", "first_result": "first_result_s", "driver_cpu": "driver_cpu_s_per_s"}
 err = Console(stderr=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """A checkout to be measured.
+
+    Attributes:
+        commit: full hash, with ``-dirty`` if files differ from it; empty: not asked for.
+        root: its folder.
+        environment: variables added to ours.
+    """
+
+    commit: str
+    root: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 def main() -> int:
@@ -39,9 +80,14 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=90.0, help="of playing, each")
     parser.add_argument("--rate", type=float, default=1_000.0, help="events a second")
     parser.add_argument("--without-plain", action="store_true", help="Millrace alone")
+    parser.add_argument("--against", metavar="COMMIT", help="compare with this commit, without the plain job")
+    parser.add_argument("--turns", type=int, default=2, help="of each code, with --against")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing is left behind
+    if options.against:
+        return compare(options.against, options.turns, options.seconds, options.rate)
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
-        millrace = measure_millrace(Path(folder), options.seconds, options.rate)
+        millrace = measure_millrace(Code("", ROOT), options.seconds, options.rate)
         plain = None if options.without_plain else measure_plain(Path(folder), options.seconds, options.rate)
     result = {
         "rate": options.rate,
@@ -50,6 +96,7 @@ def main() -> int:
         "lost": millrace["lost"],
         "counted_twice": millrace["counted_twice"],
         "first_result_s": millrace["first_result_s"],
+        "driver_cpu_s_per_s": millrace["driver_cpu_s_per_s"],
         "plain_spark": plain,
     }
     if plain:
@@ -61,15 +108,181 @@ def main() -> int:
     return 0 if millrace["lost"] == millrace["counted_twice"] == 0 else 1
 
 
-def measure_millrace(folder: Path, seconds: float, rate: float) -> dict[str, Any]:
-    """The demo's own figures."""
+# Two commits in turns
+
+
+def compare(commit: str, turns: int, seconds: float, rate: float) -> int:
+    """This code and a commit's, in turns."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    additions = []
+    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
+        codes = {"this": _own_code(Path(folder) / "this"), "against": _check_out(commit, Path(folder) / "against")}
+        for code in codes.values():
+            _prepare(code)
+        for name in list(codes) * turns:
+            additions.append(_additions_s())
+            err.print(f"Turn {len(additions)} of {2 * turns}: {name}, {codes[name].commit}")
+            figures = measure_millrace(codes[name], seconds, rate)
+            figures |= figures["latency_ms_warm"]
+            found.append((name, {key: figures[key] for key in FIGURES}))
+    result: dict[str, Any] = {"rate": rate, "seconds": seconds, "host": {"additions_s": additions}}
+    for name, code in codes.items():
+        own = [figures for whose, figures in found if whose == name]
+        median = {key: _median([figures[key] for figures in own]) for key in FIGURES}
+        result[name] = {"commit": code.commit, "turns": own, "median": median}
+    this, against = result["this"]["median"], result["against"]["median"]
+    result["ratios"] = {key: _ratio(this[figure], against[figure]) for key, figure in RATIOS.items()}
+    err.print(_table(found, result))
+    sys.stdout.write(json.dumps(result) + "\n")
+    return 1 if any(turn["lost"] or turn["counted_twice"] for turn in result["this"]["turns"]) else 0
+
+
+def _own_code(folder: Path) -> Code:
+    commit = _git("describe", "--always", "--abbrev=40", "--exclude=*", "--dirty")
+    return Code(commit, ROOT, _own_folders(folder))
+
+
+def _check_out(commit: str, folder: Path) -> Code:
+    """A clone that borrows the repository's objects and leaves no trace in it."""
+    commit = _git("rev-parse", "--verify", f"{commit}^{{commit}}")
+    root = folder / "code"
+    _git("clone", "--quiet", "--shared", "--no-checkout", str(ROOT), str(root))
+    _git("-C", str(root), "checkout", "--quiet", "--detach", commit)
+    return Code(commit, root, _own_folders(folder))
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"git {arguments[0]} failed")
+    return done.stdout.strip()
+
+
+def _own_folders(folder: Path) -> dict[str, str]:
+    """Variables that name a jar folder with links to the shared jars, and a folder for temporary files."""
+    for jar in jars_dir().glob("*/*.jar"):
+        link = folder / "jars" / jar.relative_to(jars_dir())
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(jar.resolve())
+    return {"MILLRACE_JARS_DIR": str(folder / "jars"), "TMPDIR": str(folder)}
+
+
+def _prepare(code: Code) -> None:
+    """Compile its modules and make its archives, so that its first turn starts as fast as the others."""
+    err.print(f"Preparing {code.commit} …")
+    for package in code.root.glob("*/__init__.py"):
+        compileall.compile_dir(package.parent, quiet=2)
+    with _millrace(code, "prepare") as process:
+        if process.wait():
+            raise SystemExit(f"millrace prepare of {code.commit} failed")
+
+
+def _additions_s() -> float:
+    """Seconds of 10^7 additions in CPython: how fast the host is now."""
+    began, total = time.perf_counter(), 0
+    for number in range(10_000_000):
+        total += number
+    return round(time.perf_counter() - began, 3)
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return round(statistics.median(known), 3) if known else None
+
+
+def _ratio(this: float | None, against: float | None) -> float | None:
+    return round(this / against, 3) if this is not None and against else None
+
+
+def _table(found: Sequence[tuple[str, Mapping[str, Any]]], result: Mapping[str, Any]) -> Table:
+    table = Table("", "additions s", "p50 ms", "p99 ms", "first result s", "CPU s/s", "lost", "twice")
+    for additions, (name, figures) in zip(result["host"]["additions_s"], found, strict=True):
+        table.add_row(name, str(additions), *(str(figures[key]) for key in FIGURES))
+    table.add_section()
+    for name in ("this", "against"):
+        table.add_row(f"{name}, median", "", *(str(result[name]["median"][key]) for key in FIGURES))
+    table.add_row("ratio", "", *(str(ratio) for ratio in result["ratios"].values()))
+    return table
+
+
+# Millrace
+
+
+def measure_millrace(code: Code, seconds: float, rate: float) -> dict[str, Any]:
+    """The demo's own figures, and the driver's CPU."""
     err.print(f"Millrace: {seconds:.0f} s at {rate:,.0f} events/s …")
-    command = [sys.executable, "-m", "jobs.cli", "demo", "--no-browser", "--json", "--lake", str(folder / "lake")]
-    command += ["--seconds", str(seconds), "--rate", str(rate)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
+        lake = Path(folder) / "lake"
+        command = ["demo", "--no-browser", "--json", "--lake", str(lake)]
+        with _millrace(code, *command, "--seconds", str(seconds), "--rate", str(rate)) as process:
+            cpu = _driver_cpu(process, Lake(lake), seconds)
+            said = process.communicate()[0].strip()
+    if not said:
+        raise SystemExit(f"the demo ended with status {process.returncode}")
+    found: dict[str, Any] = json.loads(said.splitlines()[-1])
     err.print(f"  sent {found['events_sent']:,}, latency after warm-up {found['latency_ms_warm']}")
-    return found
+    return {**found, "driver_cpu_s_per_s": cpu}
+
+
+@contextlib.contextmanager
+def _millrace(code: Code, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """``millrace`` of a checkout, in a process group of its own; nothing of it is left afterwards."""
+    environment = {**os.environ, "PYTHONPATH": str(code.root), PARENT_VARIABLE: str(os.getpid()), **code.environment}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jobs.cli", *arguments],
+        cwd=code.root,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        yield process
+    finally:
+        deadline = time.monotonic() + STOP_S
+        while process.poll() is None and time.monotonic() < deadline:
+            process.terminate()  # the demo takes the first as the end of playing, a later one as the end of its wait
+            _ended(process, 1.0)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _driver_cpu(process: subprocess.Popen[str], lake: Lake, seconds: float) -> float | None:
+    """CPU of the driver, s/s, from the end of warm-up to the end of playing; None: it cannot be told."""
+    while not _has_events(lake):
+        if _ended(process, 0.2):
+            return None
+    if seconds <= WARM_S or _ended(process, WARM_S):
+        return None
+    driver = _pid_of_driver(lake)
+    if driver is None:
+        return None
+    cpu, began = cpu_s(driver), time.monotonic()
+    _ended(process, seconds - WARM_S)
+    used, took = cpu_s(driver) - cpu, time.monotonic() - began
+    return round(used / took, 3) if _pid_of_driver(lake) == driver else None
+
+
+def _pid_of_driver(lake: Lake) -> int | None:
+    return next((part.pid for part in parts(lake) if part.name == "lakehouse"), None)
+
+
+def _has_events(lake: Lake) -> bool:
+    """Whether the collector has acknowledged an event."""
+    address = next((part.address for part in parts(lake) if part.name == "collect"), "")
+    stats = get_json(f"{address}/v1/stats") if address else None
+    return stats is not None and any(source["acknowledged"] for source in stats["sources"].values())
+
+
+def _ended(process: subprocess.Popen[str], timeout_s: float) -> bool:
+    """Whether a process has ended; waits so long for it."""
+    try:
+        process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
 def measure_plain(folder: Path, seconds: float, rate: float) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from lakehouse.feeds.load import Load, load
 from lakehouse.feeds.model import Job
 from lakehouse.gold.store import ProductStore
 from serve.sql.statement import run_sql
+from tests.bench.cpu import cpu_s
 
 FORMATS = ("jsonl", "jsonl.gz", "csv", "parquet")
 PATIENCE_S = 1_800.0
@@ -138,7 +139,7 @@ def end_to_end(rows: int, *, files: int = 16, workers: int = 2, compiled: bool =
         environment = {**os.environ, "MILLRACE_SPARK_REHEARSE": "false"}
         if compiled:
             environment["MILLRACE_CONF"] = str(_compiled(folder / "conf"))
-        script = "import sys; from jobs.streams import main; from lakehouse.stream import Stages; "
+        script = "import sys; from jobs.streams import main; from lakehouse.stages import Stages; "
         script += f"sys.exit(main('bench', Stages(bronze=False), {arguments!r}))"
         with (folder / "driver.log").open("wb") as log:
             driver = subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=log, stderr=log)
@@ -146,12 +147,12 @@ def end_to_end(rows: int, *, files: int = 16, workers: int = 2, compiled: bool =
             store = ProductStore(pipeline.products["catalogue"], lake.table("gold", "catalogue"), "offers")
             _load(folder / "warm", workers, lake, write_rows=1_000)
             _wait(lambda: _holds(lake, store), driver, folder)
-            began, cpu = time.monotonic(), _cpu_of(driver.pid)
+            began, cpu = time.monotonic(), cpu_s(driver.pid)
             _load(folder, workers, lake)
             _wait(lambda: _holds(lake, store), driver, folder)
             took = time.monotonic() - began
             held = run_sql(lake, "SELECT count(*) AS n FROM catalogue").to_pylist()[0]["n"]
-            cpu = _cpu_of(driver.pid) - cpu
+            cpu = cpu_s(driver.pid) - cpu
             err.print(
                 f"end to end: {rows:,} offers in {took:.1f} s: {rows / took:,.0f}/s; the catalogue has {held:,}; "
                 f"the driver used {cpu / rows * 1e6:.1f} s of CPU a million offers",
@@ -198,17 +199,6 @@ def _compiled(folder: Path) -> Path:
     with (folder / "default.toml").open("a") as file:  # which ends with the table [spark.conf]
         file.writelines(f'"{key}" = "{value}"\n' for key, value in spark.items())
     return folder
-
-
-def _cpu_of(pid: int) -> float:
-    """CPU seconds of a process and its descendants."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except FileNotFoundError:
-        return 0.0
-    ticks = int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK") + sum(_cpu_of(int(child)) for child in children)
 
 
 def _cpu_s() -> float:

@@ -27,7 +27,8 @@ from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, load_pipeline
 from lakehouse.contract.settings import Settings, load_settings
 from lakehouse.gold.store import ProductStore
-from lakehouse.stream import Stages, run
+from lakehouse.stages import Stages
+from lakehouse.stream import run
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 T0 = datetime(2026, 1, 1, 12, tzinfo=UTC)

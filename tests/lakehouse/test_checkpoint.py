@@ -45,3 +45,7 @@ def test_the_last_batch_that_is_done_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("version", "index", "expected"), [(5, -1, 4), (5, -100, 4), (5, 0, None), (5, 3, None)])
 def test_an_offset_inside_a_version_is_no_version(version: int, index: int, expected: int | None) -> None:
     assert version_of(OFFSET % (version, index)) == expected
+
+
+def test_a_position_may_be_a_version() -> None:
+    assert version_of("17") == 17

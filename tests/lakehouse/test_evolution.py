@@ -17,7 +17,7 @@ from pyspark.sql import SparkSession
 
 from lakehouse.contract.expectations import HALT, QUARANTINE, WARN, Expectation
 from lakehouse.contract.pipeline import load_pipeline
-from lakehouse.errors import BronzeReplaced, QueryFailed
+from lakehouse.errors import BronzeReplaced, ExpectationHalt, QueryFailed
 from lakehouse.maintain.bronze import compact
 from lakehouse.quality.accepted import accept
 from lakehouse.quality.frame import EVENT, asked_of
@@ -136,8 +136,8 @@ def test_expectations_that_warn_and_halt(new_site: Callable[[], Site], spark: Sp
     assert "fails expectation price_sane" in str(caught.value)
     assert shlex.join(["millrace", "quality", "accept", "clicks", "600"]) in str(caught.value)
     assert {"totals": tuples(result(place.lake, place.pipeline, "totals"), "window_start")} == before
-    with pytest.raises(QueryFailed, match="price_sane"), place.running(spark) as alive:
-        eventually(lambda: not alive())  # it is not forgotten
+    with pytest.raises(ExpectationHalt, match="price_sane"), place.running(spark):
+        pytest.fail("it started")  # it is not forgotten
 
     accept(place.lake, "clicks", "600")
     place.run_until_arrived(spark)

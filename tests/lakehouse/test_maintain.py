@@ -35,7 +35,7 @@ from lakehouse.maintain.bronze import compact, end_retention, may_clean
 from lakehouse.maintain.care import LOOK_EVERY_S, SWEEP_EVERY_S, TIDY_EVERY_S, leading
 from lakehouse.maintain.logs import CHECKPOINT_EVERY, kept_ms, newest_version, oldest_version
 from lakehouse.maintain.products import MANY_FILES, fold, sweep, tidy
-from lakehouse.maintain.readers import readers_of, unread_since
+from lakehouse.maintain.readers import note_reader, reader_file, readers_of, unread_since
 from tests.lakehouse.lakes import T0, bronze_rows, eventually, pipeline_in
 
 PER_CITY = Product(
@@ -69,9 +69,7 @@ def partial(batch: int, product: Product) -> pa.Table:
 def store_with(lake: Lake, product: Product, batches: int) -> ProductStore:
     store = ProductStore(product, lake.table(product.layer, product.name), "p")
     for batch in range(batches):
-        store.apply(
-            partial(batch, product), BatchMark("q", batch, '{"reservoirVersion":5,"index":-1}', {"t/0": batch}, 1)
-        )
+        store.apply(partial(batch, product), BatchMark("q", batch, "4", {"t/0": batch}, 1))
     return store
 
 
@@ -174,15 +172,18 @@ def bronze(lake: Lake, commits: int, day: date = THEN, first: int = 0) -> TableR
 
 
 def reading(lake: Lake, table: TableRef, next_version: int, name: str = "live-clicks") -> Path:
-    """The checkpoint of a query that has read everything before a version."""
-    folder = lake.checkpoint(name)
+    """The note of a set of products that has read everything before a version."""
+    note_reader(lake, name, str(DeltaTable(str(table.path)).metadata().id), next_version)
+    return reader_file(lake, name)
+
+
+def joining(lake: Lake, table: TableRef, next_version: int) -> Path:
+    """The checkpoint of a join that has read everything before a version."""
+    folder = lake.checkpoint("join-pairs")
     for part in ("offsets", "commits"):
         (folder / part).mkdir(parents=True, exist_ok=True)
-    offset = {
-        "reservoirId": str(DeltaTable(str(table.path)).metadata().id),
-        "reservoirVersion": next_version,
-        "index": -1,
-    }
+    table_id = str(DeltaTable(str(table.path)).metadata().id)
+    offset = {"reservoirId": table_id, "reservoirVersion": next_version, "index": -1}
     (folder / "offsets" / "0").write_text("v1\n{}\n" + json.dumps(offset))
     (folder / "commits" / "0").write_text("v1\n{}")
     return folder
@@ -228,9 +229,10 @@ def test_what_a_query_has_to_read_stays(tmp_path: Path) -> None:
     table = bronze(lake, 4)
     assert readers_of(lake, table) == []
     assert may_clean(lake, table, 3600)
-    folder = reading(lake, table, 3)
-    (reader,) = readers_of(lake, table)
-    assert (reader.query, reader.next_version, reader.checkpoint) == ("live-clicks", 3, folder)
+    file, folder = reading(lake, table, 3), joining(lake, table, 9)
+    reader, join = readers_of(lake, table)
+    assert (reader.query, reader.next_version, reader.place) == ("live-clicks", 3, file)
+    assert (join.query, join.next_version, join.place) == ("join-pairs", 9, folder)
     waiting = unread_since(table, reader)
     assert waiting is not None
     assert waiting < 600
@@ -256,7 +258,7 @@ def test_days_past_their_retention_go_once_they_were_read(tmp_path: Path, caplog
     written = T0.timestamp()
     os.utime(log / f"{1:020d}.json", (written, written))  # the query has not read the old days yet
     assert end_retention(lake, table, month) == []
-    assert "stay until query live-clicks has read them" in caplog.text
+    assert "stay until live-clicks has read them" in caplog.text
     reading(lake, table, 5)
     assert end_retention(lake, table, month) == [T0.date()]
     rows = DeltaTable(str(table.path)).to_pyarrow_table()

@@ -12,7 +12,7 @@ from deltalake import DeltaTable
 from lakehouse.contract.lake import Lake
 from lakehouse.errors import BronzeReplaced
 from lakehouse.record import check_record, note_record
-from tests.lakehouse.test_maintain import TOTALS, bronze, reading, store_with
+from tests.lakehouse.test_maintain import TOTALS, bronze, joining, reading, store_with
 
 
 def test_a_new_lake_and_one_that_lost_its_state(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_bronze_that_was_deleted(tmp_path: Path) -> None:
         check_record(lake, "clicks", [store.table])
     assert {path.relative_to(tmp_path).as_posix() for path in caught.value.leftovers} == {
         "_millrace/record/clicks",
-        "_millrace/checkpoints/live-clicks",
+        "_millrace/readers/live-clicks.json",
         "gold/totals",
     }
     for path in caught.value.leftovers:  # the remedy
@@ -69,10 +69,10 @@ def test_bronze_that_was_put_back_from_an_older_copy(tmp_path: Path) -> None:
     shutil.rmtree(table.path)
     shutil.copytree(copy, table.path)
     assert DeltaTable(str(table.path)).version() == 3
-    with pytest.raises(BronzeReplaced, match="query live-clicks has read up to version 5, and it ends at 3"):
+    with pytest.raises(BronzeReplaced, match="live-clicks has read up to version 5, and it ends at 3"):
         check_record(lake, "clicks")
-    shutil.rmtree(lake.state / "checkpoints")
-    folder = reading(lake, table, 4, "bronze-clicks")
+    shutil.rmtree(lake.state / "readers")
+    folder = joining(lake, table, 4).rename(lake.checkpoint("bronze-clicks"))
     (folder / "offsets" / "0").write_text("v1\n{}\n" + json.dumps({"clicks": {"0": 10}}))
     with pytest.raises(BronzeReplaced, match="offsets of clicks/0 up to 10 were taken, and it has those up to 6"):
         check_record(lake, "clicks")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import threading
-from pathlib import Path
 
 import pyarrow as pa
 import pytest
@@ -28,23 +26,18 @@ def rows(*found: tuple[str, int, int, int, int]) -> pa.Table:
     return pa.Table.from_pylist([dict(zip(ROWS.names, row, strict=True)) for row in found], schema=ROWS)
 
 
-def marks(folder: Path) -> Marks:
-    (folder / "metadata").write_text(json.dumps({"id": "q-1"}))
-    return Marks(folder)
-
-
-def test_a_mark_says_how_far_in_kafka_and_in_time_a_batch_reaches(tmp_path: Path) -> None:
+def test_a_mark_says_how_far_in_kafka_and_in_time_a_batch_reaches() -> None:
     batch = rows(("t", 0, 7, 5_000, 9_000), ("t", 1, 2, 8_000, 6_000), ("file:a", 0, 99, 1_000, 2_000))
-    found = marks(tmp_path).of(3, "{}", batch, batch)
+    found = Marks().of("q-1", 3, "3", batch, batch)
     assert (found.query, found.batch, found.through) == ("q-1", 3, {"t/0": 8, "t/1": 3})
     assert (found.events, found.oldest, found.newest, found.clock) == (3, 2, 9, 6_000)
 
 
-def test_marks_never_go_back(tmp_path: Path) -> None:
-    kept = marks(tmp_path)
-    kept.go_on_from(BatchMark("q-1", 1, "{}", {"t/0": 20, "t/2": 5}, clock=70_000))
+def test_marks_never_go_back() -> None:
+    kept = Marks()
+    kept.go_on_from(BatchMark("q-1", 1, "1", {"t/0": 20, "t/2": 5}, clock=70_000))
     kept.go_on_from(None)
-    later_one = kept.of(2, "{}", rows(("t", 0, 7, 5_000, 5_000)), rows())
+    later_one = kept.of("q-1", 2, "2", rows(("t", 0, 7, 5_000, 5_000)), rows())
     assert later_one.through == {"t/0": 20, "t/2": 5}
     assert (later_one.events, later_one.oldest, later_one.newest, later_one.clock) == (0, None, None, 70_000)
 

@@ -22,7 +22,8 @@ from lakehouse.contract.pipeline import Pipeline, Product, Source, load_pipeline
 from lakehouse.contract.settings import conf_dir, load_settings
 from lakehouse.gold.store import ProductStore
 from lakehouse.replay import verify
-from lakehouse.stream import Stages, run
+from lakehouse.stages import Stages
+from lakehouse.stream import run
 from tests.lakehouse.lakes import eventually
 
 Event = tuple[str, dict[str, Any]]

@@ -32,7 +32,8 @@ from lakehouse.feeds.model import Job
 from lakehouse.feeds.staging import rebuild
 from lakehouse.gold.store import ProductStore
 from lakehouse.replay import verify
-from lakehouse.stream import Stages, run
+from lakehouse.stages import Stages
+from lakehouse.stream import run
 from serve.sql.statement import run_sql
 from tests.lakehouse.lakes import Sent, ends, eventually, produce
 

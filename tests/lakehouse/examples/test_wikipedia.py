@@ -29,7 +29,8 @@ from jobs.arrival import end_offsets, tables_through
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, load_pipeline
 from lakehouse.contract.settings import CollectSettings, conf_dir, load_settings
-from lakehouse.stream import Stages, run
+from lakehouse.stages import Stages
+from lakehouse.stream import run
 from tests.ingest.conftest import running_node
 from tests.ingest.streams import Link, playing
 from tests.lakehouse.lakes import eventually

@@ -24,12 +24,12 @@ from lakehouse.confirm import is_in_bronze
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, load_pipeline
 from lakehouse.contract.settings import Settings, load_settings
-from lakehouse.live import start_live
+from lakehouse.live import LiveProducts
 from lakehouse.operators import operator_of
 from lakehouse.replay import verify
 from lakehouse.silver.conform import conform
 from lakehouse.sketches.bloom import BloomFilter
-from tests.lakehouse.lakes import bronze_rows
+from tests.lakehouse.lakes import bronze_rows, eventually
 
 pytestmark = pytest.mark.spark
 T0 = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -236,7 +236,8 @@ def place(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Iter
     table = found.lake.bronze("rides")
     create(table)
     source, offset = pipeline.sources["rides"], 0
-    query = start_live(spark, settings, pipeline, source, pipeline.products_of("rides"), "live-rides")
+    live = LiveProducts(spark, settings, pipeline, source, pipeline.products_of("rides"), "live-rides")
+    live.start()
     try:
         for batch in range(3):
             rides = found.rides[batch::3] + found.rides[0 : 10 * batch]
@@ -250,9 +251,9 @@ def place(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Iter
             }
             offset += len(rides)
             write_deltalake(str(table.path), bronze_rows([ride.payload() for ride in rides], **columns), mode="append")
-            query.query.processAllAvailable()
+            eventually(lambda version=batch + 1: live.position == version, alive=lambda: live.is_active)
     finally:
-        query.stop()
+        live.stop()
     yield found
 
 

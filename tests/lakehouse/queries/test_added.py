@@ -119,7 +119,7 @@ def test_queries_come_and_go_beside_those_that_run(new_site: Callable[[], Site],
         eventually(lambda: not queries.declared.all(), alive=alive)
         tables = [table.name for table in place.lake.tables()]
         assert [name for name in ("all_cities", "new_cities", "most", "broken") if name in tables] == ["new_cities"]
-        for folder in ("checkpoints", "seen"):
+        for folder in ("readers", "seen"):
             assert not list((place.lake.state / folder).glob("query-*"))
         place.send(mixture(3_000, 20))
         eventually(place.arrived(), alive=alive)

@@ -16,6 +16,7 @@ from deltalake import DeltaTable, write_deltalake
 from lakehouse.contract.faults import FORGET_CRASH_POINTS
 from lakehouse.contract.lake import PROPERTY_PIPELINE, Lake
 from lakehouse.contract.queries import OWNER, Declared, QuerySpec, State
+from lakehouse.maintain.readers import note_reader
 from lakehouse.queries.forget import forget, query_name
 
 ROOT = Path(__file__).parents[3]
@@ -31,9 +32,11 @@ SPEC = QuerySpec("cities", "SELECT city, count(*) AS n FROM clicks GROUP BY city
 
 def added(lake: Lake) -> Declared[QuerySpec]:
     """What a query leaves that was added, ran and was removed."""
-    for folder in (lake.checkpoint(query_name("cities")), lake.state / "seen" / query_name("cities")):
-        folder.mkdir(parents=True)
-        (folder / "file").write_text("x")
+    index = lake.state / "seen" / query_name("cities")
+    index.mkdir(parents=True)
+    (index / "file").write_text("x")
+    index.with_suffix(".declaration").write_text("x")
+    note_reader(lake, query_name("cities"), "t", 3)
     table = lake.table("gold", "cities").path
     table.mkdir(parents=True)
     schema = pa.schema([("n", pa.int64())])

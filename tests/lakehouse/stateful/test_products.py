@@ -74,7 +74,7 @@ def test_trigger_and_retention(tmp_path: Path, spark: SparkSession) -> None:
         assert {row["who"]: row["n"] for row in example.rows("seldom")} == {"a": 15, "b": 9}
     versions = [DeltaTable(str(example.lake.table("gold", name).path)).version() for name in ("seldom", "by_minute")]
     assert versions[0] <= versions[1]
-    names = {folder.name for folder in (example.lake.state / "checkpoints").iterdir()}
+    names = {file.stem for file in (example.lake.state / "readers").iterdir()}
     assert names == {"live-clicks", "live-clicks-every-2000"}
     assert set(example.verified(spark).values()) == {True}
 

@@ -85,7 +85,7 @@ def micros(number: int) -> int:
 
 def mark(batch: int, newest: int | None) -> BatchMark:
     clock = None if newest is None else micros(newest)
-    return BatchMark("q", batch, '{"reservoirVersion":2,"index":-1}', clock=clock)
+    return BatchMark("q", batch, "1", clock=clock)
 
 
 def store(root: Path, product: Product) -> StateStore:

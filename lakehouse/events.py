@@ -1,0 +1,420 @@
+"""The events of one or more bronze versions, parsed once for all that read them.
+
+Two representations, by size. A *small* batch is an Arrow table in the driver, and Spark runs queries over it that it
+has planned beforehand (:mod:`lakehouse.prepared`). A *long* batch stays in Spark, in parallel, and is kept there as
+rows until all products have read it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from functools import partial, reduce
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
+from pyspark.sql.types import ArrayType, BooleanType, DataType, MapType, NumericType, StructType
+from sqlglot import exp
+
+from lakehouse.batch import rejected_columns, told_rejects
+from lakehouse.bronze.query import RECORDS, to_bronze
+from lakehouse.bronze.seen import JUDGED
+from lakehouse.bronze.table import COLUMNS
+from lakehouse.contract.envelope import Envelope
+from lakehouse.contract.pipeline import Product, Source
+from lakehouse.operators import Operator
+from lakehouse.operators.sql import parse
+from lakehouse.prepared import PreparedQuery, is_local
+from lakehouse.quality.watch import warned_columns
+from lakehouse.silver.conform import CARRIED, conform, payload_schema
+
+SMALL_BATCH = 5_000
+"""Events: below it one task is quicker than several, for a file as for an aggregate."""
+
+COMPILED = {"spark.sql.codegen.wholeStage": "true", "spark.sql.codegen.factoryMode": "FALLBACK"}
+"""Spark settings of sessions whose plans run again and again, or over many rows."""
+
+_FEW = 500  # copies that a filter names one by one; more are joined
+_OF_COMMIT = ("bronze_at", "date")  # bronze columns that the commit gives
+# Bronze columns that are a Kafka record's own, and what they are called there.
+_OF_RECORD = {name: name for name in ("key", "topic", "partition", "offset")} | {
+    "payload": "value",
+    "broker_time": "timestamp",
+}
+_OF_ENVELOPE = ("source", "tenant", "received_at", "fingerprint", "suspect", "origin", "weight")
+_CARRIED = "_bronze_"  # begins the name of a bronze column beside an event's own columns
+Partial = Callable[[], pa.Table]
+
+
+class Events(ABC):
+    """Conformed events (:func:`lakehouse.silver.conform.conform`), at first each as often as bronze has it."""
+
+    @abstractmethod
+    def columns(self, names: Sequence[str]) -> pa.Table:
+        """These columns of all events, and ``rejected``."""
+
+    @abstractmethod
+    def only(self, rows: pa.Table, chosen: npt.NDArray[np.bool_]) -> Events:
+        """Some of the events.
+
+        Args:
+            rows: what :meth:`columns` gave, with an event's place.
+            chosen: which of them.
+        """
+
+    @abstractmethod
+    def partials(self, operators: Sequence[Operator], since: int) -> list[Partial]:
+        """For each operator a function that computes its partial rows over the valid events.
+
+        Args:
+            since: events of bronze commits up to this time do not count (microseconds since the epoch).
+        """
+
+    @abstractmethod
+    def rejected(self) -> pa.Table:
+        """The rejected events as quarantine keeps them."""
+
+    @abstractmethod
+    def warned(self) -> pa.Table:
+        """A row for each event and ``warn`` expectation that it fails."""
+
+
+class SmallEvents(Events):
+    """Events in the driver's memory.
+
+    Args:
+        queries: of their source.
+        rows: columns that products and others read.
+        bronze: the same events as bronze has them, row by row.
+    """
+
+    def __init__(self, queries: SmallQueries, rows: pa.Table, bronze: pa.Table) -> None:
+        self._queries = queries
+        self._rows = rows
+        self._bronze = bronze
+
+    def columns(self, names: Sequence[str]) -> pa.Table:
+        return self._rows.select(names).append_column("rejected", pc.is_valid(self._rows["reason"]))
+
+    def only(self, rows: pa.Table, chosen: npt.NDArray[np.bool_]) -> SmallEvents:
+        if chosen.all():
+            return self
+        mask = pa.array(chosen)
+        return SmallEvents(self._queries, self._rows.filter(mask), self._bronze.filter(mask))
+
+    def partials(self, operators: Sequence[Operator], since: int) -> list[Partial]:
+        valid = self._rows.filter(pc.is_null(self._rows["reason"]))
+        if since:
+            valid = valid.filter(pc.greater(pc.cast(valid["bronze_at"], pa.int64()), since))
+        found = self._queries.partials(valid)
+        by_operator = dict(zip(map(id, self._queries.operators), found, strict=True))
+        return [partial(by_operator.__getitem__, id(operator)) for operator in operators]
+
+    def rejected(self) -> pa.Table:
+        return self._queries.rejected(self._bronze.filter(pc.is_valid(self._rows["reason"])))
+
+    def warned(self) -> pa.Table:
+        return self._queries.warned(self._bronze.filter(pc.is_valid(self._rows["warned"])))
+
+
+class LongEvents(Events):
+    """Events in Spark.
+
+    Args:
+        frame: conformed, with the bronze columns that :func:`~lakehouse.silver.conform.conform` carries.
+        source: whose they are.
+    """
+
+    def __init__(self, frame: DataFrame, source: Source) -> None:
+        self.frame = frame
+        self._source = source
+
+    def columns(self, names: Sequence[str]) -> pa.Table:
+        return self.frame.select(*names, F.col("reason").isNotNull().alias("rejected")).toArrow()
+
+    def only(self, rows: pa.Table, chosen: npt.NDArray[np.bool_]) -> LongEvents:
+        if chosen.all():
+            return self
+        return LongEvents(_without(self.frame, rows.filter(pa.array(~chosen))), self._source)
+
+    def partials(self, operators: Sequence[Operator], since: int) -> list[Partial]:
+        valid = self.frame.where(F.col("reason").isNull())
+        if since:
+            valid = valid.where(F.unix_micros("bronze_at") > since)
+        valid.createOrReplaceTempView(self._source.name)
+        session = valid.sparkSession
+        return [partial(lambda one: session.sql(one.partial_sql()).toArrow(), operator) for operator in operators]
+
+    def rejected(self) -> pa.Table:
+        events = conform(as_bronze(self.frame.where(F.col("reason").isNotNull())), self._source)
+        return told_rejects(rejected_columns(events, self._source).toArrow(), self._source)
+
+    def warned(self) -> pa.Table:
+        return warned_columns(self.frame).toArrow()
+
+
+class SmallQueries:
+    """The queries of one source's small batches, each planned when it is first needed.
+
+    Args:
+        spark: its settings, compiled plans apart, hold for the queries.
+        source: whose events.
+        products: that the source's events are counted in.
+        operators: of the products.
+        needed: columns that others read.
+        tenant: of records that do not say theirs.
+    """
+
+    def __init__(
+        self,
+        spark: SparkSession,
+        source: Source,
+        products: Sequence[Product],
+        operators: Sequence[Operator],
+        needed: Sequence[str],
+        tenant: str,
+    ) -> None:
+        self.session = compiled_session(spark)
+        self.operators = list(operators)
+        self._source = source
+        self._read = columns_read(products)
+        self._needed = {*needed, *JUDGED, "reason"}
+        self._tenant = tenant
+        self._prepared: dict[str, PreparedQuery] = {}
+        self._preparing: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+        self._bronze = from_arrow_schema(COLUMNS)
+        self._view = self.narrowed(conform(self.session.createDataFrame([], self._bronze), source)).schema
+        self._shapes: list[StructType] = []
+
+    @property
+    def usable(self) -> bool:
+        """Whether the driver is the only executor, and Arrow has a type for each column."""
+        if not is_local(self.session):
+            return False
+        try:
+            to_arrow_schema(self._view, timezone="UTC")
+        except Exception:  # noqa: BLE001 - of Spark's own, which names no common base
+            return False
+        return True
+
+    def plan(self) -> None:
+        """Plan what the products' SQL needs, so that a mistake in it shows before the first event.
+
+        Raises:
+            AnalysisException: of Spark, where the SQL does not fit the source's schema.
+        """
+        if self.usable and self.operators:
+            self._prepare("partials", self._view, self._union)
+        else:
+            self._union(self.session.createDataFrame([], self._view))
+
+    def rehearsals(self) -> list[Callable[[], object]]:
+        """Functions that plan and compile the queries of every batch, so that the first event need not wait for it."""
+        if not self.usable:
+            return []
+        now = datetime.now(UTC)
+        payload = json.dumps(_sample(payload_schema(self._source))).encode()
+        received_at = int(now.timestamp() * 1e6)
+        headers = Envelope("e", self._source.name, self._tenant, received_at, "rehearsal", "").to_headers()
+        record = {
+            "value": payload,
+            "topic": self._source.topic,
+            "partition": 0,
+            "offset": 0,
+            "timestamp": now,
+            "headers": [{"key": key, "value": value} for key, value in headers],
+        }
+        records = pa.Table.from_pylist([record] * 10, schema=RECORDS)
+        events = to_arrow_schema(self._view, timezone="UTC").empty_table()
+        return [partial(self.of_records, records), partial(self.partials, events)]
+
+    def close(self) -> None:
+        """Free what the queries hold."""
+        for query in self._prepared.values():
+            query.close()
+
+    def narrowed(self, events: DataFrame, *others: str) -> DataFrame:
+        """Conformed events without the columns that nobody reads.
+
+        Args:
+            others: columns to keep beside them.
+        """
+        if self._read is None:
+            return events
+        kept = {*self._needed, *others}
+        return events.select(
+            [c for c in events.columns if c.lower() in self._read or c in kept or c.startswith(_CARRIED)]
+        )
+
+    def of_records(self, records: pa.Table) -> tuple[pa.Table, pa.Table]:
+        """Kafka records as events, and as bronze rows without the columns that a commit gives.
+
+        Args:
+            records: columns of :data:`~lakehouse.bronze.query.RECORDS`, in the order in which bronze is to have them.
+        """
+
+        def parse_records(frame: DataFrame) -> DataFrame:
+            bronze = to_bronze(frame, source=self._source.name, tenant=self._tenant)
+            bronze = bronze.withColumn("bronze_at", F.lit(None).cast("timestamp"))
+            carried = ("event_id", "collector", "reject", "headers")
+            return self.narrowed(conform(bronze, self._source, carried=carried), *_OF_ENVELOPE)
+
+        found = self._run("records", records, from_arrow_schema(RECORDS), parse_records, tasks=2)
+        names = [name for name in COLUMNS.names if name not in _OF_COMMIT]
+        columns = [
+            records[_OF_RECORD[name]]
+            if name in _OF_RECORD
+            else found[f"{_CARRIED}{name}" if f"{_CARRIED}{name}" in found.schema.names else name]
+            for name in names
+        ]
+        events = found.select([name for name in found.schema.names if not name.startswith(_CARRIED)])
+        return events, pa.table(columns, names)
+
+    def of_bronze(self, bronze: pa.Table) -> SmallEvents:
+        """Bronze rows as events."""
+        rows = self._run(
+            "bronze", bronze, self._bronze, lambda frame: self.narrowed(conform(frame, self._source)), tasks=2
+        )
+        return SmallEvents(self, rows, bronze)
+
+    def partials(self, valid: pa.Table) -> list[pa.Table]:
+        """Partial rows of every operator over valid events, by one Spark job."""
+        if not self.operators:
+            return []
+        found = self._run("partials", valid, self._view, self._union)
+        tables = []
+        for number, shape in enumerate(self._shapes):
+            rows = found.filter(pc.equal(found["operator"], number))
+            tables.append(rows.select([f"{number}:{name}" for name in shape.names]).rename_columns(shape.names))
+        return tables
+
+    def _union(self, events: DataFrame) -> DataFrame:
+        """The partial rows of all operators, each in columns of its own."""
+        session = events.sparkSession
+        events.createOrReplaceTempView(self._source.name)
+        frames = [session.sql(operator.partial_sql()) for operator in self.operators]
+        self._shapes = [frame.schema for frame in frames]
+
+        def widened(number: int, frame: DataFrame) -> DataFrame:
+            columns = [
+                (F.col(f"`{field.name}`") if other == number else F.lit(None).cast(field.dataType)).alias(
+                    f"{other}:{field.name}"
+                )
+                for other, shape in enumerate(self._shapes)
+                for field in shape
+            ]
+            return frame.select(F.lit(number).alias("operator"), *columns)
+
+        return reduce(DataFrame.union, [widened(*numbered) for numbered in enumerate(frames)])
+
+    def rejected(self, bronze: pa.Table) -> pa.Table:
+        """Quarantine's rows of those bronze rows that are rejected."""
+        found = self._run(
+            "rejected", bronze, self._bronze, lambda frame: rejected_columns(conform(frame, self._source), self._source)
+        )
+        return told_rejects(found, self._source)
+
+    def warned(self, bronze: pa.Table) -> pa.Table:
+        """A row for each of these bronze rows and ``warn`` expectation that it fails."""
+        return self._run("warned", bronze, self._bronze, lambda frame: warned_columns(conform(frame, self._source)))
+
+    def _run(
+        self, name: str, rows: pa.Table, schema: StructType, query: Callable[[DataFrame], DataFrame], tasks: int = 1
+    ) -> pa.Table:
+        return self._prepare(name, schema, query, tasks).run(rows)
+
+    def _prepare(
+        self, name: str, schema: StructType, query: Callable[[DataFrame], DataFrame], tasks: int = 1
+    ) -> PreparedQuery:
+        with self._preparing[name]:
+            if name not in self._prepared:
+                # In a session of its own: a view that another thread makes under the source's name is not seen here.
+                self._prepared[name] = PreparedQuery(compiled_session(self.session), schema, query, tasks)
+            return self._prepared[name]
+
+
+def columns_read(products: Iterable[Product]) -> set[str] | None:
+    """Every name in the products' SQL, in lower case: their columns and more. None: all (``SELECT *``, no SQL)."""
+    found: set[str] = set()
+    for product in products:
+        if not product.sql.strip():
+            return None
+        tree = parse(product)
+        if any(not isinstance(star.parent, exp.Count) for star in tree.find_all(exp.Star)):
+            return None
+        found |= {identifier.name.lower() for identifier in tree.find_all(exp.Identifier)}
+    return found
+
+
+def compiled_session(spark: SparkSession) -> SparkSession:
+    """A session of the same driver whose plans are compiled."""
+    session = spark.newSession()
+    for key, value in COMPILED.items():
+        session.conf.set(key, value)
+    return session
+
+
+def as_bronze(events: DataFrame) -> DataFrame:
+    """Conformed events with all that is carried as the bronze rows that they come from, without ``date``."""
+    carried = {name: F.col(f"{_CARRIED}{name}").alias(name) for name in CARRIED}
+    return events.select([carried.get(name, F.col(name)) for name in COLUMNS.names if name != "date"])
+
+
+@contextmanager
+def kept(events: DataFrame) -> Iterator[DataFrame]:
+    """The same events, computed by the first reader and kept until the end of the block.
+
+    With the driver as the only executor they are kept as rows (``localCheckpoint``): a copy of the bytes. Spark's cache
+    takes each row apart into columns and every reader puts it together again; but it survives the loss of an executor.
+    """
+    if not is_local(events.sparkSession):
+        events.persist()
+        try:
+            yield events
+        finally:
+            events.unpersist()
+        return
+    rows = events.localCheckpoint(eager=False)
+    try:
+        yield rows
+    finally:
+        rows._jdf.queryExecution().logical().rdd().unpersist(False)
+
+
+def _without(events: DataFrame, copies: pa.Table) -> DataFrame:
+    """Events less those at the places of ``copies``."""
+    places = copies.select(["topic", "partition", "offset"])
+    if places.num_rows > _FEW:
+        other = events.sparkSession.createDataFrame(places)
+        return events.join(F.broadcast(other), ["topic", "partition", "offset"], "left_anti")
+    by_partition: dict[tuple[str, int], list[int]] = {}
+    for row in places.to_pylist():
+        by_partition.setdefault((row["topic"], row["partition"]), []).append(row["offset"])
+    condition = F.lit(False)
+    for (topic, partition), offsets in by_partition.items():
+        here = (F.col("topic") == topic) & (F.col("partition") == partition)
+        condition = condition | (here & F.col("offset").isin(offsets))
+    return events.where(~condition)
+
+
+def _sample(kind: DataType) -> object:
+    """A JSON value of this type."""
+    if isinstance(kind, StructType):
+        return {field.name: _sample(field.dataType) for field in kind}
+    if isinstance(kind, ArrayType):
+        return [_sample(kind.elementType)]
+    if isinstance(kind, MapType):
+        return {"a": _sample(kind.valueType)}
+    if isinstance(kind, BooleanType):
+        return True
+    return 1 if isinstance(kind, NumericType) else "a"

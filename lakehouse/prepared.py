@@ -1,0 +1,96 @@
+"""Queries that Spark plans once and runs over one small Arrow table after another.
+
+Planning a query costs more than running it over a few hundred events, so a query that every micro-batch needs is
+planned when its driver starts. Its leaf is a ``mapInArrow`` that reads whatever table lies in a memory file of the
+driver at that moment. Spark executes the same physical plan again and again: no analysis, no optimization, and no
+new code. Measured: docs/decisions/0004-short-micro-batches.md.
+
+The executors must be the driver's own (a ``local`` master), since they read the driver's memory file.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+
+import pyarrow as pa
+from pyspark import InheritableThread
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.types import StructField, StructType
+
+WORKERS = 2
+"""Python workers that most queries need."""
+
+
+class PreparedQuery:
+    """One query, planned once. Several threads may run it; they take turns.
+
+    Args:
+        session: plans the query.
+        schema: columns of the tables to come.
+        query: what to compute from such a table.
+        tasks: tasks that share a table; more than one only where no row depends on another.
+    """
+
+    def __init__(
+        self, session: SparkSession, schema: StructType, query: Callable[[DataFrame], DataFrame], tasks: int = 1
+    ) -> None:
+        self._input = StructType([StructField(field.name, field.dataType, nullable=True) for field in schema])
+        self._file = os.memfd_create("millrace-batch", os.MFD_CLOEXEC)
+        reader = _reader(f"/proc/{os.getpid()}/fd/{self._file}", tasks)
+        self._frame = query(session.range(0, tasks, 1, tasks).mapInArrow(reader, self._input))
+        self._lock = threading.Lock()
+
+    @property
+    def schema(self) -> StructType:
+        """Columns of the results."""
+        return self._frame.schema
+
+    def run(self, rows: pa.Table) -> pa.Table:
+        """The query's result for these rows, in their order where the query keeps it."""
+        rows = rows.select(self._input.names)
+        with self._lock:
+            os.ftruncate(self._file, 0)
+            os.lseek(self._file, 0, os.SEEK_SET)
+            with os.fdopen(self._file, "wb", closefd=False) as sink, pa.ipc.new_file(sink, rows.schema) as writer:
+                writer.write_table(rows)
+            return self._frame.toArrow()
+
+    def close(self) -> None:
+        """Free the memory file."""
+        with self._lock:
+            if self._file >= 0:
+                os.close(self._file)
+                self._file = -1
+
+
+def start_workers(spark: SparkSession) -> None:
+    """Start Spark's Python workers now, in a thread, so that the first query does not wait for them."""
+
+    def start() -> None:
+        spark.range(0, WORKERS, 1, WORKERS).mapInArrow(lambda batches: batches, "id BIGINT").toArrow()
+
+    if is_local(spark):
+        InheritableThread(target=start, name="python workers", daemon=True).start()
+
+
+def is_local(spark: SparkSession) -> bool:
+    """Whether the driver is the only executor."""
+    return (spark.sparkContext.master or "").startswith("local")
+
+
+def _reader(path: str, tasks: int) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+    """What a task runs in its Python worker: it gives its share of the table in the file."""
+
+    def read(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        import pyarrow
+
+        for batch in batches:
+            task = batch.column(0)[0].as_py()
+            with pyarrow.OSFile(path) as file:
+                rows = pyarrow.ipc.open_file(file).read_all()
+            first, end = rows.num_rows * task // tasks, rows.num_rows * (task + 1) // tasks
+            yield from rows.slice(first, end - first).to_batches()
+
+    return read

@@ -1,0 +1,183 @@
+"""Events of a batch: in the driver or in Spark they are the same, and they are computed once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as F
+from pyspark.sql.pandas.types import from_arrow_schema
+
+from lakehouse.bronze.seen import JUDGED
+from lakehouse.bronze.table import COLUMNS
+from lakehouse.contract.expectations import WARN, Expectation
+from lakehouse.contract.pipeline import Pipeline, Product
+from lakehouse.events import Events, LongEvents, SmallQueries, as_bronze, columns_read, compiled_session, kept
+from lakehouse.operators import operator_of
+from lakehouse.prepared import PreparedQuery
+from lakehouse.silver.conform import CARRIED, conform
+from tests.lakehouse.lakes import bronze_rows, mixture, pipeline_in
+
+pytestmark = pytest.mark.spark
+SEEN = (*JUDGED, "received_at", "event_time", "warned")
+
+
+def product(sql: str) -> Product:
+    return Product(layer="gold", source="clicks", sql=sql, name="p")
+
+
+COUNTED = "SELECT page, count(*) AS n, max(clicks.who) AS w FROM clicks GROUP BY page"
+
+
+def test_columns_read_are_those_of_every_product() -> None:
+    assert columns_read([product(COUNTED)]) == {"page", "n", "w", "who", "clicks"}
+    assert columns_read([product("SELECT * FROM clicks"), product(COUNTED)]) is None
+    assert columns_read([product("SELECT c.* FROM clicks c")]) is None
+    assert columns_read([]) == set()
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Pipeline:
+    found = pipeline_in(tmp_path / "clicks", "clicks")
+    found.sources["clicks"].expectations["known"] = Expectation("who <> 'w1'", WARN)
+    return found
+
+
+@pytest.fixture
+def queries(spark: SparkSession, pipeline: Pipeline) -> Iterator[SmallQueries]:
+    products = list(pipeline.products.values())
+    found = SmallQueries(spark, pipeline.sources["clicks"], products, list(map(operator_of, products)), SEEN, "default")
+    yield found
+    found.close()
+
+
+def rows_of_bronze() -> pa.Table:
+    records = mixture(0, 150)
+    rejects = [record.reject for record in records]
+    ids = [record.event_id or f"@clicks/0/{number}" for number, record in enumerate(records)]
+    return bronze_rows([record.payload for record in records], event_id=ids, reject=rejects)
+
+
+def in_order(rows: pa.Table) -> list[str]:
+    return sorted(json.dumps(row, default=str, sort_keys=True) for row in rows.to_pylist())
+
+
+def results(events: Events, queries: SmallQueries, since: int) -> dict[str, list[str]]:
+    """All that products and tables take of the events; sketches by what Spark's bytes are."""
+    partials = [partial() for partial in events.partials(queries.operators, since)]
+    found = {f"partial {number}": in_order(rows) for number, rows in enumerate(partials)}
+    return {**found, "rejected": in_order(events.rejected()), "warned": in_order(events.warned())}
+
+
+def test_small_and_long_batches_are_the_same(spark: SparkSession, pipeline: Pipeline, queries: SmallQueries) -> None:
+    assert queries.usable
+    bronze = rows_of_bronze()
+    frame = spark.createDataFrame(bronze, from_arrow_schema(COLUMNS))
+    source = pipeline.sources["clicks"]
+    small = queries.of_bronze(bronze)
+    events = queries.narrowed(conform(frame, source, carried=CARRIED), *COLUMNS.names).coalesce(1)
+    with kept(events) as rows:
+        long = LongEvents(rows, source)
+        assert in_order(small.columns(SEEN)) == in_order(long.columns(SEEN))
+        assert as_bronze(rows).toArrow().sort_by("offset").select(["event_id", "reject", "payload"]) == bronze.sort_by(
+            "offset"
+        ).select(["event_id", "reject", "payload"])
+        for since in (0, int(bronze["bronze_at"][0].value)):
+            assert results(small, queries, since) == results(long, queries, since)
+        judged = [one.columns(SEEN) for one in (small, long)]
+        for first in (9, 700):  # few copies are named, more are joined
+            chosen = [np.array([offset.as_py() % first != 0 for offset in one["offset"]]) for one in judged]
+            left = [one.only(*pair) for one, *pair in zip((small, long), judged, chosen, strict=True)]
+            assert results(left[0], queries, 0) == results(left[1], queries, 0)
+
+
+def test_views_of_the_sources_name_do_not_disturb_the_queries(
+    pipeline: Pipeline, queries: SmallQueries, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A build registers a view of the source's name too, and may do so while the queries are planned."""
+    planned = queries._union
+
+    def disturbed(events: DataFrame) -> DataFrame:
+        queries.session.createDataFrame([], events.schema).createOrReplaceTempView("clicks")
+        found = planned(events)
+        queries.session.createDataFrame([], events.schema).createOrReplaceTempView("clicks")
+        return found
+
+    monkeypatch.setattr(queries, "_union", disturbed)
+    queries.plan()
+    for rehearsal in queries.rehearsals():
+        rehearsal()
+    events = queries.of_bronze(rows_of_bronze())
+    columns = events.columns(["topic", "partition", "offset"])
+    partials = dict(zip(pipeline.products, events.partials(queries.operators, 0), strict=True))
+    counted = sum(partials["totals"]()["n"].to_pylist())
+    assert counted == columns.num_rows - sum(columns["rejected"].to_pylist()) > 0
+
+
+def test_records_of_kafka_are_what_bronze_gives_back(pipeline: Pipeline, queries: SmallQueries) -> None:
+    records = [record for record in mixture(0, 40) if record.event_id is not None]
+    headers = [[{"key": key, "value": value} for key, value in record.headers()] for record in records]
+    table = pa.table(
+        {
+            "key": pa.array([b"k"] * len(records)),
+            "value": pa.array([record.payload for record in records], pa.binary()),
+            "topic": pa.array(["clicks"] * len(records)),
+            "partition": pa.array([0] * len(records), pa.int32()),
+            "offset": pa.array(range(len(records)), pa.int64()),
+            "timestamp": pa.array([0] * len(records), pa.timestamp("us", "UTC")),
+            "timestampType": pa.array([0] * len(records), pa.int32()),
+            "headers": headers,
+        }
+    )
+    events, bronze = queries.of_records(table)
+    assert bronze["payload"].to_pylist() == [record.payload for record in records]
+    assert bronze["event_id"].to_pylist() == [record.event_id for record in records]
+    assert bronze["reject"].to_pylist() == [record.reject for record in records]
+    assert bronze.schema.names == [name for name in COLUMNS.names if name not in ("bronze_at", "date")]
+    at = pa.array([0] * len(records), pa.timestamp("us", "UTC"))
+    whole = bronze.append_column("bronze_at", at).append_column("date", at.cast(pa.date32()))
+    again = queries.of_bronze(whole.select(COLUMNS.names).cast(COLUMNS)).columns(("dedupe_key", "reason", "event_time"))
+    assert events.select(["dedupe_key", "reason", "event_time"]).equals(again.drop_columns("rejected"))
+
+
+def test_a_prepared_query_runs_over_one_table_after_another(spark: SparkSession) -> None:
+    schema = pa.schema(
+        [("n", pa.int64()), ("tags", pa.list_(pa.string())), ("more", pa.map_(pa.string(), pa.binary()))]
+    )
+    rows = [{"n": n, "tags": [f"t{n}", None], "more": {"a": b"\xff"} if n % 2 else None} for n in range(7)]
+
+    def doubled(frame: DataFrame) -> DataFrame:
+        return frame.withColumn("n", F.col("n") * 2)
+
+    query = PreparedQuery(compiled_session(spark), from_arrow_schema(schema), doubled, tasks=2)
+    for count in (7, 1, 0, 3):
+        table = pa.Table.from_pylist(rows[:count], schema=schema)
+        found = query.run(table)
+        assert found["n"].to_pylist() == [2 * n for n in range(count)]  # in their order
+        assert found.drop_columns("n").to_pylist() == table.drop_columns("n").to_pylist()
+    query.close()
+    query.close()
+
+
+def test_events_are_read_once_and_let_go(spark: SparkSession, tmp_path: Path) -> None:
+    file = str(tmp_path / "events")
+    rows = [(1, "a", [("x", 1)]), (2, None, []), (3, "ä" * 100, None)]
+    kind = "id INT, text STRING, parts ARRAY<STRUCT<name: STRING, n: INT>>"
+    spark.createDataFrame(rows, kind).coalesce(1).write.parquet(file)
+    held = spark.sparkContext._jsc.sc().getPersistentRDDs
+    before = held().size()
+    # A random number tells two computations apart.
+    events = spark.read.schema(kind).parquet(file).withColumn("once", F.rand())
+    with kept(events) as same:
+        first = same.orderBy("id").toArrow()
+        assert held().size() == before + 1
+        assert same.orderBy("id").toArrow().equals(first)
+        assert same.where("id = 3").select("once").toArrow()["once"][0] == first["once"][2]
+        assert [row["text"] for row in first.to_pylist()] == ["a", None, "ä" * 100]
+        assert first["parts"].to_pylist() == [[{"name": "x", "n": 1}], [], None]
+    assert held().size() == before
