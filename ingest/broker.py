@@ -46,7 +46,6 @@ from lakehouse.contract.kafkasecurity import ClientSecurity
 from lakehouse.contract.settings import conf_dir
 
 logger = logging.getLogger(__name__)
-
 # Below the range that Linux takes outgoing ports from, so that a restart finds the port free.
 _PORTS = range(20_000, 32_000)
 _POLL_S = 0.02

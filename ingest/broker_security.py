@@ -37,7 +37,6 @@ from lakehouse.contract.errors import EnvironmentProblem
 from lakehouse.contract.kafkasecurity import ClientSecurity
 
 __all__ = ["BROKER_NAME", "USERS", "Grants", "Secrets"]
-
 BROKER_NAME = "millrace-broker"
 USERS = ("admin", "collector", "lakehouse", "reader")
 _LIFE = timedelta(days=3650)

@@ -1,34 +1,54 @@
-"""What a node counts: ``/v1/stats`` as JSON and ``/metrics`` for Prometheus, read from the log's lanes when asked.
+"""Metrics of collecting processes: ``/v1/stats`` as JSON and ``/metrics`` for Prometheus.
 
-Nothing here is touched by the hot path but one histogram observation a group.
+They are read from the log's lanes on request. The hot path only observes one histogram value a commit group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry, Histogram, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector as MetricCollector
 
-from ingest.delivery import Delivery
-from ingest.events import Lane
-from ingest.limits import Gate
-from ingest.log import MessageLog
-from ingest.shed import Shedder
-from ingest.source import UpstreamStatus
+from ingest.border.access import SenderGate
+from ingest.border.shed import Shedder
+from ingest.collectors import UpstreamStatus
+from ingest.delivery import KafkaDelivery
+from ingest.log.events import SourceLane
+from ingest.log.message_log import MessageLog
 
-_COUNTERS: tuple[tuple[str, str, Callable[[Lane], int]], ...] = (
+if TYPE_CHECKING:
+    from ingest.refine import RefineNode
+
+_COUNTERS: tuple[tuple[str, str, Callable[[SourceLane], int]], ...] = (
     ("received", "Events taken from upstreams and senders", lambda lane: lane.received),
     ("acknowledged", "Events that are durable in the message log", lambda lane: lane.durable),
     ("rejected", "Events refused at the border and kept for quarantine", lambda lane: lane.rejected),
     ("published", "Events that Kafka has acknowledged", lambda lane: lane.published),
-    ("shed", "Events left out because there were too many", lambda lane: lane.shed),
+    ("shed", "Events dropped by load shedding", lambda lane: lane.shed),
     ("failed", "Events that Kafka will never take", lambda lane: lane.failed),
     ("gaps", "Reconnects to an upstream that cannot resume", lambda lane: lane.gaps),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class CollectedSources:
+    """What a node collects, read anew for each request.
+
+    Attributes:
+        names: of the sources.
+        upstreams: returns the state of each upstream.
+        shedders: by source, of sources that may shed events.
+    """
+
+    names: Sequence[str]
+    upstreams: Callable[[], Iterable[UpstreamStatus]] = list
+    shedders: Mapping[str, Shedder] = field(default_factory=dict)
 
 
 class NodeStats(MetricCollector):
@@ -38,13 +58,8 @@ class NodeStats(MetricCollector):
         node: its id.
         log: its message log.
         delivery: its way to Kafka.
-        sources: names of the sources it collects.
-        upstreams: their state.
-        ready: whether the node is ready.
-        gate: of its HTTP.
-
-    Attributes:
-        shedders: by source, of those that may leave events out.
+        sources: what it collects.
+        ready: whether it is ready.
         gate: of its HTTP.
     """
 
@@ -52,20 +67,17 @@ class NodeStats(MetricCollector):
         self,
         node: str,
         log: MessageLog,
-        delivery: Delivery,
-        sources: Sequence[str],
-        upstreams: Callable[[], Iterable[UpstreamStatus]],
+        delivery: KafkaDelivery,
+        sources: CollectedSources,
         ready: Callable[[], bool],
-        gate: Gate | None = None,
+        gate: SenderGate | None = None,
     ) -> None:
         self._node = node
         self._log = log
         self._delivery = delivery
         self._sources = sources
-        self._upstreams = upstreams
         self._ready = ready
-        self.gate = gate or Gate()
-        self.shedders: Mapping[str, Shedder] = {}
+        self._gate = gate or SenderGate()
         self.registry = CollectorRegistry()
         self.registry.register(self)
         commits = Histogram(
@@ -76,14 +88,19 @@ class NodeStats(MetricCollector):
         )
         log.notify(observe=commits.observe)
 
+    @property
+    def replay(self) -> tuple[int, int]:
+        """Events of an earlier run that are still to be sent to Kafka, and their initial number."""
+        return self._delivery.to_replay, self._log.recovery.to_replay
+
     def stats(self) -> dict[str, Any]:
         """The document of ``/v1/stats``."""
-        upstreams = list(self._upstreams())
+        upstreams = list(self._sources.upstreams())
         recovery = self._log.recovery
         return {
             "node": self._node,
             "ready": self._ready(),
-            "sources": {name: self._source(name, upstreams) for name in self._sources},
+            "sources": {name: self._source(name, upstreams) for name in self._sources.names},
             "log": {
                 "bytes": self._log.used,
                 "limit": self._log.limit,
@@ -107,14 +124,13 @@ class NodeStats(MetricCollector):
         return {
             **{counter: sum(value(lane) for lane in lanes) for counter, _, value in _COUNTERS},
             "in_log": sum(lane.in_log for lane in lanes),
-            "not_kept": self.gate.not_kept[name],
-            "refused_requests": {code: n for (source, code), n in self.gate.refused.items() if source == name},
-            "shed_share": self.shedders[name].share if name in self.shedders else 0.0,
+            "not_kept": self._gate.not_kept[name],
+            "refused_requests": {code: n for (source, code), n in self._gate.refused.items() if source == name},
+            "shed_share": self._sources.shedders[name].share if name in self._sources.shedders else 0.0,
             "upstreams": [_upstream(status) for status in upstreams if status.lane in of_lane],
         }
 
     def collect(self) -> Iterator[Metric]:
-        """Prometheus asks: counters by source and lane, gauges of the log."""
         lanes = self._log.lanes()
         for name, text, value in _COUNTERS:
             counter = CounterMetricFamily(f"millrace_collector_{name}", text, labels=("source", "lane"))
@@ -130,18 +146,19 @@ class NodeStats(MetricCollector):
         connected = GaugeMetricFamily(
             "millrace_collector_upstream_connected", "Whether the upstream is connected", labels=("lane",)
         )
-        for status in self._upstreams():
+        upstreams = list(self._sources.upstreams())
+        for status in upstreams:
             connected.add_metric((status.lane,), float(status.connected))
         yield connected
         counts = GaugeMetricFamily(
             "millrace_collector_upstream_count", "What this kind of collector counts", labels=("lane", "what")
         )
-        for status in self._upstreams():
+        for status in upstreams:
             for what, count in status.counts.items():
                 counts.add_metric((status.lane, what), float(count))
         yield counts
         share = GaugeMetricFamily("millrace_collector_shed_share", "Share of events left out now", labels=("source",))
-        for name, shedder in self.shedders.items():
+        for name, shedder in self._sources.shedders.items():
             share.add_metric((name,), shedder.share)
         yield share
         yield from self._of_gate()
@@ -154,19 +171,19 @@ class NodeStats(MetricCollector):
             "millrace_collector_refused_requests", "Requests refused whole, of which nothing is kept",
             labels=("source", "code"),
         )  # fmt: skip
-        for labels, count in self.gate.refused.items():
+        for labels, count in self._gate.refused.items():
             refused.add_metric(labels, count)
         yield refused
         not_kept = CounterMetricFamily(
             "millrace_collector_not_kept", "Refused events beyond what is kept of them", labels=("source",)
         )
-        for source, count in self.gate.not_kept.items():
+        for source, count in self._gate.not_kept.items():
             not_kept.add_metric((source,), count)
         yield not_kept
-        yield GaugeMetricFamily("millrace_collector_connections", "Open connections by HTTP", self.gate.connections)
+        yield GaugeMetricFamily("millrace_collector_connections", "Open connections by HTTP", self._gate.connections)
 
     def describe(self) -> Iterable[Metric]:
-        """Names are known without collecting, which needs a running node."""
+        """Nothing: names must be known without collecting, which needs a running node."""
         return ()
 
 
@@ -182,3 +199,38 @@ def _upstream(status: UpstreamStatus) -> dict[str, Any]:
         "gaps": [{"since": gap.since, "until": gap.until, "reason": gap.reason} for gap in status.gaps],
         **({"counts": dict(status.counts)} if status.counts else {}),
     }
+
+
+class RefineMetrics(MetricCollector):
+    """Counts of a refiner."""
+
+    def __init__(self, node: RefineNode) -> None:
+        self._node = node
+
+    def collect(self) -> Iterator[Metric]:
+        counter = CounterMetricFamily("millrace_refine_events", "Events refined", labels=("source", "what"))
+        for source, counts in self._node.counts.items():
+            for what, count in counts.items():
+                counter.add_metric((source, what), count)
+        yield counter
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing, as above."""
+        return ()
+
+
+@contextmanager
+def serve_metrics(node: RefineNode, port: int) -> Iterator[None]:
+    """Serve ``/metrics`` on the loopback address inside the context; port 0 serves nothing."""
+    if not port:
+        yield
+        return
+    registry = CollectorRegistry()
+    registry.register(RefineMetrics(node))
+    server, thread = start_http_server(port, "127.0.0.1", registry)
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

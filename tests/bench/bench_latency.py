@@ -23,7 +23,7 @@ from kafka import KafkaProducer
 from rich.console import Console
 
 from ingest.broker import EmbeddedBroker
-from ingest.publish import ensure_topics
+from ingest.kafka import ensure_topics
 from ingest.simulate.generator import generate
 from jobs.demo import percentiles
 from lakehouse.contract.pipeline import load_pipeline

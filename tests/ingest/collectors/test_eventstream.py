@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.collectors.eventstream import EventStreamParser, ServerSentEvent
+from ingest.collectors.sse import EventStreamParser, ServerSentEvent
 
 Event = ServerSentEvent
 

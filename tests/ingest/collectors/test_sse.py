@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from ingest.collectors import Gap
 from ingest.collectors.sse import SseCollector
-from ingest.log import MessageLog
-from ingest.source import Gap, Intake
+from ingest.intake import Intake
+from ingest.log.message_log import MessageLog
 from lakehouse.contract.envelope import UPSTREAM_ID
 from tests.ingest.conftest import LIMIT, event, eventually
 from tests.ingest.streams import Link, answer, collecting, playing, saying

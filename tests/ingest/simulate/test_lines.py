@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ingest.simulate.generator import BLOCK, RsvpGenerator
-from ingest.simulate.lines import FileLines, GeneratedLines, Reel, SceneLines, renew_rsvp
+from ingest.simulate.player import FileLines, GeneratedLines, Reel, SceneLines, renew_rsvp
 
 
 @pytest.fixture

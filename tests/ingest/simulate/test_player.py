@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ingest.simulate.lines import FileLines
-from ingest.simulate.player import Player, PlayerStatus
+from ingest.simulate.player import FileLines, Player, PlayerStatus
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline import Template
 
