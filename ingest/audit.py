@@ -9,17 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 from deltalake import DeltaTable
 
+from ingest.answers.tables import end_offsets
+from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.lake import COMMIT_THROUGH, Lake, TableRef
 from lakehouse.contract.pipeline import Pipeline, Source
 
@@ -195,7 +195,7 @@ def trace(lake: Lake, pipeline: Pipeline, event_id: str) -> list[TraceStep]:
             for row in rows.to_pylist():
                 key = f"{row['topic']}/{row['partition']}"
                 covering = [commit for commit in commits if commit.through.get(key, 0) > row["offset"]]
-                if covering and (covering[0] is not commits[0] or _reaches_back(ref)):
+                if covering and (covering[0] is not commits[0] or DeltaLog(ref.path).has(0)):
                     steps.append(TraceStep(product.name, covering[0].at_us, f"version {covering[0].version}"))
                 elif covering:
                     steps.append(TraceStep(product.name, covering[0].at_us, f"version {covering[0].version} or before"))
@@ -211,25 +211,9 @@ class _Commit:
 
 def _commits(table: TableRef) -> Iterator[_Commit]:
     """Commits of a product with offsets, oldest first, as far back as the log is kept."""
-    for path in sorted((table.path / "_delta_log").glob("[0-9]*.json")):
-        info = _commit_info(path)
-        through = info.get(COMMIT_THROUGH)
-        if through is not None and path.stem.isdigit():
-            found = orjson.loads(through) if isinstance(through, str) else through
-            yield _Commit(int(path.stem), int(info["timestamp"]) * 1000, found)
-
-
-def _reaches_back(table: TableRef) -> bool:
-    return (table.path / "_delta_log" / f"{0:020d}.json").exists()
-
-
-def _commit_info(path: Path) -> dict[str, Any]:
-    try:
-        lines = path.read_bytes().splitlines()
-    except FileNotFoundError:  # maintenance has just removed it
-        return {}
-    found = (orjson.loads(line).get("commitInfo") for line in lines if b'"commitInfo"' in line)
-    return next((info for info in found if info), {})
+    for version, info in DeltaLog(table.path).infos():
+        if info.get(COMMIT_THROUGH) is not None:
+            yield _Commit(version, int(info["timestamp"]) * 1000, end_offsets(info))
 
 
 def _rows(table: TableRef, since: timedelta, end: datetime) -> pa.Table:
@@ -260,7 +244,7 @@ def _in_product(table: TableRef, rows: pa.Table) -> Seconds:
     commits = list(_commits(table)) if table.exists() else []
     if not commits:
         return found
-    whole = _reaches_back(table)
+    whole = DeltaLog(table.path).has(0)
     at = np.array([commit.at_us / 1e6 for commit in commits])
     topics = rows["topic"].to_pylist()
     places = np.array(

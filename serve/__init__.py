@@ -2,7 +2,7 @@
 
 ::
 
-    deltalog, reader, state   a table's log, files and rows       messages, rows    what is sent, as JSON
+    reader, state             a table's files and rows            messages, rows    what is sent, as JSON
     tail                      one a table                         ring, hub         who gets it, without I/O
     tables                    the lake's tables and their tails   push              ways to a subscriber
     replay                    changes from before the ring        query, sql        SQL over the lake

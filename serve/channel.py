@@ -8,13 +8,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from lakehouse.contract.channel import EVERYTHING, ChannelSpec
+from lakehouse.contract.rows import Key, Row
 from lakehouse.contract.settings import ServeSettings
 from serve.errors import RequestError
 from serve.filters.view import LiveView, RowsView, View, faults_of, undone
 from serve.lane import Lane, Snapshot
 from serve.live import AggregateView
 from serve.messages import Message, change_messages, snapshot_messages
-from serve.model import Change, Key, Row, in_order
+from serve.model import Change, in_order
 from serve.position import WHOLE, Position, Seal
 from serve.push.codec import Codec
 from serve.ring import Ring

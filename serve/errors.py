@@ -6,8 +6,6 @@
     └── ServeError
         ├── PositionError        the position is not one of ours: ask without it
         ├── PositionExpired      the log no longer reaches back to it: take a snapshot
-        ├── TableGone            the table's folder has vanished or was replaced: wait and load it again
-        ├── TableUnreadable      the table uses something that the tail does not read: another table layout
         ├── StatementError
         │   ├── QueryError       the SQL is refused or wrong: another statement
         │   └── FilterError      a subscriber's condition, columns or aggregate are refused: write them otherwise
@@ -60,43 +58,6 @@ class PositionExpired(ServeError):
 
     def __str__(self) -> str:
         return f"{self.table}: version {self.version} is no longer served: {self.detail}"
-
-
-class TableGone(ServeError):
-    """What was read is not there any more: the folder was dropped, or log or data files were cleaned up.
-
-    Attributes:
-        table: name of the table.
-        detail: what is missing.
-    """
-
-    def __init__(self, table: str, detail: str) -> None:
-        super().__init__(table, detail)
-        self.table = table
-        self.detail = detail
-
-    def __str__(self) -> str:
-        return f"{self.table}: {self.detail}"
-
-
-class TableUnreadable(ServeError):
-    """The table cannot be pushed.
-
-    Attributes:
-        table: name of the table.
-        problem: what is not supported, or wrong.
-        remedy: what to change.
-    """
-
-    def __init__(self, table: str, problem: str, remedy: str = "") -> None:
-        super().__init__(table, problem)
-        self.table = table
-        self.problem = problem
-        self.remedy = remedy
-
-    def __str__(self) -> str:
-        text = f"table {self.table!r} cannot be served: {self.problem}"
-        return f"{text}. {self.remedy}" if self.remedy else text
 
 
 class StatementError(ServeError):

@@ -17,9 +17,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lakehouse.contract.channel import EVERYTHING, ChannelSpec
+from lakehouse.contract.deltalog import DeltaLog, TableGone, TableUnreadable
 from serve.channel import live_view
-from serve.deltalog import commit_stamp
-from serve.errors import FilterError, PositionExpired, QueryError, RequestError, TableGone, TableUnreadable
+from serve.errors import FilterError, PositionExpired, QueryError, RequestError
 from serve.filters.view import View, faults_of
 from serve.hub import Hub
 from serve.live import AggregateView
@@ -86,7 +86,7 @@ class History:
             return wanted.body(state)
 
     def _state(self, folder: Path, version: int) -> TableState:
-        stamp = commit_stamp(folder, version)
+        stamp = DeltaLog(folder).stamp(version)
         state = None if stamp is None else self._states.get((folder, version, stamp))
         if state is None:
             state = TableReader(folder).load(version)

@@ -14,6 +14,7 @@ from typing import Any
 import pyarrow as pa
 from sqlglot import exp
 
+from lakehouse.contract.rows import Key, Row
 from serve.accumulators import Accumulator, Count, Distinct, Extreme, Mean, Total
 from serve.errors import FilterError
 from serve.filters.compile import compile_condition, compile_expression, pin_of
@@ -22,7 +23,7 @@ from serve.filters.kinds import BOOL, DATE, DECIMAL, FLOAT, INT, NUMBERS, OTHER,
 from serve.filters.parse import conjunction, parse_condition
 from serve.filters.select import parse_select
 from serve.filters.view import View, touched_rows
-from serve.model import Change, Key, Row, TableInfo, in_order
+from serve.model import Change, TableInfo, in_order
 
 MAX_GROUPS = 100_000
 OPENING_ROWS = 1_000  # at a time, so that nobody waits for a large table to be grouped

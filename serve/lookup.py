@@ -20,14 +20,15 @@ from sqlglot import exp
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve import deltalog
+from lakehouse.contract.deltalog import DeltaLog
+from lakehouse.contract.rows import Key, Row
 from serve.channel import Channel
 from serve.errors import FilterError, RequestError
 from serve.filters.kinds import BOOL, DATE, DECIMAL, FLOAT, INT, TEXT, TIMESTAMP, as_date, as_timestamp, kind_of
 from serve.filters.view import RowsView, View
 from serve.hub import Hub
 from serve.kept import Kept
-from serve.model import Key, Row, TableInfo, in_order
+from serve.model import TableInfo, in_order
 from serve.position import Position
 from serve.principal import Principal
 from serve.push import request as asked
@@ -226,8 +227,9 @@ async def _read_through(
 
 
 def _newest(folder: Path) -> tuple[int, tuple[int, int] | None]:
-    version = max(deltalog.versions(folder), default=-1)
-    return version, deltalog.commit_stamp(folder, version)
+    log = DeltaLog(folder)
+    version = log.newest()
+    return version, log.stamp(version)
 
 
 def _parts(request: Request) -> list[str]:

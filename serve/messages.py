@@ -8,7 +8,9 @@ from typing import Any
 
 import orjson
 
-from serve.model import Change, CommitFacts, Key, Row, TableInfo
+from lakehouse.contract.lake import CommitFacts
+from lakehouse.contract.rows import Key, Row
+from serve.model import Change, TableInfo
 from serve.position import Position, Seal
 from serve.rows import encode_rows, to_json
 

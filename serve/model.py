@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import pyarrow as pa
 
+from lakehouse.contract.lake import CommitFacts
+from lakehouse.contract.rows import Fold, Key, Row
+
 DEFAULT_RETENTION_MS = 7 * 86_400_000
 """Delta keeps removed data files for a week and the log for a month, where a table does not say otherwise."""
-
-Row: TypeAlias = tuple[Any, ...]
-"""Values of one row in the order of :attr:`TableInfo.columns`, as Python objects that JSON has a form for."""
-
-Key: TypeAlias = tuple[Any, ...]
-"""Values of the key columns, in the order of :attr:`TableInfo.key`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +24,7 @@ class TableInfo:
         table_id: id in the Delta metadata.
         columns: the columns that are sent, in the table's order (binary ones are not).
         key: the columns that identify a row.
-        fold: how a column's partials are folded (lakehouse.contract.fold), for every column beside the key;
+        fold: how a column's partials are folded (lakehouse.contract.rows), for every column beside the key;
             empty for a table that holds each key once.
         types: Arrow types of ``columns``.
         order: of a fold by ``latest``: columns whose greatest values say which of a key's rows counts.
@@ -48,28 +45,14 @@ class TableInfo:
         """Whether rows of one key are partials."""
         return bool(self.fold)
 
+    @property
+    def folding(self) -> Fold:
+        """How partials become rows."""
+        return Fold(self.key, self.fold, self.order)
+
     def key_of(self, row: Row) -> Key:
         """The key's values in a row."""
         return tuple([row[self.columns.index(name)] for name in self.key])
-
-
-@dataclass(frozen=True, slots=True)
-class CommitFacts:
-    """What a commit says of itself.
-
-    Attributes:
-        committed_at: ms since the epoch.
-        through: next offset by ``topic/partition``: every event before it is in the table. None: never said.
-        events: how many events the commit added.
-        oldest_at: when a collector had the oldest of them, ms since the epoch.
-        newest_at: the same of the newest.
-    """
-
-    committed_at: int
-    through: Mapping[str, int] | None = None
-    events: int = 0
-    oldest_at: int | None = None
-    newest_at: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

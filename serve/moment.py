@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from serve import deltalog
+from lakehouse.contract.deltalog import DeltaLog
 from serve.errors import PositionExpired, QueryError
 
 _VERSION = re.compile(r"\d{1,18}")
@@ -54,8 +54,9 @@ def version_at(folder: Path, moment: Moment) -> int:
     """
     if moment.version is not None:
         return moment.version
-    known = deltalog.versions(folder)
-    at = bisect_right(known, moment.at, key=lambda version: deltalog.read_commit(folder, version).facts.committed_at)
+    log = DeltaLog(folder)
+    known = log.versions()
+    at = bisect_right(known, moment.at, key=lambda version: int(log.info(version).get("timestamp") or 0))
     if not at:
         raise PositionExpired(folder.name, known[0] if known else 0, "the log does not reach back to that time")
     return known[at - 1]

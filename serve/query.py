@@ -17,9 +17,10 @@ from deltalake.exceptions import DeltaError
 from sqlglot import exp
 from sqlglot.errors import SqlglotError
 
-from lakehouse.contract.fold import Fold
+from lakehouse.contract.deltalog import TableUnreadable
 from lakehouse.contract.lake import Lake, UnknownTable
-from serve.errors import QueryError, TableUnreadable
+from lakehouse.contract.rows import Fold
+from serve.errors import QueryError
 from serve.reader import describe, metadata_of
 from serve.rows import encode_rows
 
@@ -158,7 +159,7 @@ def _fold(path: Path, table: DeltaTable) -> Fold | None:
         info = describe(path.name, metadata_of(table)).info
     except TableUnreadable:
         return None
-    return Fold(info.key, info.fold, info.order) if info.folded else None
+    return info.folding if info.folded else None
 
 
 def _quoted(name: str) -> str:

@@ -7,21 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from deltalake import DeltaTable, Schema
 from deltalake.exceptions import DeltaError, TableNotFoundError
 
-from lakehouse.contract.fold import FOLDS, LATEST
-from lakehouse.contract.lake import PROPERTY_FOLD, PROPERTY_KEY, PROPERTY_ORDER
-from serve import deltalog
-from serve.deltalog import AddedFile, Commit
-from serve.errors import TableGone, TableUnreadable
-from serve.model import DEFAULT_RETENTION_MS, Change, CommitFacts, Row, TableInfo
+from lakehouse.contract.deltalog import AddedFile, Commit, DeltaLog, TableGone, TableUnreadable
+from lakehouse.contract.lake import PROPERTY_FOLD, PROPERTY_KEY, PROPERTY_ORDER, CommitFacts
+from lakehouse.contract.rows import Fold, Row, names_in
+from serve.model import DEFAULT_RETENTION_MS, Change, TableInfo
 from serve.rows import is_binary, rows_of
-from serve.state import NeedsLoad, Step, TableState, carried, compare, fold_rows, step_of
+from serve.state import NeedsLoad, Step, TableState, carried, compare, step_of
 
 _UNITS = {
     "microsecond": 0.001,
@@ -61,20 +58,21 @@ def describe(name: str, metadata: Mapping[str, Any]) -> Described:
         raise TableUnreadable(name, "it maps column names", "Set delta.columnMapping.mode=none")
     schema = pa.schema(Schema.from_json(metadata["schemaString"]).to_arrow())
     schema = pa.schema([column for column in schema if not is_binary(column.type)])
-    key = tuple(part.strip() for part in configuration.get(PROPERTY_KEY, "").split(",") if part.strip())
+    key = names_in(configuration.get(PROPERTY_KEY))
     if not key:
         raise TableUnreadable(name, f"its metadata has no {PROPERTY_KEY}", "Only tables with a key have channels")
     if missing := [column for column in key if column not in schema.names]:
         raise TableUnreadable(name, f"{PROPERTY_KEY} names columns that it lacks: {', '.join(missing)}")
+    fold = _fold_of(name, configuration, schema)
     info = TableInfo(
         name,
         metadata["id"],
         tuple(schema.names),
         key,
-        _fold_of(name, configuration, schema, key),
-        tuple(schema.types),
-        _retention_ms(configuration),
-        _order_of(name, configuration, schema),
+        fold=fold.how if fold else {},
+        types=tuple(schema.types),
+        retention_ms=_retention_ms(configuration),
+        order=fold.order if fold else (),
     )
     return Described(info, schema, frozenset(metadata.get("partitionColumns") or ()))
 
@@ -90,28 +88,19 @@ def metadata_of(table: DeltaTable) -> dict[str, Any]:
     }
 
 
-def _fold_of(name: str, configuration: Mapping[str, str], schema: pa.Schema, key: tuple[str, ...]) -> dict[str, str]:
-    text = configuration.get(PROPERTY_FOLD)
-    if not text:
-        return {}
+def _fold_of(name: str, configuration: Mapping[str, str], schema: pa.Schema) -> Fold | None:
     try:
-        fold = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        raise TableUnreadable(name, f"{PROPERTY_FOLD} is not JSON: {error}") from None
-    if not isinstance(fold, dict) or any(how not in FOLDS for how in fold.values()):
-        raise TableUnreadable(name, f"{PROPERTY_FOLD} is not an object of {', '.join(FOLDS)}")
-    if bare := [column for column in schema.names if column not in fold and column not in key]:
+        fold = Fold.from_properties(configuration)
+    except ValueError as error:
+        raise TableUnreadable(name, str(error)) from None
+    if fold is None:
+        return None
+    if bare := [column for column in schema.names if column not in fold.how and column not in fold.key]:
         raise TableUnreadable(name, f"{PROPERTY_FOLD} says nothing of: {', '.join(bare)}")
-    return {column: how for column, how in fold.items() if column in schema.names and column not in key}
-
-
-def _order_of(name: str, configuration: Mapping[str, str], schema: pa.Schema) -> tuple[str, ...]:
-    order = tuple(part.strip() for part in (configuration.get(PROPERTY_ORDER) or "").split(",") if part.strip())
-    if missing := [column for column in order if column not in schema.names]:
+    if missing := [column for column in fold.order if column not in schema.names]:
         raise TableUnreadable(name, f"{PROPERTY_ORDER} names columns that it lacks: {', '.join(missing)}")
-    if not order and LATEST in (configuration.get(PROPERTY_FOLD) or ""):
-        raise TableUnreadable(name, f"it folds by {LATEST!r} and its metadata has no {PROPERTY_ORDER}")
-    return order
+    how = {column: how for column, how in fold.how.items() if column in schema.names and column not in fold.key}
+    return Fold(fold.key, how, fold.order)
 
 
 def _retention_ms(configuration: Mapping[str, str]) -> int:
@@ -167,10 +156,11 @@ class TableReader:
             for add in adds.select([c for c in ("path", "partition") if c in adds.column_names]).to_pylist()
         ]
         state = TableState(described.info, table.version(), self._facts(table.version()), {})
+        fold = described.info.folding
         for file in files:
             rows = self.rows(file)
             if described.info.folded:
-                state.rows.update(fold_rows(described.info, rows, state.rows))
+                state.rows.update(fold.rows(described.info.columns, rows, state.rows))
             else:
                 keyed = {described.info.key_of(row): row for row in rows}
                 state.files[file.path] = frozenset(keyed)
@@ -210,19 +200,19 @@ class TableReader:
             if described.info.table_id != state.table.table_id or described.info.key != state.table.key:
                 raise TableGone(self.folder.name, "the table was replaced")
             if described.info != state.table:
-                return compare(state, self.load(commit.version), commit.facts)
+                return compare(state, self.load(commit.version), CommitFacts.of(self.folder.name, commit))
             self._described = described
         try:
             return step_of(state, commit, self.rows)
         except NeedsLoad:
-            return compare(state, self.load(commit.version), commit.facts)
+            return compare(state, self.load(commit.version), CommitFacts.of(self.folder.name, commit))
 
     def _facts(self, version: int) -> CommitFacts:
         """Facts of a version, with what earlier commits said where it says nothing itself."""
-        facts = CommitFacts(0)
+        facts, log = CommitFacts(0), DeltaLog(self.folder)
         for back in range(version, max(-1, version - _FACTS_BACK), -1):
             try:
-                earlier = deltalog.read_commit(self.folder, back).facts
+                earlier = CommitFacts.of(self.folder.name, log.read(back))
             except TableGone:  # the log has been cleaned up to here
                 break
             facts = earlier if back == version else carried(earlier, facts)

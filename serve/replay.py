@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from serve import deltalog
+from lakehouse.contract.deltalog import DeltaLog, TableGone, TableUnreadable
 from serve.channel import live_view
-from serve.errors import FilterError, PositionExpired, TableGone, TableUnreadable
+from serve.errors import FilterError, PositionExpired
 from serve.filters.view import LiveView, View, faults_of
 from serve.live import AggregateView
 from serve.messages import Message, change_messages
@@ -53,6 +53,7 @@ class Replay:
         self._view = view
         self._seal = seal
         self._reader = TableReader(folder)
+        self._log = DeltaLog(folder)
         self._state: TableState | None = None
         self._live: LiveView | None = None
 
@@ -69,7 +70,7 @@ class Replay:
         try:
             state, live = self._opened()
             while state.version < until and size < CHUNK_BYTES:
-                change = self._reader.advance(state, deltalog.read_commit(self.folder, state.version + 1))
+                change = self._reader.advance(state, self._log.read(state.version + 1))
                 with faults_of(self._view):
                     made = change_messages(live.advance(change), self._seal, self._view.id)
                 for message in made:

@@ -15,7 +15,7 @@ import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from serve.model import Row
+from lakehouse.contract.rows import Row
 
 _OPTIONS = orjson.OPT_UTC_Z | orjson.OPT_NAIVE_UTC
 _INT64 = range(-(2**63), 2**63)

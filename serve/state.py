@@ -9,11 +9,13 @@ schema) is answered by a state loaded afresh and compared.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from serve.deltalog import AddedFile, Commit
-from serve.model import Change, CommitFacts, Key, Row, TableInfo, in_order
+from lakehouse.contract.deltalog import AddedFile, Commit
+from lakehouse.contract.lake import CommitFacts
+from lakehouse.contract.rows import Key, Row
+from serve.model import Change, TableInfo, in_order
 
 _SAME_SUM = 1e-12  # floating-point sums in another order differ by this much, and mean the same
 
@@ -131,50 +133,14 @@ def compare(state: TableState, loaded: TableState, facts: CommitFacts) -> Step:
     )
 
 
-def fold_rows(table: TableInfo, rows: Iterable[Row], into: Mapping[Key, Row] | None = None) -> dict[Key, Row]:
-    """Totals by key of the partials in ``rows``, on top of the totals ``into``; only keys that ``rows`` has."""
-    totals: dict[Key, Row] = {}
-    before = into or {}
-    key_at = [table.columns.index(name) for name in table.key]
-    if table.order:
-        return _latest_rows(table, rows, before)
-    folds = [_FOLDS[table.fold[name]] if name in table.fold else None for name in table.columns]
-    for row in rows:
-        key = tuple(row[i] for i in key_at)
-        total = totals.get(key) or before.get(key)
-        if total is None:
-            totals[key] = row
-        else:
-            totals[key] = tuple(
-                old if fold is None or new is None else new if old is None else fold(old, new)
-                for fold, old, new in zip(folds, total, row, strict=True)
-            )
-    return totals
-
-
-def _latest_rows(table: TableInfo, rows: Iterable[Row], before: Mapping[Key, Row]) -> dict[Key, Row]:
-    """Of each key's rows the one with the greatest order columns, null before everything."""
-    latest: dict[Key, Row] = {}
-    key_at = [table.columns.index(name) for name in table.key]
-    order_at = [table.columns.index(name) for name in table.order]
-    for row in rows:
-        key = tuple([row[i] for i in key_at])
-        held = latest.get(key) or before.get(key)
-        ranks = [tuple((one[i] is not None, one[i]) for i in order_at) for one in (held, row) if one is not None]
-        latest[key] = row if held is None or ranks[1] > ranks[0] else held
-    return latest
-
-
-_FOLDS: Mapping[str, Callable[..., object]] = {"sum": lambda a, b: a + b, "min": min, "max": max}
-
-
 def _fold_step(state: TableState, commit: Commit, read: Callable[[AddedFile], list[Row]]) -> Step:
     if any(file.data_change for file in commit.removed):
         raise NeedsLoad
     partials = [row for file in commit.added if file.data_change for row in read(file)]
-    totals = fold_rows(state.table, partials, state.rows)
+    table = state.table
+    totals = table.folding.rows(table.columns, partials, state.rows)
     changed = {key: row for key, row in totals.items() if state.rows.get(key) != row}
-    return Step(state.table, commit.version, commit.facts, changed)
+    return Step(table, commit.version, CommitFacts.of(table.name, commit), changed)
 
 
 def _upsert_step(state: TableState, commit: Commit, read: Callable[[AddedFile], list[Row]]) -> Step:
@@ -198,7 +164,8 @@ def _upsert_step(state: TableState, commit: Commit, read: Callable[[AddedFile], 
     if deletes and any(deletes & keys for path, keys in state.files.items() if path not in removed):
         raise NeedsLoad  # a key that stands in two files: against the contract, and still to be answered rightly
     changed = {key: row for key, row in new.items() if state.rows.get(key) != row}
-    return Step(table, commit.version, commit.facts, changed, tuple(deletes), files_added, removed)
+    facts = CommitFacts.of(table.name, commit)
+    return Step(table, commit.version, facts, changed, tuple(deletes), files_added, removed)
 
 
 def _same(table: TableInfo, old: Row, new: Row) -> bool:

@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from lakehouse.contract.channel import EVERYTHING
+from lakehouse.contract.deltalog import TableUnreadable
 from lakehouse.contract.lake import NAME_PATTERN, Lake, TableRef
 from lakehouse.contract.settings import ServeSettings
 from serve.delivery import Delivery
-from serve.errors import PositionExpired, RequestError, TableUnreadable
+from serve.errors import PositionExpired, RequestError
 from serve.hub import Hub
 from serve.model import TableInfo
 from serve.position import Position

@@ -10,16 +10,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from serve import deltalog
-from serve.deltalog import Commit
-from serve.errors import TableGone
+from lakehouse.contract.deltalog import Commit, LogFollower, TableGone
 from serve.model import Change
 from serve.reader import TableReader
 from serve.state import Step, TableState
@@ -62,7 +59,7 @@ class Tail:
         self._warm = warm
         self._executor = executor
         self._reader = TableReader(folder)
-        self._log_fd: int | None = None
+        self._follower = LogFollower(folder)
 
     async def follow(self) -> AsyncIterator[Opened | Change]:
         """First :class:`Opened`, then a change a commit, in order, without end.
@@ -84,16 +81,12 @@ class Tail:
                     detail = str(gone)
                     log.warning("tail starts over: %s", gone)
         finally:
-            self._close_log()
+            self._follower.close()
 
     async def _wait_for_log(self) -> None:
-        """Returns when there is a log, and holds its folder open: a deleted folder's inode is then not used again."""
         while True:
-            self._close_log()
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                self._log_fd = os.open(self.folder / "_delta_log", os.O_RDONLY | os.O_DIRECTORY)
-                if await self._call(deltalog.versions, self.folder):
-                    return
+            if await self._call(self._follower.open):
+                return
             await asyncio.sleep(max(self._poll, 0.1))
 
     async def _open(self) -> TableState:
@@ -107,7 +100,7 @@ class Tail:
 
     def _load(self) -> TableState:
         if self._warm:
-            known = deltalog.versions(self.folder)
+            known = self._follower.log.versions()
             start = known[-1] - self._warm if known else 0
             if start > 0 and known[-self._warm - 1 :][0] == start:
                 with contextlib.suppress(TableGone):
@@ -131,42 +124,23 @@ class Tail:
         Raises:
             TableGone: the log has been replaced, or cleaned up beyond this version.
         """
-        path = deltalog.commit_path(self.folder, version)
+        follower = self._follower
         loop = asyncio.get_running_loop()
         look_at = loop.time() + _GAP_CHECK_S
         tries = 0
         while True:
-            if _exists(path):
+            if follower.log.has(version):
                 try:
-                    commit = await self._call(deltalog.read_commit, self.folder, version)
-                    self._check_same_log()  # after reading: what was read is of the log that is held open
-                    return commit
+                    return await self._call(follower.read, version)
                 except ValueError:  # a file system that shows a file before its end is written
                     tries += 1
                     if tries > _HALF_WRITTEN_TRIES:
                         raise TableGone(self.folder.name, f"version {version} in the log is not JSON") from None
-            self._check_same_log()
+            follower.check()
             await asyncio.sleep(to_next_beat(loop.time(), self._poll))
             if loop.time() > look_at:
                 look_at = loop.time() + _GAP_CHECK_S
-                newest = max(await self._call(deltalog.versions, self.folder), default=-1)
-                if newest > version and not _exists(path):
-                    raise TableGone(self.folder.name, f"the log goes on at {newest} without version {version}")
-
-    def _check_same_log(self) -> None:
-        assert self._log_fd is not None
-        try:
-            now = (self.folder / "_delta_log").stat()
-        except FileNotFoundError:
-            raise TableGone(self.folder.name, "the table was dropped") from None
-        held = os.fstat(self._log_fd)
-        if (now.st_ino, now.st_dev) != (held.st_ino, held.st_dev):
-            raise TableGone(self.folder.name, "the table was replaced")
-
-    def _close_log(self) -> None:
-        if self._log_fd is not None:
-            os.close(self._log_fd)
-            self._log_fd = None
+                await self._call(follower.check_gap, version)
 
     async def _call(self, function: Callable[..., _T], *arguments: object) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
@@ -180,11 +154,3 @@ def to_next_beat(now: float, pause: float) -> float:
     """
     left = pause - now % pause
     return left if left > 0.2 * pause else left + pause
-
-
-def _exists(path: Path) -> bool:
-    try:
-        os.stat(path)  # noqa: PTH116 - a third of what Path's takes, sixty times a second
-    except FileNotFoundError:
-        return False
-    return True

@@ -10,8 +10,10 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +26,14 @@ from deltalake.exceptions import TableNotFoundError
 
 from ingest.border.admission import RAW_PLACE
 from ingest.errors import LookupRefused
-from lakehouse.contract.lake import COMMIT_THROUGH, PROPERTY_FOLD, PROPERTY_KEY, PROPERTY_ORDER, Lake, TableRef
+from lakehouse.contract.deltalog import DeltaLog, TableGone
+from lakehouse.contract.lake import COMMIT_THROUGH, Lake, TableRef
+from lakehouse.contract.rows import KeyedRows, UnknownColumn
 
 _LOOK_BACK = 1_000  # commits searched for the newest offsets when a table is first read
 logger = logging.getLogger(__name__)
 Reached = Callable[[int, Mapping[str, int]], bool]
 MAX_ROWS = 1_000
-IN_MEMORY_ROWS = 100_000
 _TIMES = ("window_start", "window_end")
 
 
@@ -72,19 +75,13 @@ class LakeState:
 
     def product_version(self, name: str, at: Coordinates) -> int | None:
         """Current version of the product if it holds the event at these coordinates, else None."""
-        for layer in ("gold", "silver"):
-            table = self._lake.table(layer, name)
-            if table.exists():
-                return self._of(table).holds(at)
-        return None
+        table = find_product(self._lake, name)
+        return None if table is None else self._of(table).holds(at)
 
     def progress(self, name: str) -> tuple[int, dict[str, int]]:
         """Current version of a product (-1 if absent), and its next offset by ``TOPIC/PARTITION``."""
-        for layer in ("gold", "silver"):
-            table = self._lake.table(layer, name)
-            if table.exists():
-                return self._of(table).now()
-        return -1, {}
+        table = find_product(self._lake, name)
+        return (-1, {}) if table is None else self._of(table).now()
 
     def find_event(self, source: str, tenant: str, event_id: str, received_at: int) -> BronzeEvent | None:
         """Find an event in bronze by its id; reads about a day of the table."""
@@ -122,7 +119,7 @@ class LakeState:
 
     def _of(self, table: TableRef) -> _TableProgress:
         with self._lock:
-            return self._progress.setdefault(table.path, _TableProgress(table.path / "_delta_log"))
+            return self._progress.setdefault(table.path, _TableProgress(table))
 
     def _first_row(
         self, table: TableRef, columns: list[str], wanted: dict[str, str], received_at: int | None = None
@@ -158,8 +155,8 @@ class LakeState:
 class _TableProgress:
     """Version and end offsets of a table, read from its new commits only."""
 
-    def __init__(self, log: Path) -> None:
-        self._log = log
+    def __init__(self, table: TableRef) -> None:
+        self._log = DeltaLog(table.path)
         self._version = -1
         self._offsets: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -177,51 +174,20 @@ class _TableProgress:
             return self._version, dict(self._offsets)
 
     def _refresh(self) -> None:
-        if self._version >= 0 and not self._path(self._version).exists():  # the table was dropped and made again
+        if self._version >= 0 and not self._log.has(self._version):  # the table was dropped and created again
             self._version, self._offsets = -1, {}
         if self._version < 0:
-            versions = sorted(int(p.stem) for p in self._log.glob("*.json") if p.stem.isdigit())
-            for version in versions[: -_LOOK_BACK - 1 : -1]:
-                offsets = self._read(version)
-                if offsets:
-                    self._offsets, self._version = offsets, version
+            for version, info in islice(self._log.infos(newest_first=True), _LOOK_BACK):
+                self._version = max(self._version, version)
+                if offsets := end_offsets(info):
+                    self._offsets = offsets
+                    self._version = version  # later commits are read below
                     break
-            self._version = max(self._version, versions[-1] if versions else -1)
-            return
-        while (offsets := self._read(self._version + 1)) is not None:
-            self._version += 1
-            for name, offset in offsets.items():
-                self._offsets[name] = max(offset, self._offsets.get(name, 0))
-
-    def _read(self, version: int) -> dict[str, int] | None:
-        """End offsets that this commit names (maybe none), or None if there is no such commit."""
-        try:
-            lines = self._path(version).read_bytes().splitlines()
-        except FileNotFoundError:
-            return None
-        for line in lines:
-            info = orjson.loads(line).get("commitInfo")
-            if info is not None:
-                return _offsets_of(info)
-        return {}
-
-    def _path(self, version: int) -> Path:
-        return self._log / f"{version:020d}.json"
-
-
-def _offsets_of(info: dict[str, Any]) -> dict[str, int]:
-    through = info.get(COMMIT_THROUGH)
-    if through is not None:
-        return dict(orjson.loads(through) if isinstance(through, str) else through)
-    try:
-        return dict(orjson.loads(info["userMetadata"])["offsets"])
-    except (KeyError, TypeError, orjson.JSONDecodeError):  # somebody else's commit, e.g. maintenance
-        return {}
-
-
-def _days(kind: Any, day: Any) -> list[Any]:
-    days = [day + timedelta(days=shift) for shift in (-1, 0, 1)]
-    return days if str(kind).startswith("date") else [d.isoformat() for d in days]
+        with suppress(TableGone):  # no further commit
+            while True:
+                for name, offset in end_offsets(self._log.info(self._version + 1)).items():
+                    self._offsets[name] = max(offset, self._offsets.get(name, 0))
+                self._version += 1
 
 
 class ProductWatch:
@@ -298,22 +264,18 @@ class FoundRows:
 
     def json(self, **members: Any) -> bytes:
         """As a JSON object with further members."""
-        return orjson.dumps({**members, "version": self.version, "rows": self.rows}, default=str, option=_JSON_OPTIONS)
-
-
-_JSON_OPTIONS = orjson.OPT_UTC_Z
+        return orjson.dumps(
+            {**members, "version": self.version, "rows": self.rows}, default=str, option=orjson.OPT_UTC_Z
+        )
 
 
 class ProductRows:
-    """Rows of products by key. Thread-safe; blocks.
-
-    A small product is kept in memory in its newest version, so a look-up reads no file. Of a larger one, only files
-    that may hold the key are read. Partial rows of one key are folded as the table's properties say.
-    """
+    """Rows of products by key (:mod:`lakehouse.contract.rows`). Thread-safe; blocks."""
 
     def __init__(self, lake: Lake) -> None:
         self._lake = lake
-        self._tables: dict[Path, _ProductTable] = {}
+        self._tables: dict[Path, KeyedRows] = {}
+        self._widths: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def by_key(self, product: str, values: Sequence[str]) -> FoundRows:
@@ -322,8 +284,7 @@ class ProductRows:
         Raises:
             LookupRefused: no such table (404), or too many values (400).
         """
-        table = self._table(product)
-        names = table.columns()
+        names = self._names(product)
         if len(values) > len(names) or not values:
             raise LookupRefused(f"{product} is looked up by {', '.join(names) or 'no column'}", 400)
         return self.where(product, dict(zip(names, values, strict=False)))
@@ -334,7 +295,11 @@ class ProductRows:
         Raises:
             LookupRefused: no such table (404) or column (400).
         """
-        return self._table(product).where(match)
+        try:
+            version, rows = self._table(product).find({column: [value] for column, value in match.items()})
+        except UnknownColumn as error:
+            raise LookupRefused(f"{product} has no column {error.column!r}", 400) from None
+        return FoundRows(version, _newest_first(rows).slice(0, MAX_ROWS).to_pylist())
 
     def by_keys(self, product: str, keys: Collection[tuple[str, ...]]) -> tuple[int, dict[tuple[str, ...], bytes]]:
         """Rows of the newest window of each key as a JSON array; none for a key with too many values.
@@ -350,133 +315,61 @@ class ProductRows:
             LookupRefused: no such table (404).
         """
         table = self._table(product)
-        names = table.columns()
+        names = self._names(product)
         rows: dict[tuple[str, ...], list[dict[str, Any]]] = {key: [] for key in keys}
         version = table.version()
         for width in {len(key) for key in keys if len(key) <= len(names)}:
-            found = table.any_of(names[:width], [key for key in keys if len(key) == width])
-            for row in found.rows:
+            same = [key for key in keys if len(key) == width]
+            _, found = table.find({name: sorted({key[n] for key in same}) for n, name in enumerate(names[:width])})
+            for row in _newest_first(found).to_pylist():
                 mine = rows.get(tuple(_key_text(row[name]) for name in names[:width]))
                 if mine is not None and (not mine or row.get(_TIMES[0]) == mine[0].get(_TIMES[0])):
                     mine.append(row)
-        return version, {key: orjson.dumps(mine, default=str, option=_JSON_OPTIONS) for key, mine in rows.items()}
+        return version, {key: orjson.dumps(mine, default=str, option=orjson.OPT_UTC_Z) for key, mine in rows.items()}
 
     def width(self, product: str) -> int | None:
         """Most values in a key of the product; None if it has not been read. Does not block."""
-        for layer in ("gold", "silver"):
-            table = self._tables.get(self._lake.table(layer, product).path)
-            if table is not None and table.width is not None:
-                return table.width
-        return None
+        return self._widths.get(product)
 
-    def _table(self, product: str) -> _ProductTable:
-        for layer in ("gold", "silver"):
-            ref = self._lake.table(layer, product)
-            if ref.exists():
-                with self._lock:
-                    return self._tables.setdefault(ref.path, _ProductTable(ref))
-        raise LookupRefused(f"there is no product {product!r} yet", 404)
-
-
-class _ProductTable:
-    def __init__(self, ref: TableRef) -> None:
-        self._ref = ref
-        self._lock = threading.Lock()
-        self._delta: deltalake.DeltaTable | None = None
-        self._rows: pa.Table | None = None
-        self._version = -1
-        self.width: int | None = None  # columns of a key, as far as known
-
-    def columns(self) -> list[str]:
+    def _names(self, product: str) -> list[str]:
         """The key columns without those of the window."""
-        with self._lock:
-            key = _names(self._open().metadata().configuration.get(PROPERTY_KEY))
-        names = [name for name in key if name not in _TIMES]
-        self.width = len(names)
+        names = [name for name in self._table(product).key() if name not in _TIMES]
+        self._widths[product] = len(names)
         return names
 
-    def version(self) -> int:
+    def _table(self, product: str) -> KeyedRows:
+        ref = find_product(self._lake, product)
+        if ref is None:
+            raise LookupRefused(f"there is no product {product!r} yet", 404)
         with self._lock:
-            return self._open().version()
-
-    def where(self, match: Mapping[str, str]) -> FoundRows:
-        return self._found([(column, [value]) for column, value in match.items()], MAX_ROWS)
-
-    def any_of(self, names: Sequence[str], keys: Collection[tuple[str, ...]]) -> FoundRows:
-        return self._found([(name, sorted({key[n] for key in keys})) for n, name in enumerate(names)], None)
-
-    def _found(self, tests: Sequence[_ColumnIn], most: int | None) -> FoundRows:
-        with self._lock:
-            delta = self._open()
-            version = delta.version()
-            configuration = delta.metadata().configuration
-            rows = self._filtered(delta, tests)
-        fold = configuration.get(PROPERTY_FOLD)
-        if fold:
-            key, order = (_names(configuration.get(name)) for name in (PROPERTY_KEY, PROPERTY_ORDER))
-            rows = _folded(rows, key, orjson.loads(fold), order)
-        plain = [name for name, kind in zip(rows.schema.names, rows.schema.types, strict=True) if not _is_bytes(kind)]
-        rows = rows.select(plain)
-        if _TIMES[0] in plain:
-            rows = rows.sort_by([(_TIMES[0], "descending")])
-        return FoundRows(version, rows.slice(0, most).to_pylist())  # None: all
-
-    def _open(self) -> deltalake.DeltaTable:
-        if self._delta is None or not (self._ref.path / "_delta_log" / f"{self._version:020d}.json").exists():
-            self._delta, self._rows = deltalake.DeltaTable(str(self._ref.path)), None
-            self._version = self._delta.version()
-        elif (self._ref.path / "_delta_log" / f"{self._version + 1:020d}.json").exists():
-            self._delta.update_incremental()
-            self._version, self._rows = self._delta.version(), None
-        return self._delta
-
-    def _filtered(self, delta: deltalake.DeltaTable, tests: Sequence[_ColumnIn]) -> pa.Table:
-        data = delta.to_pyarrow_dataset()
-        test: ds.Expression | None = None
-        for column, texts in tests:
-            if column not in data.schema.names:
-                raise LookupRefused(f"{self._ref.name} has no column {column!r}", 400)
-            one = ds.field(column).isin(_values(texts, data.schema.field(column).type))
-            test = one if test is None else test & one
-        if self._rows is None and data.count_rows() <= IN_MEMORY_ROWS:
-            names = [f.name for f in data.schema if not _is_bytes(f.type)]
-            self._rows = data.to_table(columns=names)
-        if self._rows is not None:
-            return self._rows.filter(test) if test is not None else self._rows
-        return data.to_table(filter=test)
+            return self._tables.setdefault(ref.path, KeyedRows(ref.path))
 
 
-_ColumnIn = tuple[str, Sequence[str]]
+def find_product(lake: Lake, name: str) -> TableRef | None:
+    """The table of a product, gold before silver; None if absent."""
+    tables = (lake.table(layer, name) for layer in ("gold", "silver"))
+    return next((table for table in tables if table.exists()), None)
 
 
-def _values(texts: Sequence[str], kind: pa.DataType) -> pa.Array:
-    """Texts as values of a column, without those that are not of its type."""
-    values = []
-    for text in texts:
-        try:
-            values.append(pa.scalar(text).cast(kind))
-        except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-            continue
-    return pa.array([value.as_py() for value in values], kind)
+def end_offsets(info: Mapping[str, Any]) -> dict[str, int]:
+    """Next offset by ``TOPIC/PARTITION`` that a commitInfo names; empty for a commit without events."""
+    through = info.get(COMMIT_THROUGH)
+    if through is not None:
+        return dict(orjson.loads(through) if isinstance(through, str) else through)
+    try:
+        return dict(orjson.loads(info["userMetadata"])["offsets"])
+    except (KeyError, TypeError, orjson.JSONDecodeError):  # written by another application, or maintenance
+        return {}
 
 
-def _names(text: str | None) -> list[str]:
-    return [name for name in (text or "").split(",") if name]
+def _days(kind: Any, day: Any) -> list[Any]:
+    days = [day + timedelta(days=shift) for shift in (-1, 0, 1)]
+    return days if str(kind).startswith("date") else [d.isoformat() for d in days]
+
+
+def _newest_first(rows: pa.Table) -> pa.Table:
+    return rows.sort_by([(_TIMES[0], "descending")]) if _TIMES[0] in rows.schema.names else rows
 
 
 def _key_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _folded(rows: pa.Table, key: Sequence[str], fold: Mapping[str, str], order: Sequence[str]) -> pa.Table:
-    """Fold partial rows of each key; ``latest`` takes the values of the row that is greatest by ``order``."""
-    present = {name: "last" if how == "latest" else how for name, how in fold.items() if name in rows.schema.names}
-    if order:
-        rows = rows.sort_by([(name, "ascending") for name in order])
-    merged = rows.group_by(list(key), use_threads=False).aggregate(list(present.items()))
-    names = {f"{name}_{how}": name for name, how in present.items()}
-    return merged.rename_columns([names.get(name, name) for name in merged.schema.names])
-
-
-def _is_bytes(kind: pa.DataType) -> bool:
-    return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))

@@ -12,9 +12,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import orjson
+
+from lakehouse.contract.deltalog import Commit, DeltaLog, TableUnreadable
 from lakehouse.contract.errors import MillraceError
 
 LAYERS: tuple[str, ...] = ("bronze", "silver", "gold")
@@ -44,6 +49,49 @@ COMMIT_NEWEST = "millrace.newest"
 COMMIT_CLOCK = "millrace.clock"  # newest event time so far, µs since the epoch (lakehouse.gold.store.BatchMark)
 COMMIT_BATCH = "millrace.batch"  # "QUERY/BATCH" of the live query that made the commit
 COMMIT_BRONZE = "millrace.bronze"  # how far in bronze the commit reaches, as the Delta source's offset (JSON)
+
+
+@dataclass(frozen=True, slots=True)
+class CommitFacts:
+    """What a product commit says of the events in it.
+
+    Attributes:
+        committed_at: ms since the epoch.
+        through: next offset by ``topic/partition``: every event before it is in the table. None if it does not say.
+        events: how many events the commit added.
+        oldest_at: when a collector received the oldest of them, ms since the epoch.
+        newest_at: the same of the newest.
+    """
+
+    committed_at: int
+    through: Mapping[str, int] | None = None
+    events: int = 0
+    oldest_at: int | None = None
+    newest_at: int | None = None
+
+    @classmethod
+    def of(cls, table: str, commit: Commit) -> CommitFacts:
+        """The facts in a commit's commitInfo.
+
+        Raises:
+            TableUnreadable: a value is malformed.
+        """
+        info = commit.info
+        try:
+            return cls(
+                committed_at=int(info.get("timestamp") or 0),
+                through=orjson.loads(info[COMMIT_THROUGH]) if info.get(COMMIT_THROUGH) else None,
+                events=int(info.get(COMMIT_EVENTS) or 0),
+                oldest_at=_optional_int(info.get(COMMIT_OLDEST)),
+                newest_at=_optional_int(info.get(COMMIT_NEWEST)),
+            )
+        except (ValueError, TypeError) as error:
+            problem = f"commitInfo of version {commit.version} cannot be read: {error}"
+            raise TableUnreadable(table, problem) from None
+
+
+def _optional_int(value: Any) -> int | None:
+    return int(value) if value not in (None, "") else None
 
 
 class UnknownTable(MillraceError):
@@ -79,7 +127,7 @@ class TableRef:
 
     def exists(self) -> bool:
         """Whether the table has been created (its log has a first version)."""
-        return (self.path / "_delta_log").is_dir()
+        return DeltaLog(self.path).exists()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +159,7 @@ class Lake:
             for layer in LAYERS
             if (self.root / layer).is_dir()
             for folder in sorted((self.root / layer).iterdir())
-            if (folder / "_delta_log").is_dir()
+            if DeltaLog(folder).exists()
         ]
 
     def find(self, name: str) -> TableRef:

@@ -15,9 +15,9 @@ from deltalake import CommitProperties, DeltaTable, write_deltalake
 
 from lakehouse.contract import lake as names
 from lakehouse.contract.errors import ConfigError
-from lakehouse.contract.fold import Fold
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Pipeline
+from lakehouse.contract.rows import Fold
 from lakehouse.contract.sqlcheck import QueryRefused, parse_condition
 from lakehouse.contract.staging import Staging
 from lakehouse.errors import LakehouseError

@@ -10,12 +10,13 @@ from typing import Any, Protocol
 
 import orjson
 
+from lakehouse.contract.rows import Key, Row
 from serve.errors import FilterError
 from serve.filters.compile import Pin, compile_condition, pin_of
 from serve.filters.functions import Getter
 from serve.filters.kinds import Columns
 from serve.filters.parse import MAX_LENGTH, conjunction, parse_condition
-from serve.model import Change, Key, Row, TableInfo, in_order
+from serve.model import Change, TableInfo, in_order
 from serve.position import WHOLE
 
 MAX_COLUMNS = 1_000

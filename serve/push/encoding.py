@@ -9,8 +9,8 @@ from typing import Any
 import msgpack
 import pyarrow as pa
 
+from lakehouse.contract.rows import Row
 from serve.messages import Message
-from serve.model import Row
 from serve.rows import to_json
 
 HEAD = b"millrace"

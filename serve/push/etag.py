@@ -14,6 +14,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lakehouse.contract.rows import Key, Row
 from serve.channel import SLICE_ROWS, Channel, live_view
 from serve.errors import FilterError, RequestError
 from serve.filters import View
@@ -21,7 +22,7 @@ from serve.filters.view import faults_of
 from serve.hub import Hub
 from serve.kept import Kept
 from serve.live import AggregateView
-from serve.model import Key, Row, in_order
+from serve.model import in_order
 from serve.position import Position
 from serve.push import request as asked
 from serve.push.problems import problem, refused

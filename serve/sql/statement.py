@@ -20,9 +20,10 @@ from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 from sqlglot import exp
 
-from lakehouse.contract.fold import Fold
+from lakehouse.contract.deltalog import TableGone, TableUnreadable
 from lakehouse.contract.lake import Lake, UnknownTable
-from serve.errors import FilterError, PositionExpired, QueryError, TableGone, TableUnreadable
+from lakehouse.contract.rows import Fold
+from serve.errors import FilterError, PositionExpired, QueryError
 from serve.filters.kinds import Columns
 from serve.filters.parse import parse_condition
 from serve.model import TableInfo
@@ -219,7 +220,7 @@ def _described(path: Path, table: DeltaTable, schema: pa.Schema) -> tuple[TableI
     except TableUnreadable:
         return TableInfo(path.name, "", tuple(schema.names), (), types=tuple(schema.types)), None
     whole = TableInfo(path.name, info.table_id, tuple(schema.names), info.key, types=tuple(schema.types))
-    return whole, Fold(info.key, info.fold, info.order) if info.folded else None
+    return whole, info.folding if info.folded else None
 
 
 def _folded(connection: duckdb.DuckDBPyConnection, fold: Fold, raw: str, rows: Any) -> str:

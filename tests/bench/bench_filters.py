@@ -20,6 +20,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from lakehouse.contract.lake import CommitFacts
 from lakehouse.contract.settings import ServeSettings
 from serve.delivery import deliver
 from serve.filters import view
@@ -27,7 +28,7 @@ from serve.filters.compile import compile_condition
 from serve.filters.kinds import Columns
 from serve.filters.parse import parse_condition
 from serve.hub import Hub
-from serve.model import CommitFacts, TableInfo
+from serve.model import TableInfo
 from serve.position import Seal
 from serve.push.codec import WEBSOCKET
 from serve.state import Step, TableState

@@ -21,8 +21,8 @@ import pyarrow as pa
 from deltalake import DeltaTable, write_deltalake
 from rich.console import Console
 
-from lakehouse.contract.fold import LATEST, Fold
 from lakehouse.contract.pipeline import Product
+from lakehouse.contract.rows import LATEST, Fold
 from lakehouse.operators.latest import Latest
 
 BUCKETS = 64

@@ -9,12 +9,13 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+from lakehouse.contract.lake import CommitFacts
 from lakehouse.contract.settings import ServeSettings
 from serve.delivery import Delivery
 from serve.errors import RequestError
 from serve.hub import Hub
 from serve.messages import Message, change_messages
-from serve.model import Change, CommitFacts, TableInfo
+from serve.model import Change, TableInfo
 from serve.outgoing import SLICE_BYTES
 from serve.pace import SILENT_MS, SLICE
 from serve.position import WHOLE, Position, Seal

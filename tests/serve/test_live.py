@@ -11,9 +11,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lakehouse.contract.lake import CommitFacts
+from lakehouse.contract.rows import Key, Row
 from serve.errors import FilterError
 from serve.live import AggregateView, aggregate_view
-from serve.model import CommitFacts, Key, Row, TableInfo
+from serve.model import TableInfo
 from serve.state import Step, TableState
 
 SCHEMA = pa.schema([("k", pa.int64()), ("g", pa.string()), ("i", pa.int64()), ("f", pa.float64())])

@@ -12,11 +12,12 @@ from deltalake import write_deltalake
 
 from lakehouse.contract import lake
 from lakehouse.contract.keys import KeyFile
-from lakehouse.contract.lake import Lake
+from lakehouse.contract.lake import CommitFacts, Lake
+from lakehouse.contract.rows import Key, Row
 from lakehouse.contract.settings import ServeSettings
 from serve.channel import Channel
 from serve.lookup import Index
-from serve.model import CommitFacts, Key, Row, TableInfo
+from serve.model import TableInfo
 from serve.position import Seal
 from serve.security.readers import ReaderKey
 from serve.state import TableState

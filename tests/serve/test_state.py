@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from serve.deltalog import AddedFile, Commit, RemovedFile
-from serve.model import CommitFacts, Row, TableInfo
+from lakehouse.contract.deltalog import AddedFile, Commit, RemovedFile
+from lakehouse.contract.lake import CommitFacts
+from lakehouse.contract.rows import Row
+from serve.model import TableInfo
 from serve.state import NeedsLoad, TableState, compare, step_of
 
 UPSERT = TableInfo("t", "id", ("k", "v"), ("k",))
@@ -15,7 +17,7 @@ def commit(added: tuple[str, ...] = (), removed: tuple[str, ...] = (), *, data_c
         2,
         tuple(AddedFile(path, {}, data_change) for path in added),
         tuple(RemovedFile(path, data_change) for path in removed),
-        CommitFacts(200),
+        {"timestamp": 200},
     )
 
 

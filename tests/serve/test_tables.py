@@ -16,8 +16,8 @@ import pyarrow as pa
 import pytest
 from deltalake import write_deltalake
 
+from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.lake import PROPERTY_KEY, Lake
-from serve import deltalog
 from serve.position import Position, lake_seal
 
 from .conftest import receive, serving, subscribed
@@ -32,10 +32,10 @@ def counts(change: dict[str, Any]) -> list[int]:
 
 def described(product: Product, properties: dict[str, str]) -> None:
     """Commit a table's metadata with other properties; delta-rs sets none but Delta's own."""
-    first = deltalog.commit_path(product.folder, 0).read_text().splitlines()
+    first = DeltaLog(product.folder).commit_file(0).read_text().splitlines()
     [metadata] = [action["metaData"] for action in map(json.loads, first) if "metaData" in action]
     actions = [{"metaData": metadata | {"configuration": properties}}, {"commitInfo": {"timestamp": 0}}]
-    path = deltalog.commit_path(product.folder, product.version + 1)
+    path = DeltaLog(product.folder).commit_file(product.version + 1)
     path.with_suffix(".tmp").write_text("\n".join(map(json.dumps, actions)))
     path.with_suffix(".tmp").rename(path)
 

@@ -15,15 +15,17 @@ from deltalake import DeltaTable, write_deltalake
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lakehouse.contract.deltalog import TableUnreadable
 from lakehouse.contract.lake import PROPERTY_FOLD, PROPERTY_KEY, Lake
+from lakehouse.contract.rows import Key, Row
 from serve import query
 from serve.channel import live_view
-from serve.errors import PositionExpired, TableUnreadable
+from serve.errors import PositionExpired
 from serve.filters import View
 from serve.filters.view import rows_view
 from serve.live import AggregateView, aggregate_view
 from serve.messages import change_messages
-from serve.model import Change, Key, Row, TableInfo
+from serve.model import Change, TableInfo
 from serve.position import WHOLE, Position, Seal
 from serve.replay import Replay
 from serve.tail import Opened, Tail, to_next_beat

@@ -9,9 +9,9 @@ from pathlib import Path
 import orjson
 import pytest
 
-from ingest.answers import tables
 from ingest.answers.tables import ProductRows
 from ingest.errors import LookupRefused
+from lakehouse.contract import rows
 from lakehouse.contract.lake import Lake
 from tests.ingest.lakes import commit
 
@@ -20,7 +20,7 @@ T0 = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
 @pytest.fixture(params=[100_000, 0], ids=["in memory", "from files"])
 def lake(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Lake:
-    monkeypatch.setattr(tables, "IN_MEMORY_ROWS", request.param)
+    monkeypatch.setattr(rows, "IN_MEMORY_ROWS", request.param)
     return Lake(tmp_path)
 
 

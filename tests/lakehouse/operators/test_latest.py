@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lakehouse.contract.errors import ConfigError
-from lakehouse.contract.fold import Fold
 from lakehouse.contract.pipeline import Product
+from lakehouse.contract.rows import Fold
 from lakehouse.errors import BadProduct
 from lakehouse.operators import operator_of
 from lakehouse.operators.latest import Latest

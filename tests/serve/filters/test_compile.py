@@ -13,11 +13,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lakehouse.contract.rows import Row
 from serve.errors import FilterError
 from serve.filters.compile import compile_condition
 from serve.filters.kinds import Columns
 from serve.filters.parse import MAX_LENGTH, parse_condition
-from serve.model import Row, TableInfo
+from serve.model import TableInfo
 from serve.rows import rows_of
 
 SCHEMA = pa.schema(

@@ -12,11 +12,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lakehouse.contract.lake import CommitFacts
+from lakehouse.contract.rows import Key, Row
 from serve.errors import FilterError
 from serve.filters.compile import Pin, pin_of
 from serve.filters.parse import parse_condition
 from serve.filters.view import RowsView, View, rows_view, undone
-from serve.model import Change, CommitFacts, Key, Row, TableInfo
+from serve.model import Change, TableInfo
 from serve.position import WHOLE
 from serve.state import Step, TableState
 

@@ -54,7 +54,8 @@ class Known(Channel):
     """A channel of which only the times of commits matter here."""
 
     def __init__(self, interval_ms: float | None, committed_at: int) -> None:
-        from serve.model import CommitFacts, TableInfo
+        from lakehouse.contract.lake import CommitFacts
+        from serve.model import TableInfo
         from serve.state import TableState
 
         self.interval_ms = interval_ms
