@@ -24,12 +24,14 @@ from lakehouse.contract.lake import COMMIT_THROUGH, Lake, TableRef
 from lakehouse.contract.pipeline import Pipeline, Source
 
 __all__ = ["Duplicates", "Hop", "Slow", "SourceAudit", "TraceStep", "audit_source", "trace"]
+
 Seconds = npt.NDArray[np.float64]
+
 _COLUMNS = ("event_id", "fingerprint", "collector", "topic", "partition", "offset")
 _TIMES = ("received_at", "broker_time", "bronze_at")
-_LEAST = 100  # events from which a threshold is learnt
-_FLOOR_S = 1.0  # a learnt threshold is never below
-_UNLEARNT_S = 5.0  # where there are too few
+_LEAST_EVENTS = 100  # to learn a threshold from
+_LEAST_LEARNT_S = 1.0
+_DEFAULT_S = 5.0  # threshold for fewer events
 _TIMES_WORSE = 3.0
 
 
@@ -273,8 +275,8 @@ def _slow(kind: str, name: str, recent: Seconds, before: Seconds, declared_s: fl
         return []
     threshold = declared_s
     if threshold is None:
-        enough = len(before) >= _LEAST
-        threshold = max(_FLOOR_S, _TIMES_WORSE * float(np.percentile(before, 99))) if enough else _UNLEARNT_S
+        enough = len(before) >= _LEAST_EVENTS
+        threshold = max(_LEAST_LEARNT_S, _TIMES_WORSE * float(np.percentile(before, 99))) if enough else _DEFAULT_S
     average = float(recent.mean())
     found = Slow(kind, name, round(average, 6), round(threshold, 6), declared_s is None)
     return [found] if average > threshold else []

@@ -28,6 +28,7 @@ from lakehouse.contract.kafkasecurity import PLAINTEXT, ClientSecurity
 from lakehouse.contract.source import Source, Template
 
 logger = logging.getLogger(__name__)
+
 MAX_FILE_BYTES = 16 * 1024 * 1024
 MAX_ROW_BYTES = 8_192
 REFRESH_S = 2.0

@@ -25,6 +25,7 @@ from lakehouse.contract.kafkasecurity import ClientSecurity
 from lakehouse.contract.pipeline import Pipeline, Source
 
 logger = logging.getLogger(__name__)
+
 _POLL_MS = 200
 _BATCH = 5_000
 _BACKOFF_MAX_S = 5.0

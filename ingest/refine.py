@@ -43,14 +43,15 @@ from lakehouse.contract.trace import EventLines
 
 logger = logging.getLogger(__name__)
 _lines = EventLines(logger)
+
 STOP_S = 10.0  # for the current batch
-_BACKOFF_MAX_S = 5.0
-REFINED_BY = "refined_by"  # an extra header
 BATCH = 5_000
+REFINED_BY = "refined_by"  # an extra header
+_BACKOFF_MAX_S = 5.0
 _RAW_POLL_MS = 200
-_ANSWER_MS = 5_000  # the broker answers in that time, or counts as away
-_METADATA_MS = 10_000  # new partitions, and topics that were not known yet, are shared out after so long
-_SESSION_MS = 6_000  # a member that is dead for so long leaves its partitions to the others
+_ANSWER_MS = 5_000  # a broker that takes longer is considered away
+_METADATA_MS = 10_000  # after this long, new partitions and topics are assigned
+_SESSION_MS = 6_000  # after this long, a dead member's partitions are assigned to others
 
 
 class Refiner:

@@ -32,11 +32,12 @@ from lakehouse.contract.errors import EnvironmentProblem
 
 REMEMBERED = 100_000
 KEY_BYTES = 32
+
 _MAC_BYTES = 16
+_MAX_CHARS = 4_096  # of a token: source, tenant and id are bounded
 _TO_URL = bytes.maketrans(b"+/", b"-_")
 _FROM_URL = bytes.maketrans(b"-_", b"+/")
-_MAX_CHARS = 4_096  # source, tenant and id are bounded, and so are tokens
-_BLANKS = (b"", b"  ", b" ")  # by what is left over of the length
+_BLANKS = (b"", b"  ", b" ")  # padding by the length modulo 3
 
 
 class RecentEvents:

@@ -20,6 +20,7 @@ from websockets.server import ServerProtocol
 from lakehouse.contract.text import is_utf8
 
 logger = logging.getLogger(__name__)
+
 _CLOSE_S = 2.0
 
 

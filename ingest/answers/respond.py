@@ -54,13 +54,14 @@ from lakehouse.contract.source import Template
 from lakehouse.contract.tomlfile import duration_ms
 
 logger = logging.getLogger(__name__)
+
 MAX_WAIT_S = 60.0
+KEYS_REMEMBERED = 100_000
+_BRONZE_POLL_S = 0.1
 _CALLBACK_TRIES = 3
 _CALLBACK_S = 5.0
 _MOST_CALLBACKS = 1_000
 _JSON_TYPE = "application/json"
-KEYS_REMEMBERED = 100_000
-_BRONZE_POLL_S = 0.1
 
 
 class Responder:

@@ -40,19 +40,20 @@ from ingest.intake import RequestIntake, presented_key, published_event
 from ingest.log.events import CommitGroup
 from lakehouse.contract.pipeline import Pipeline
 
+if TYPE_CHECKING:
+    from uvicorn.server import ServerState
+
 logger = logging.getLogger(__name__)
 
 PATH = "/v1/stream"
 MAX_MESSAGE_BYTES = 1_100_000
 MAX_KEYS = 1_000  # of one connection
 _BUFFER_BYTES = 262_144  # unsent bytes of a connection above which updates are postponed
-Key = tuple[str, ...]
-S = TypeVar("S")
 _RETRY_S = 1.0
 _PING_S = 20.0
 
-if TYPE_CHECKING:
-    from uvicorn.server import ServerState
+Key = tuple[str, ...]
+S = TypeVar("S")
 
 
 class StreamProtocol(WebSocketConnection):

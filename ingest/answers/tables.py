@@ -30,11 +30,13 @@ from lakehouse.contract.deltalog import DeltaLog, TableGone
 from lakehouse.contract.lake import COMMIT_THROUGH, Lake, TableRef
 from lakehouse.contract.rows import KeyedRows, UnknownColumn
 
-_LOOK_BACK = 1_000  # commits searched for the newest offsets when a table is first read
 logger = logging.getLogger(__name__)
-Reached = Callable[[int, Mapping[str, int]], bool]
+
 MAX_ROWS = 1_000
+_LOOK_BACK = 1_000  # commits searched for the newest offsets when a table is first read
 _TIMES = ("window_start", "window_end")
+
+Reached = Callable[[int, Mapping[str, int]], bool]
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,14 +32,15 @@ from lakehouse.contract.envelope import Envelope, fingerprint, new_event_id
 from lakehouse.contract.pipeline import Pipeline, Source, Template
 
 MAX_ID_BYTES = 512
-KEPT_BYTES = 65_536  # of an event that is larger than its source allows
-_SHORT = MAX_ID_BYTES // 4  # characters that cannot have more bytes than that
-MAX_DEPTH = 100  # of objects and arrays in each other
-_UNSURE: tuple[str | None, str | None] = (None, None)
-_SHALLOW = 2 * MAX_DEPTH  # bytes that cannot be nested deeper: what opens must close
-_EXACT = 2**53  # from here on a JSON number that came as a float may stand for several
+MAX_DEPTH = 100  # of nested objects and arrays
+KEPT_BYTES = 65_536  # kept of an event that is too large
 RAW_SUFFIX = ".raw"
-RAW_PLACE = "raw"  # an extra header of a refined event: where it stood in the raw topic
+RAW_PLACE = "raw"  # extra header of a refined event: its place in the raw topic
+
+_SHORT = MAX_ID_BYTES // 4  # a text of this many characters never has more bytes
+_SHALLOW = 2 * MAX_DEPTH  # a payload of this size cannot be nested deeper
+_EXACT = 2**53  # from here on a float may stand for several integers
+_UNSURE: tuple[str | None, str | None] = (None, None)
 
 
 @dataclass(frozen=True, slots=True)

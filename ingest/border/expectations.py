@@ -23,24 +23,27 @@ from lakehouse.contract.pipeline import Source
 from lakehouse.contract.sqlcheck import QueryRefused, parse_condition
 from lakehouse.contract.tomlfile import line_of
 
+if TYPE_CHECKING:
+    from sqlglot import exp
+
 Fields = Mapping[str, Any]
 Value = Callable[[Fields], Any]
-"""The value that an event has in a field; None is null."""
-Verdict = Callable[[Fields], bool | None]  # None is unknown
+"""The value of a field in an event; None is null."""
+Verdict = Callable[[Fields], bool | None]
+"""Whether a condition holds for an event; None is unknown."""
+
+BITS = {"TINYINT": 8, "BYTE": 8, "SMALLINT": 16, "SHORT": 16, "INT": 32, "INTEGER": 32, "BIGINT": 64, "LONG": 64}
+SINGLES, DOUBLES = ("FLOAT", "REAL"), ("DOUBLE",)
+
+_INTEGER, _FLOAT, _STRING, _BOOLEAN = "integer", "float", "string", "boolean"
+_LEAST_SINGLE, _MOST_SINGLE = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+_NUMBER = re.compile(r"\d{1,19}|(?=.{1,24}$)(\d+\.\d*|\.\d+|\d+)([eE][+-]?\d{1,3})?", re.ASCII)
+# Spark and sqlglot may read these differently: escapes, variables, comments.
+_AMBIGUOUS = ("\\", "${", "--", "/*")
 _SUPPORTED = (
     "comparisons, BETWEEN, IN, IS NULL, length, AND, OR, NOT over integers, floats, strings, booleans and literals"
 )
 _REMEDY = f"Supported there: {_SUPPORTED} of fitting types. Or leave out at: Spark judges it behind the border"
-_INTEGER, _FLOAT, _STRING, _BOOLEAN = "integer", "float", "string", "boolean"
-# Where Spark's reading of the text is another than sqlglot's, or may be: escapes, variables, comments.
-_READ_APART = ("\\", "${", "--", "/*")
-_NUMBER = re.compile(r"\d{1,19}|(?=.{1,24}$)(\d+\.\d*|\.\d+|\d+)([eE][+-]?\d{1,3})?", re.ASCII)
-BITS = {"TINYINT": 8, "BYTE": 8, "SMALLINT": 16, "SHORT": 16, "INT": 32, "INTEGER": 32, "BIGINT": 64, "LONG": 64}
-SINGLES, DOUBLES = ("FLOAT", "REAL"), ("DOUBLE",)
-_LEAST_SINGLE, _MOST_SINGLE = 2.0**-126, (2 - 2.0**-23) * 2.0**127
-
-if TYPE_CHECKING:
-    from sqlglot import exp
 
 
 class _Unsupported(Exception):
@@ -110,7 +113,7 @@ class _ExpectationCompiler:
         self._declared = declared
 
     def compile(self, sql: str) -> Verdict:
-        if bad := next((text for text in _READ_APART if text in sql), ""):
+        if bad := next((text for text in _AMBIGUOUS if text in sql), ""):
             raise _Unsupported(f"it has {bad!r} in it")
         return self._verdict(parse_condition(sql))
 

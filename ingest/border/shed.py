@@ -19,6 +19,7 @@ from lakehouse.contract.envelope import WEIGHT
 from lakehouse.contract.shed import ShedSpec
 
 logger = logging.getLogger(__name__)
+
 LOOK_S = 0.05  # between two checks of what waits
 _SPACE = 2**64
 

@@ -27,6 +27,7 @@ from lakehouse.contract.errors import EnvironmentProblem
 from lakehouse.contract.source import Template
 
 logger = logging.getLogger(__name__)
+
 MAX_DATAGRAM = 65_535
 MAX_SENDERS = 100_000
 RESTART = 100_000  # a counter that jumps by more belongs to a restarted sender

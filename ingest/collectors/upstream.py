@@ -35,12 +35,13 @@ from lakehouse.contract.envelope import UPSTREAM_ID
 from lakehouse.contract.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024  # a message above the source's limit is rejected, one above this not even read
-_FIRST_BACKOFF_S = 0.1
-_GAPS_KEPT = 20
-_CLOSE_S = 1.0  # a throttled upstream does not send its close frame in time anyway
 CONNECT_S = 10.0
 SILENCE_S = 120.0  # an upstream that sends nothing for this long, not even a comment, is considered gone
+_CLOSE_S = 1.0  # a throttled upstream does not send its close frame in time anyway
+_FIRST_BACKOFF_S = 0.1
+_GAPS_KEPT = 20
 _LINES_TYPES = ("application/x-ndjson", "application/jsonl", "application/json", "application/json-seq", "text/plain")
 
 

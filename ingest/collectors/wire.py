@@ -21,7 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol, cast
+from typing import Any, TypeAlias, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -31,13 +31,18 @@ from ingest.intake import AdmittedRequest, RequestIntake, presented_key
 from ingest.log.events import CommitGroup
 
 logger = logging.getLogger(__name__)
+
 MOST_WAITING = 1_000  # pending requests of one connection above which nothing is read
-_SMALL_BYTES = 65_536  # bodies up to here are not counted while they come in
+MAX_HEAD_BYTES = 16_384
+HEAD_END = b"\r\n\r\n"
+_MAX_FALLBACK_HEAD_BYTES = 65_536  # of requests that the web server takes
+_SMALL_BYTES = 65_536  # no memory is reserved for incoming bodies up to this size
+_CHECK_S = 1.0  # between two checks of the time limits
+
 _ACCEPTED = b"HTTP/1.1 202 Accepted\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
 _NO_ANSWER = b"HTTP/1.1 202 Accepted\r\ncontent-length: 0\r\n\r\n"
 _PROBLEM = b"HTTP/1.1 %d %b\r\ncontent-type: application/problem+json\r\ncontent-length: %d\r\n%b\r\n%b"
-HEAD_END = b"\r\n\r\n"
-MAX_HEAD_BYTES = 16_384
+
 _BEGIN = b"POST /v1/"
 _REQUEST_LINE = re.compile(rb"POST /v1/([A-Za-z0-9_]{1,63}) HTTP/1\.1")
 _HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([\x21-\x7e](?:[\x20-\x7e\t]*[\x21-\x7e])?)?[ \t]*")
@@ -46,8 +51,8 @@ _PLAIN_HEADERS = frozenset(
     b"origin referer cache-control pragma traceparent x-request-id".split()
 )
 _KEEP_ALIVE = (b"keep-alive", b"")
-MOST_HEAD_BYTES = 65_536
-_LOOK_S = 1.0
+
+TimedConnection: TypeAlias = "EventPostProtocol | TimedHttpProtocol"
 
 
 class EventPostProtocol(asyncio.Protocol):
@@ -61,23 +66,8 @@ class EventPostProtocol(asyncio.Protocol):
     """
 
     __slots__ = (
-        "_answers",
-        "_buffer",
-        "_closing",
-        "_connections",
-        "_deaf",
-        "_fallback",
-        "_handing",
-        "_held",
-        "_need",
-        "_paused",
-        "_registry",
-        "_requests",
-        "_reserved",
-        "_transport",
-        "_waits_for",
-        "_writing",
-        "busy_since",
+        "_answers", "_buffer", "_closing", "_connections", "_deaf", "_fallback", "_handing", "_held", "_need",
+        "_paused", "_registry", "_requests", "_reserved", "_transport", "_waits_for", "_writing", "busy_since",
         "idle_since",
     )  # fmt: skip
 
@@ -392,24 +382,6 @@ def may_be_plain(buffer: bytearray, at: int) -> bool:
     return _BEGIN.startswith(bytes(buffer[at : at + len(_BEGIN)]))
 
 
-class Timed(Protocol):
-    """A connection with time limits.
-
-    Attributes:
-        busy_since: loop time at which the incoming request began; 0: none.
-        idle_since: loop time since which nothing has come in.
-    """
-
-    busy_since: float
-    idle_since: float
-
-    def expire(self, *, late: bool) -> None:
-        """Close: a request took too long (``late``), or the connection was idle for too long."""
-
-    def shutdown(self) -> None:
-        """The server stops."""
-
-
 class Connections:
     """All connections of one server.
 
@@ -423,7 +395,7 @@ class Connections:
         self._gate = gate
         self._request_s = request_s
         self._idle_s = idle_s
-        self._open: set[Timed] = set()
+        self._open: set[TimedConnection] = set()
         self._loop = asyncio.get_running_loop()
         self.now = self._loop.time
         self.expired = 0
@@ -431,7 +403,7 @@ class Connections:
     def __len__(self) -> int:
         return len(self._open)
 
-    def add(self, connection: Timed, *, moved: bool = False) -> bool:
+    def add(self, connection: TimedConnection, *, moved: bool = False) -> bool:
         """Count a connection; False if there are too many and it must be closed.
 
         Args:
@@ -443,7 +415,7 @@ class Connections:
         self._open.add(connection)
         return True
 
-    def discard(self, connection: Timed, held: frozenset[tuple[str, str]], *, moved: bool = False) -> None:
+    def discard(self, connection: TimedConnection, held: frozenset[tuple[str, str]], *, moved: bool = False) -> None:
         """The connection has ended, or moves to another protocol (``moved``)."""
         if connection not in self._open:
             return
@@ -456,7 +428,7 @@ class Connections:
     async def watch(self) -> None:
         """Cut off slow connections, until cancelled."""
         while True:
-            await asyncio.sleep(min(_LOOK_S, self._request_s / 4))
+            await asyncio.sleep(min(_CHECK_S, self._request_s / 4))
             now = self.now()
             for connection in list(self._open):
                 if connection.busy_since:
@@ -495,7 +467,12 @@ class TimedHttpProtocol(HttpToolsProtocol):
         """Limit the size of a head."""
         self._head_bytes += len(data)
         super().data_received(data)
-        if self._head_bytes > MOST_HEAD_BYTES and self.busy_since and not self._in_body and self.parser is not None:
+        if (
+            self._head_bytes > _MAX_FALLBACK_HEAD_BYTES
+            and self.busy_since
+            and not self._in_body
+            and self.parser is not None
+        ):
             self.send_400_response("The head of the request is too large.")
 
     def on_message_begin(self) -> None:

@@ -18,8 +18,9 @@ from lakehouse.contract.settings import KafkaSettings
 logger = logging.getLogger(__name__)
 _client_logger = logging.getLogger(f"{__name__}.librdkafka")
 _client_logger.addFilter(lambda record: not _expected(record.getMessage()))
-_POLL_S = 0.01  # while something is in flight
-_IDLE_POLL_S = 1.0  # for what the client has to say beside outcomes
+
+_POLL_S = 0.01  # while events are in flight
+_IDLE_POLL_S = 1.0  # for the client's other messages
 _FINAL = ("INVALID_RECORD", "INVALID_TIMESTAMP", "POLICY_VIOLATION")
 
 

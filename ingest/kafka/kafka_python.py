@@ -30,6 +30,7 @@ from ingest.log.events import LoggedEvent
 from lakehouse.contract.settings import KafkaSettings
 
 logger = logging.getLogger(__name__)
+
 # The record itself is invalid.
 FINAL = (
     kafka_errors.InvalidRecordError,

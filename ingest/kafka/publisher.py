@@ -13,12 +13,13 @@ from ingest.log.events import LoggedEvent
 from lakehouse.contract.envelope import EVENT_ID, FINGERPRINT, Envelope
 
 logger = logging.getLogger(__name__)
+
 FOREVER_MS = 2_147_483_647  # 24 days: the log keeps the event, so giving up earlier would only send it again
 REQUEST_BYTES = 64 * 1024 * 1024  # above the broker's limit: what it refuses goes to the failed store
 CONNECT_MS = 5_000
 HELD_BACK = "held back behind an event that is sent again"
 _HEADER_BYTES = 8_192  # more than key and headers have
-_BATCH_OVERHEAD = 100  # of a batch (61 bytes) and of the record in it
+_BATCH_OVERHEAD = 100  # of a batch (61 bytes) and of its record
 
 
 @dataclass(slots=True)

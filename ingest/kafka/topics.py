@@ -19,6 +19,7 @@ from lakehouse.contract.kafkasecurity import PLAINTEXT, ClientSecurity
 from lakehouse.contract.pipeline import Source
 
 logger = logging.getLogger(__name__)
+
 WARN, ALARM = "warn", "alarm"
 _LIMIT = "max.message.bytes"
 _DENIED = "a topic is absent or the user may not use it; an administrator runs: millrace topics --apply"

@@ -28,7 +28,7 @@ import orjson
 from ingest.border.admission import Admitted
 from ingest.errors import LogFull, LogUnavailable
 from ingest.log.events import CommitGroup, Cursor, LoggedEvent, LogSegment, SourceLane
-from ingest.log.protocols import PROTOCOLS, LoggingProtocol, MakeProtocol
+from ingest.log.protocols import PROTOCOLS, HybridLogging, MakeProtocol
 from ingest.log.records import (
     EVENT_OVERHEAD,
     EVENTS,
@@ -45,11 +45,12 @@ from ingest.log.segments import lock_folder, read_frames, segment_path
 from lakehouse.contract.envelope import UPSTREAM_ID, Envelope
 
 logger = logging.getLogger(__name__)
+
 SEGMENT_BYTES = 16 * 1024 * 1024
 MARK_INTERVAL_S = 0.05
-AHEAD = 512  # most events sent to Kafka before they are on the disk: so many may be there twice after a crash
+AHEAD = 512  # most events sent to Kafka before they are on disk, and so most duplicates after a crash
 _FIELDS_BYTES = 256  # allowance for id, tenant and key in a forecast of size
-_BESIDE_BYTES = 16_384  # what an event and its segment have beside the payload, at most
+_OVERHEAD_BYTES = 16_384  # most bytes of an event and its segment besides the payload
 _LEAST_FOR_MARKS = 4_096
 
 
@@ -90,7 +91,7 @@ class MessageLog:
         self._acked = self.recovery.acked if self.recovery.to_replay else self.next_seq
         self._marked = -1
         self._mark_timer: asyncio.TimerHandle | None = None
-        self._commit: LoggingProtocol = protocol(folder, group_commit_ms / 1000, self.next_seq - 1)
+        self._commit: HybridLogging = protocol(folder, group_commit_ms / 1000, self.next_seq - 1)
         self._segments = {segment.number: segment for segment in self.recovery.segments}
         self._used = sum(segment.size for segment in self._segments.values())
         self._full = False
@@ -464,7 +465,7 @@ class MessageLog:
 
 def least_limit(payload_bytes: int) -> int:
     """The smallest limit of a log that can take a payload of this size when it is otherwise empty."""
-    least = payload_bytes + _BESIDE_BYTES
+    least = payload_bytes + _OVERHEAD_BYTES
     return least + max(_LEAST_FOR_MARKS, math.ceil(least / 99))
 
 

@@ -27,74 +27,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from ingest.log.events import CommitGroup, LogSegment
 from ingest.log.segments import SegmentPart, SegmentWriter
 
 logger = logging.getLogger(__name__)
+
 _RETRY_FIRST_S, _RETRY_MAX_S = 0.05, 5.0
-
-
-class LoggingProtocol(Protocol):
-    """Makes the bytes of a message log durable. All calls come from the event loop.
-
-    Attributes:
-        alone: every event is a group of its own.
-        problem: why the disk refuses writes, or empty. The same bytes are then retried until they are written.
-        worker: a thread for disk access, which others may share.
-        on_durable: called after each write.
-        observe: called with the seconds from a group's first event until it is durable.
-    """
-
-    alone: bool
-    problem: str
-    worker: ThreadPoolExecutor
-    on_durable: Callable[[], None]
-    observe: Callable[[float], None]
-
-    @property
-    def durable_seq(self) -> int:
-        """Every event up to this sequence number is on disk."""
-
-    def add(self, segment: LogSegment, chunks: list[bytes], size: int) -> int:
-        """Put bytes at the end of the segment; returns their offset."""
-
-    def group(self, seq: int) -> CommitGroup:
-        """The group of the event that was just added. Unless ``alone``, events added with it share the group."""
-
-    def is_open(self, group: CommitGroup) -> bool:
-        """Whether events may still be added to the group."""
-
-    def received(self) -> None:
-        """The event that was just added has joined its group; nothing else has been done with it."""
-
-    def sending(self, seq: int) -> None:
-        """The events up to this one are now handed to Kafka's client, or set aside."""
-
-    def acked(self) -> bool:
-        """Kafka has acknowledged events; returns whether the mark that says so must be written at once."""
-
-    def remove(self, segments: list[LogSegment]) -> None:
-        """Remove these files after the next write."""
-
-    def flush_soon(self) -> None:
-        """Write pending bytes, unless a write that takes them is due anyway."""
-
-    def write_now(self) -> None:
-        """Write pending bytes in this thread, before the event loop runs.
-
-        Raises:
-            OSError: the disk refuses the write.
-        """
-
-    async def close(self) -> None:
-        """Write pending bytes and end the worker."""
-
-
-MakeProtocol = Callable[[Path, float, int], LoggingProtocol]
-
-"""Arguments: folder, longest time of a group in seconds, newest sequence number that is already durable."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +50,20 @@ class HybridLogging:
     """Group commit in a worker thread, while the events are already on their way to Kafka.
 
     A group is sealed when its time is up. The worker takes everything that is pending at once, so under load, or on a
-    slow disk, one write carries many groups.
+    slow disk, one write carries many groups. All methods are called on the event loop; only writes run in the worker.
 
     Args:
         folder: of the segments.
         group_s: longest time before a group is sealed, seconds.
         last_seq: newest event that is already durable.
+
+    Attributes:
+        alone: every event is a group of its own.
+        durable_seq: every event up to this sequence number is on disk.
+        problem: why the disk refuses writes, or empty. The same bytes are then retried until they are written.
+        worker: a thread for disk access, which others may share.
+        on_durable: called after each write.
+        observe: called with the seconds from a group's first event until it is durable.
     """
 
     alone = False
@@ -139,14 +86,18 @@ class HybridLogging:
         self._again: asyncio.TimerHandle | None = None
         self._closing = False
 
-    def received(self) -> None: ...
+    def received(self) -> None:
+        """The event that was just added has joined its group; nothing else has been done with it."""
 
-    def sending(self, seq: int) -> None: ...
+    def sending(self, seq: int) -> None:
+        """The events up to this one are now handed to Kafka's client, or set aside."""
 
     def acked(self) -> bool:
+        """Kafka has acknowledged events; returns whether the mark that says so must be written at once."""
         return False
 
     def add(self, segment: LogSegment, chunks: list[bytes], size: int) -> int:
+        """Put bytes at the end of the segment; returns their offset."""
         offset = segment.size
         if not self._parts or self._parts[-1].segment is not segment:
             self._parts.append(SegmentPart(segment, offset, []))
@@ -155,6 +106,7 @@ class HybridLogging:
         return offset
 
     def group(self, seq: int) -> CommitGroup:
+        """The group of the event that was just added. Unless ``alone``, events added with it share the group."""
         self._last_seq = seq
         group = self._group
         if group is None:
@@ -163,21 +115,26 @@ class HybridLogging:
         return group
 
     def is_open(self, group: CommitGroup) -> bool:
+        """Whether events may still be added to the group."""
         return group is self._group
 
     def remove(self, segments: list[LogSegment]) -> None:
+        """Remove these files after the next write."""
         self._remove.extend(segments)
 
     def flush_soon(self) -> None:
+        """Write pending bytes, unless a write that takes them is due anyway."""
         if self._writing is None and self._group is None:
             self._write()
 
     def write_now(self) -> None:
+        """Write pending bytes in this thread, before the event loop runs. Raises OSError."""
         for part, size in zip(self._parts, self._files.write(self._parts, self._remove), strict=True):
             part.segment.durable = part.offset + size
         self._parts, self._remove = [], []
 
     async def close(self) -> None:
+        """Write pending bytes and end the worker."""
         self._closing = True
         if self._again is not None:
             self._again.cancel()
@@ -362,5 +319,8 @@ class SenderLogging(ReceiverLogging):
         super()._go_on()
         self.sending(self._due)
 
+
+MakeProtocol = Callable[[Path, float, int], HybridLogging]
+"""Arguments as of :class:`HybridLogging`."""
 
 PROTOCOLS: Mapping[str, MakeProtocol] = {"hml": HybridLogging, "rbml": ReceiverLogging, "sbml": SenderLogging}

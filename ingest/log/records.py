@@ -26,8 +26,10 @@ from lakehouse.contract.envelope import Envelope, fingerprint
 SEGMENT_MAGIC = b"MRLOG\x00\x00\x01"
 FRAME_MAGIC = b"\xa7MR\x9e"
 MAX_FIELD = 0xFFFF
+
 EVENT, MARK, FAILED, RAW, EVENT_X = 1, 2, 3, 4, 5
 EVENTS = (EVENT, EVENT_X)
+
 _FRAME = struct.Struct("<4sIIQ")
 _SEQ = struct.Struct("<Q")
 _START = struct.Struct("<4sII")  # of a frame, up to the sequence number
@@ -36,6 +38,7 @@ _SEQ_EVENT = struct.Struct("<QBHqqHHHH")  # a sequence number and the beginning 
 _REASON = struct.Struct("<BI")
 _LENGTH = struct.Struct("<H")
 _NO_POSITION = -1
+
 FRAME_OVERHEAD = _FRAME.size
 EVENT_OVERHEAD = _FRAME.size + _EVENT.size
 

@@ -40,6 +40,7 @@ from ingest.log.segments import SUFFIX
 from lakehouse.contract.envelope import UPSTREAM_ID
 
 logger = logging.getLogger(__name__)
+
 FILE_NAME = "failed"
 
 

@@ -1,4 +1,4 @@
-"""An upstream for demos and tests: recordings or invented RSVPs, played live."""
+"""A live upstream for demos and tests, which plays recordings or invented events."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """An endless stream of RSVPs in the shape of Meetup's, from a seed.
 
-Shapes are fitted to real recordings: topics by Zipf's law, a few countries with most groups, late and backward
-``mtime``, RSVPs that are changed or come again. Names are invented.
+The shapes are fitted to real recordings: topics by Zipf's law, most groups in a few countries, late and backward
+``mtime``, RSVPs that are changed or repeated. Names are invented.
 
-The stream is made in blocks of :data:`BLOCK` that do not depend on each other, so that any place of it can be had
-again at once: a player resumes a client from event 10,000,000 without keeping or making the ten million before.
+The stream is made in independent blocks of :data:`BLOCK` events, so any place of it can be produced at once: a player
+resumes a client at event 10,000,000 without making or storing the ten million before it.
 """
 
 from __future__ import annotations
@@ -23,19 +23,23 @@ import orjson
 from ingest.simulate import vocabulary as words
 
 BLOCK = 1_024
+GROUPS = 2_000
+
 _EVENTS_CHANGE_EVERY = 64  # blocks
 _FIRST_RSVP_ID = 2_000_000_000
 _MEMBERS = 4_000_000
 _HOUR_MS = 3_600_000
+
+# Shares of RSVPs.
 _EXACT_REPEAT = 0.005
-_REPEAT = 0.155  # of an RSVP among those of a short while ago
-_FLIP = 0.14  # of those: yes becomes no, or no yes
-_BACKWARD = 0.4  # of those: mtime is earlier than it was
+_REPEAT = 0.155  # of a recent RSVP
+_FLIP = 0.14  # of repeats: yes becomes no, or no yes
+_BACKWARD = 0.4  # of repeats: mtime is earlier than before
 _SAME_MEMBER = 0.2  # answers for another event a moment later
 _YES = 0.73
-_WARM_UP = 30  # RSVPs of a block before any can come again, or the first would come again most
-GROUPS = 2_000
-# How many topics a group has, and the share of groups that have so many, per mille.
+_WARM_UP = 30  # RSVPs of a block before any is repeated, or the first would be repeated most
+
+# Number of topics of a group, and the share of groups with that number, per mille.
 _TOPIC_NUMBERS = (1, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16)
 _TOPIC_NUMBER_WEIGHTS = (10, 20, 27, 26, 37, 55, 53, 73, 50, 88, 90, 83, 120, 240, 28)
 _EVENTS_AT_ONCE = 2
@@ -46,8 +50,6 @@ _VENUE_UNPLACED = 0.06
 
 @dataclass(slots=True)
 class _Rsvp:
-    """What a repeat needs to know of an RSVP."""
-
     rsvp_id: int
     member: bytes
     event: MeetupEvent
@@ -61,9 +63,9 @@ class RsvpGenerator:
     """The stream of one seed.
 
     Args:
-        seed: equal arguments make equal streams.
-        start_ms: when the first event arrives, ms since the epoch; None: now.
-        rate: events a second that the stream is meant to be played at; ``mtime`` follows it.
+        seed: equal arguments give equal streams.
+        start_ms: arrival of the first event, ms since the epoch; None: now.
+        rate: events a second at which the stream will be played; ``mtime`` follows it.
     """
 
     def __init__(self, seed: int, start_ms: int | None = None, rate: float = 1_000.0) -> None:
@@ -74,7 +76,7 @@ class RsvpGenerator:
         self._event = functools.lru_cache(maxsize=16_384)(self._make_event)
 
     def block(self, number: int) -> list[bytes]:
-        """Events ``number * BLOCK`` to ``(number + 1) * BLOCK - 1``, as JSON without line ends."""
+        """Events ``number * BLOCK`` to ``(number + 1) * BLOCK - 1`` as JSON without line ends."""
         rng = random.Random(f"block {self._seed} {number}")
         chance = rng.random
         recent: list[_Rsvp] = []
@@ -115,7 +117,7 @@ class RsvpGenerator:
 
 
 def generate(seed: int, start_ms: int | None = None, rate: float = 1_000.0) -> Iterator[bytes]:
-    """The stream of :class:`RsvpGenerator` from its beginning: JSON objects without line ends. It never ends."""
+    """The endless stream of :class:`RsvpGenerator` from its beginning, as JSON objects without line ends."""
     generator = RsvpGenerator(seed, start_ms, rate)
     number = 0
     while True:
@@ -124,7 +126,7 @@ def generate(seed: int, start_ms: int | None = None, rate: float = 1_000.0) -> I
 
 
 def _changed(old: _Rsvp, now: int, rng: random.Random) -> _Rsvp:
-    """The same RSVP again, with another ``mtime`` and perhaps another answer."""
+    """The same RSVP with another ``mtime`` and perhaps another answer."""
     chance = rng.random
     yes = old.yes != (chance() < _FLIP)
     guests = old.guests if chance() < 0.9 else _guests(chance())
@@ -137,7 +139,7 @@ def _changed(old: _Rsvp, now: int, rng: random.Random) -> _Rsvp:
 
 
 def _lateness_ms(rng: random.Random) -> int:
-    """How long before its arrival an RSVP was last changed: mostly a moment, now and then hours, rarely a month."""
+    """Time from an RSVP's last change to its arrival: mostly a moment, sometimes hours, rarely a month."""
     kind = rng.random()
     if kind < 0.90:
         return int(rng.expovariate(1 / 400))
@@ -183,17 +185,7 @@ def _render(rsvp: _Rsvp) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class MeetupGroup:
-    """A group, and its JSON ready to be joined into RSVPs.
-
-    Attributes:
-        name: as shown.
-        urlname: as in its address.
-        topic: its main topic.
-        latitude: degrees.
-        longitude: degrees.
-        phase: shifts when its events change, so that not all groups change at once.
-        fragment: value of an RSVP's ``group`` member.
-    """
+    """A group, with ``fragment``, its JSON for RSVPs. ``phase`` shifts when its events change."""
 
     name: str
     urlname: str
@@ -206,23 +198,14 @@ class MeetupGroup:
 
 @dataclass(frozen=True, slots=True)
 class MeetupEvent:
-    """An event of a group, as two pieces of an RSVP.
-
-    Attributes:
-        venue: ``"venue":{…},`` or nothing.
-        tail: from ``,"event":`` to the end of the line.
-    """
+    """An event of a group as two parts of an RSVP: ``"venue":{…},`` or nothing, and ``,"event":`` to the end."""
 
     venue: bytes
     tail: bytes
 
 
 class World:
-    """All groups of one seed.
-
-    Args:
-        seed: equal seeds make equal worlds.
-    """
+    """The groups and events of one seed. Equal seeds give equal worlds."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -238,17 +221,17 @@ class World:
             self._groups.append(_group(number, country, cities[country.code], topics, weights, rng))
 
     def group(self, at: float) -> int:
-        """Number of the group at ``at`` (0 to 1) in order of popularity: a tenth of them has a quarter of all RSVPs."""
+        """Index of the group at ``at`` (0 to 1) in order of popularity; a tenth of them gets a quarter of all RSVPs."""
         return int(GROUPS * at**1.45)
 
     def event(self, group_number: int, block: int, at: float, now_ms: int) -> MeetupEvent:
         """One of the group's events that are announced while ``block`` is generated.
 
         Args:
-            group_number: as of :meth:`group`.
-            block: number of the block of RSVPs.
+            group_number: from :meth:`group`.
+            block: index of the block of RSVPs.
             at: chooses among the group's events, 0 to 1.
-            now_ms: start of the events' time of announcement, ms since the epoch.
+            now_ms: start of the announcement, ms since the epoch.
         """
         group = self._groups[group_number]
         slot = int(at * _EVENTS_AT_ONCE)
@@ -267,7 +250,7 @@ class World:
         return MeetupEvent(_venue(group, rng), b',"event":' + tail + b',"group":' + group.fragment + b"}")
 
     def epoch(self, group_number: int, block: int, blocks: int) -> int:
-        """The block whose events the group still has in ``block``, where they change every ``blocks`` blocks."""
+        """First block of the group's current events, if they change every ``blocks`` blocks."""
         phase = self._groups[group_number].phase % blocks
         return (block + phase) // blocks * blocks - phase
 

@@ -35,13 +35,7 @@ Offer = dict[str, object]
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What :func:`write_feeds` has written.
-
-    Attributes:
-        files: how many.
-        rows: of all kinds.
-        malformed: of those, rows that no reader can make an offer of.
-    """
+    """What :func:`write_feeds` wrote: files, rows, and how many of the rows are malformed."""
 
     files: int
     rows: int
@@ -64,7 +58,7 @@ def offers(seed: int, start_ms: int) -> Iterator[tuple[str, Offer]]:
 
 
 def offer(seed: int, merchant: int, number: int, version: int, start_ms: int) -> Offer:
-    """An offer in one of its versions: equal arguments make equal offers."""
+    """One version of an offer: equal arguments give equal offers."""
     rng = random.Random(f"{seed} {merchant} {number} {version}")
     name = f"m{merchant:05}"
     return {
@@ -83,9 +77,9 @@ def offer(seed: int, merchant: int, number: int, version: int, start_ms: int) ->
 
 
 def feed_rows(seed: int, merchant: int, offers: int, rounds: int, start_ms: int) -> Iterator[list[Offer | None]]:
-    """The rows of each of a merchant's feeds: versions in any order, some again, None for a malformed row.
+    """The rows of each of a merchant's feeds: versions in any order, some repeated, None for a malformed row.
 
-    Round ``r`` has most offers in version ``r + 1``, and some of another feed's.
+    Round ``r`` has most offers in version ``r + 1``, and some in a version of another round.
     """
     rng = random.Random(f"feed {seed} {merchant}")
     for turn in range(rounds):
@@ -111,11 +105,12 @@ def write_feeds(
     start_ms: int = 1_790_000_000_000,
     formats: Sequence[str] = FORMATS,
 ) -> Written:
-    """Write ``merchants`` times ``rounds`` feed files below ``folder``, a merchant in each.
+    """Write ``merchants * rounds`` feed files below ``folder``, each of one merchant.
 
     Args:
-        offers: of a merchant.
-        formats: of :data:`FORMATS`, in turn.
+        folder: one subfolder a merchant.
+        offers: per merchant.
+        formats: from :data:`FORMATS`, in turn.
     """
     files = count = malformed = 0
     for merchant in range(merchants):

@@ -17,19 +17,18 @@ from ingest.simulate.offers import offers
 
 Payload = dict[str, object]
 Scene = Callable[[int, int], Iterator[tuple[str, Payload]]]
-
-
 Happening = tuple[int, str, Payload]
-_LATEST_MS = 120_000  # held back at the most, so that the heap is bounded
+
+_LATEST_MS = 120_000  # longest delay, which bounds the heap
 
 
 def arriving(happenings: Iterator[Happening], rng: random.Random, late: float = 0.02) -> Iterator[Happening]:
-    """The same events in the order in which a network brings them.
+    """The same events in the order in which a network delivers them.
 
     Args:
-        happenings: time in ms (never going back), source, payload.
+        happenings: time in ms (non-decreasing), source, payload.
         rng: chooses the delays.
-        late: the share that is held back for up to two minutes; others take some tens of milliseconds.
+        late: share of events delayed by up to two minutes; others take some tens of milliseconds.
     """
     waiting: list[tuple[int, int, Happening]] = []
     for number, event in enumerate(happenings):
@@ -59,7 +58,7 @@ def ads(seed: int, start_ms: int) -> Iterator[tuple[str, Payload]]:
 
 
 def click_rate(campaign: str) -> float:
-    """The share of the campaign's impressions that are clicked at least once."""
+    """Share of the campaign's impressions that are clicked at least once."""
     return 0.01 + 0.012 * CAMPAIGNS.index(campaign)
 
 
@@ -134,7 +133,7 @@ def _clickstream(rng: random.Random, start_ms: int) -> Iterator[Happening]:
 
 
 def _act(rng: random.Random, cart: list[str]) -> tuple[str, str, str | None]:
-    """What the visitor does next: kind, page, article. Changes the cart."""
+    """The visitor's next action: kind, page, article. Changes the cart."""
     chance = rng.random()
     if cart and chance < 0.08:
         return "remove", "cart", cart.pop(rng.randrange(len(cart)))

@@ -2,19 +2,19 @@
 
 ::
 
-    ws://HOST:PORT/stream[?from=N]      a text frame an event, a binary one where it is not UTF-8
+    ws://HOST:PORT/stream[?from=N]      a text frame an event; a binary one if it is not UTF-8
     GET /sse[?from=N]                   id is the event's index; Last-Event-ID resumes after it
     GET /lines[?from=N]                 chunked JSON lines
     GET /status                         {"sent", "live", "total", "done", "rate", "rounds"}
     GET /times?from=N[&limit=M]         {"from", "at_ms": when each event was first sent, ms since the epoch, or null}
     GET /ids?from=N[&limit=M]           {"from", "ids": id of each event by the pipeline's template, or null}
 
-With several players (the sources of a scene) ``source=NAME`` says which one is meant; without it, the first.
-Without ``from`` a client starts at the live point. ``from`` behind it: what was missed at once, then live.
-Streams stay open at the end, as those of a live upstream do.
+``source=NAME`` selects one of several players (the sources of a scene); the default is the first. Without ``from`` a
+client starts at the live point; with it, it gets missed events at once and then live ones. Streams stay open at the
+end, like those of a live upstream.
 
-The handshake and control frames are those of ``websockets``'s protocol without I/O; events due in one tick go out in
-one write. A task and a queue a client, or one ASGI message an event, cost four times as much.
+``websockets``' sans-I/O protocol does the handshake and control frames; events due in one tick go out in one write. A
+task and a queue per client, or an ASGI message per event, cost four times as much.
 """
 
 from __future__ import annotations
@@ -45,20 +45,22 @@ from lakehouse.contract.errors import ConfigError, EnvironmentProblem
 from lakehouse.contract.pipeline import Pipeline, Source
 from lakehouse.contract.text import is_utf8
 
+logger = logging.getLogger(__name__)
+
+RSVPS = "rsvps"  # source of the RSVP generator
+_SAMPLE = 2_000  # events of a scene from which the shares of its sources are estimated
 _TICK_S = 0.005
-_BATCH = 256  # events a write, at most
-_BUFFER_BYTES = 262_144  # unsent bytes of a client from which on it is waited for
+_BATCH = 256  # most events in a write
+_BUFFER_BYTES = 262_144  # unsent bytes above which the player waits for a client
 _REQUEST_TIMEOUT_S = 10.0
 _LIMIT = 10_000
-_IDS_AT_ONCE = 200  # each is parsed: 2 ms, then let others go on
-logger = logging.getLogger(__name__)
+_IDS_AT_ONCE = 200  # parsing them takes 2 ms
+
 Encode = Callable[[int, list[bytes]], bytes]
-RSVPS = "rsvps"  # the source that the generator of Meetup's RSVPs is for
-_SAMPLE = 2_000  # events of a scene that tell the shares of its sources
 
 
 class BadRequest(ValueError):
-    """A query that cannot be understood."""
+    pass
 
 
 async def run_player(
@@ -76,7 +78,7 @@ async def run_player(
         host: address to bind.
         port: port to bind; 0: any free one.
         ready: called with the bound port once clients can connect.
-        stop: ends it; clients are told (WebSocket close code 1001).
+        stop: ends the server; clients are told (WebSocket close code 1001).
 
     Raises:
         OSError: the port cannot be bound.
@@ -109,7 +111,7 @@ async def run_player(
 
 
 class _Client:
-    """One connection: one request, answered or streamed."""
+    """One connection: a request that is answered or streamed."""
 
     def __init__(
         self, players: Mapping[str, Player], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -230,7 +232,7 @@ class _Client:
                 self._writer.write(_chunk(b""))
 
     async def _until_closed(self, start: int, encode: Encode) -> None:
-        """Play until the peer goes away or this task is cancelled."""
+        """Play until the client disconnects or this task is cancelled."""
         tasks = {asyncio.create_task(self._play(start, encode)), asyncio.create_task(self._listen())}
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -258,7 +260,7 @@ class _Client:
                     await asyncio.sleep(0)  # one that catches up lets the others go on
 
     async def _listen(self) -> None:
-        """Answer pings, take the close; what else a client says is of no interest."""
+        """Answer pings and the close; ignore everything else."""
         upgraded = self._protocol.state is State.OPEN
         while data := await self._reader.read(65_536):
             if upgraded:
@@ -303,11 +305,11 @@ class Play:
     """What is played, and where.
 
     Attributes:
-        input: JSON-lines file, also gzipped; None: made-up events without end.
+        input: JSON-lines file, also gzipped; None: endless invented events.
         rate: events a second, of all sources together.
-        loop: play the file again and again, with new ids (of RSVPs; other events come again as they are).
-        count: end after so many events, of all sources together.
-        seed: of made-up events.
+        loop: repeat the file, with new ids for RSVPs.
+        count: end after this many events, of all sources together.
+        seed: of invented events.
         host: address to bind.
         port: port to bind; 0: any free one.
     """
@@ -327,18 +329,18 @@ Ready = Callable[[str], None]
 async def play_pipeline(
     pipeline: Pipeline, play: Play, *, ready: Ready | None = None, stop: asyncio.Event | None = None
 ) -> None:
-    """Play a recording for the first source, or made-up events for all of them, until ``stop`` is set.
+    """Play a recording for the first source, or invented events for all sources, until ``stop`` is set.
 
-    SIGUSR1 makes what is due by then the end.
+    SIGUSR1 makes the events due by then the last.
 
     Args:
-        pipeline: the ``event_id`` of its sources is what ``/ids`` tells.
+        pipeline: ``/ids`` uses the ``event_id`` of its sources.
         play: what, and where.
         ready: called with the base URL once clients can connect.
         stop: ends it.
 
     Raises:
-        ConfigError: there is no recording, and nobody knows how to make up events for this pipeline.
+        ConfigError: there is neither a recording nor a scene for this pipeline.
         EnvironmentProblem: the file cannot be read or the port is taken.
     """
     first = next(iter(pipeline.sources.values()))
@@ -359,10 +361,10 @@ async def play_pipeline(
 def scene_players(
     scene: Scene, pipeline: Pipeline, *, rate: float, count: int | None, seed: int, start_ms: int | None = None
 ) -> dict[str, Player]:
-    """A player for each source that the scene has events of; their rates are as the scene mixes them.
+    """A player for each source of the scene, with rates in the proportions of the scene.
 
     Raises:
-        ConfigError: the scene has events of a source that the pipeline has not.
+        ConfigError: the scene has events of a source that the pipeline lacks.
     """
     start_ms = int(time.time() * 1000) if start_ms is None else start_ms
     mix = Counter(source for source, _ in islice(scene(seed, start_ms), _SAMPLE))
@@ -387,7 +389,7 @@ def scene_players(
 async def play_source(
     source: Source, play: Play, *, ready: Ready | None = None, stop: asyncio.Event | None = None
 ) -> None:
-    """Play a recording, or made-up RSVPs, for one source; as :func:`play_pipeline`.
+    """Play a recording, or invented RSVPs, for one source; see :func:`play_pipeline`.
 
     Raises:
         EnvironmentProblem: the file cannot be read or the port is taken.

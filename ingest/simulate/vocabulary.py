@@ -1,4 +1,4 @@
-"""Words that the generator makes its world of. All invented or everyday; places are real or plausible."""
+"""Words for the generator's world. All are invented or everyday; places are real or plausible."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Country:
-    """A country that groups are in.
+    """A country of groups.
 
     Attributes:
         code: two letters, as in an RSVP's ``group_country``.
-        weight: its share among groups, relative to the others.
-        latitude: of its middle, degrees.
-        longitude: of its middle, degrees.
+        weight: relative share among groups.
+        latitude, longitude: of its center, degrees.
         cities: names, the largest first.
-        words: what local groups call themselves where that is not English; empty: English.
+        words: names of local groups if not English.
     """
 
     code: str
