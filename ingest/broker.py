@@ -64,7 +64,7 @@ class _Identity:
     port: int
     controller_port: int
     cluster_id: str
-    inner_port: int = 0  # of a secure one
+    inner_port: int = 0  # of a secure broker
 
 
 class EmbeddedBroker:
@@ -284,7 +284,7 @@ class EmbeddedBroker:
                 stdout=log,
                 stderr=log,
                 pass_fds=[lock.fileno()],
-                start_new_session=True,  # Ctrl-C is for the process in front, which then stops us in its order
+                start_new_session=True,  # Ctrl-C is for the foreground process, which stops the broker in order
                 env=os.environ | {"MALLOC_ARENA_MAX": "2"},
             )
 
@@ -409,7 +409,7 @@ def _free_port(*others: int) -> int:
 
 def _is_free(port: int) -> bool:
     with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Java binds it
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Java does
         try:
             listener.bind(("127.0.0.1", port))
         except OSError:

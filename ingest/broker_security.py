@@ -125,7 +125,7 @@ class Grants:
         found = [
             *_on_topics("collector", (*self.written, *self.raw), (ACLOperation.WRITE, *look)),
             *_on_topics("collector", (*self.raw, *self.referenced), (ACLOperation.READ, *look)),
-            *_on_topics("collector", self.latest, look),  # it checks that they are there
+            *_on_topics("collector", self.latest, look),  # it checks that they exist
             *_on_topics("lakehouse", self.written, (ACLOperation.READ, *look)),
             *_on_topics("lakehouse", self.latest, (ACLOperation.WRITE, *look)),
             *_on_topics("reader", self.latest, (ACLOperation.READ, ACLOperation.DESCRIBE)),

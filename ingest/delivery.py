@@ -253,7 +253,7 @@ class KafkaDelivery:
             self._next = max(self._next, until)
             if (
                 self._tail[0].seq if self._tail else self._log.next_seq
-            ) == until:  # none was put out of memory meanwhile
+            ) == until:  # no event was dropped from memory meanwhile
                 self._cursor = None
             self._check_recovered()
             return True

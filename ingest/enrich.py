@@ -232,7 +232,7 @@ class TopicReader:
         self._topic = topic
         self._consumer: KafkaConsumer | None = None
         self._ends: dict[int, int] = {}
-        self._behind: dict[TopicPartition, int] = {}  # the ends that it has not reached yet
+        self._behind: dict[TopicPartition, int] = {}  # ends not reached yet
         self.complete = False
 
     @property

@@ -38,7 +38,7 @@ Extra = tuple[tuple[str, str], ...]
 T = TypeVar("T")
 
 _NOWHERE = LogSegment(-1, Path())  # of shed events
-_MOST_LEVELS = 1_024  # of nesting, that orjson accepts
+_MOST_LEVELS = 1_024  # of nesting that orjson accepts
 _lines = EventLines(logging.getLogger(__name__))
 
 
@@ -315,7 +315,7 @@ def split(kind: str, body: bytes) -> tuple[bool, Sequence[bytes]]:
         try:
             _check_count(len(orjson.loads(body)))
         except orjson.JSONDecodeError:
-            return True, (body,)  # the border tells what is wrong, and keeps it
+            return True, (body,)  # the border refuses and keeps it
         return False, elements(body)
     events = [line for line in map(bytes.strip, body.split(b"\n")) if line]
     _check_count(len(events))

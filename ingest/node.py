@@ -27,7 +27,7 @@ from ingest.delivery import HAND_OVER_S, DeliveryLimits, KafkaDelivery
 from ingest.enrich import Enricher
 from ingest.errors import BrokerUnavailable
 from ingest.intake import Intake, RequestIntake
-from ingest.kafka import ensure_topics, make_publisher
+from ingest.kafka import ensure_topics, make_publisher, start_publisher
 from ingest.log.message_log import MessageLog, least_limit
 from ingest.stats import CollectedSources, NodeStats
 from lakehouse.contract.collector import STREAM_KINDS, CollectorSpec
@@ -41,7 +41,6 @@ logger = logging.getLogger(__name__)
 KafkaClient = Literal["kafka-python", "confluent-kafka"]
 
 _CLOSE_S = 10.0
-_BROKER_BACKOFF_MAX_S = 5.0
 _FILE_POLL_S = 1.0
 _GC_YOUNG = 50_000  # default 700: a batch has more events, and all of them live until Kafka has them
 _GC_OLDER = 50
@@ -272,7 +271,10 @@ class CollectorNode:
         return HttpServer(app, self._requests, self._settings.collect, ws=self._streams.protocol)
 
     async def _start(self, url: str, ready: Callable[[str], None] | None) -> None:
-        await self._connect()
+        sources, security = list(self._pipeline.sources.values()), self._settings.kafka.security
+        deliver, bootstrap = self._delivery.deliver, self._options.bootstrap
+        await start_publisher(self._publisher, deliver, bootstrap, sources, security)
+        self._connected.set()
         await self._delivery.recovered()
         if self._log.recovery.to_replay:
             logger.info("sent again %d events of an earlier run", self._log.recovery.to_replay)
@@ -281,22 +283,6 @@ class CollectorNode:
         self._sources.run()
         if ready is not None:
             ready(url)
-
-    async def _connect(self) -> None:
-        bootstrap, security = self._options.bootstrap, self._settings.kafka.security
-        pause = 0.2
-        while True:
-            try:
-                sources = list(self._pipeline.sources.values())
-                await asyncio.to_thread(ensure_topics, bootstrap, sources, security)
-                await asyncio.to_thread(self._publisher.start, self._delivery.deliver)
-            except BrokerUnavailable as error:
-                logger.warning("%s; next attempt in %.1f s", error, pause)
-                await asyncio.sleep(pause)
-                pause = min(_BROKER_BACKOFF_MAX_S, pause * 2)
-            else:
-                self._connected.set()
-                return
 
     async def _deliver(self) -> None:
         await self._connected.wait()  # events of an earlier run must not be sent before there is a client

@@ -32,7 +32,7 @@ from kafka.structs import OffsetAndMetadata
 from ingest.border.admission import KEPT_BYTES, RAW_PLACE, Border, front_source, raw_topic
 from ingest.enrich import Enricher
 from ingest.errors import BrokerUnavailable
-from ingest.kafka import SendOutcome, ensure_topics, make_publisher
+from ingest.kafka import SendOutcome, make_publisher, start_publisher
 from ingest.log.events import LoggedEvent, LogSegment, SourceLane
 from lakehouse.contract.envelope import HEADER_NAMES, Envelope, EnvelopeError, fingerprint
 from lakehouse.contract.faults import crash_point
@@ -160,24 +160,12 @@ class RefineNode:
 
     async def _begin(self, following: list[asyncio.Task[None]]) -> None:
         """Connect, and follow the references until they are complete."""
-        await self._connect()
+        declared = list(self._sources.values())
+        topics = declared + [front_source(source) for source in declared]
+        await start_publisher(self._publisher, self._deliver, self._bootstrap, topics, self._security)
         following += [asyncio.create_task(enricher.run()) for enricher in self._enrichers.values()]
         for enricher in self._enrichers.values():
             await enricher.complete()
-
-    async def _connect(self) -> None:
-        declared = list(self._sources.values())
-        pause = 0.2
-        while True:
-            try:
-                topics = declared + [front_source(source) for source in declared]
-                await asyncio.to_thread(ensure_topics, self._bootstrap, topics, self._security)
-                await asyncio.to_thread(self._publisher.start, self._deliver)
-                return
-            except BrokerUnavailable as error:
-                logger.warning("%s; next attempt in %.1f s", error, pause)
-                await asyncio.sleep(pause)
-                pause = min(_BACKOFF_MAX_S, pause * 2)
 
     async def _batches(self, stop: asyncio.Event) -> None:
         pause = 0.2
@@ -256,7 +244,7 @@ async def _until(stop: asyncio.Event, work: Coroutine[Any, Any, None], grace_s: 
         stopping.cancel()
         await asyncio.gather(task, stopping, return_exceptions=True)
     if not task.cancelled():
-        task.result()  # what it raised, if it did
+        task.result()  # raises its exception, if any
     return not task.cancelled()
 
 
@@ -331,7 +319,7 @@ class RawReader:
         self._next = {}
         try:
             self._consumer.commit(offsets, timeout_ms=_ANSWER_MS)
-        except kafka_errors.CommitFailedError:  # others have these partitions by now, and refine the batch again
+        except kafka_errors.CommitFailedError:  # other members now own these partitions and repeat the batch
             logger.info("the group was rebalanced meanwhile; the batch counts once by its ids")
         except (kafka_errors.KafkaError, OSError) as error:
             raise BrokerUnavailable(self._bootstrap, f"{type(error).__name__}: {error}") from None
@@ -354,7 +342,7 @@ class RawReader:
             metrics_enabled=False,
             **self._security.for_kafka_python(),
         )
-        for topic in self._names:  # else the group's leader may share out nothing until its metadata is renewed
+        for topic in self._names:  # otherwise the leader may assign nothing until its metadata is renewed
             consumer.partitions_for_topic(topic)
         consumer.subscribe(sorted(self._names), listener=_Assigned(self._suspect_before))
         return consumer

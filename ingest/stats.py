@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Histogram, start_http_server
@@ -188,17 +188,8 @@ class NodeStats(MetricCollector):
 
 
 def _upstream(status: UpstreamStatus) -> dict[str, Any]:
-    return {
-        "lane": status.lane,
-        "url": status.url,
-        "connected": status.connected,
-        "position": status.position,
-        "cursor": status.cursor,
-        "ended": status.ended,
-        "gap_count": status.gap_count,
-        "gaps": [{"since": gap.since, "until": gap.until, "reason": gap.reason} for gap in status.gaps],
-        **({"counts": dict(status.counts)} if status.counts else {}),
-    }
+    found = asdict(status)
+    return found if found["counts"] else {name: value for name, value in found.items() if name != "counts"}
 
 
 class RefineMetrics(MetricCollector):

@@ -57,7 +57,7 @@ class RecentEvents:
     def logged(self, envelope: Envelope) -> Fate:
         """Remember an event that was appended to the log; a repeated event keeps the entry of the first."""
         key = (envelope.source, envelope.tenant, envelope.event_id)
-        fate = self._events.get(key)  # a repeated event keeps the place of the first
+        fate = self._events.get(key)  # a repeated event shares the entry of the first
         if fate is None:
             fate = self._events[key] = Fate(envelope.reject)
             if len(self._events) > self._size:
@@ -100,7 +100,7 @@ class RecentEvents:
             return
         key = (token.source, token.tenant, token.event_id)
         future = self._waiting.setdefault(key, asyncio.get_running_loop().create_future())
-        await asyncio.shield(future)  # one waiter that is cancelled must not cancel it for the others
+        await asyncio.shield(future)  # a cancelled waiter must not cancel the future of others
 
     def get(self, token: Token) -> Fate | None:
         return self._events.get((token.source, token.tenant, token.event_id))
@@ -204,7 +204,7 @@ class Signer:
         dumps, base64, keyed = orjson.dumps, binascii.b2a_base64, self._keyed.copy
         for envelope in envelopes:
             body = dumps((envelope.source, envelope.tenant, envelope.event_id, envelope.received_at))
-            body += _BLANKS[(_MAC_BYTES + len(body)) % 3]  # JSON may end with them, and base64 then needs no padding
+            body += _BLANKS[(_MAC_BYTES + len(body)) % 3]  # legal at the end of JSON, and saves base64 its padding
             mac = keyed()
             mac.update(body)
             tokens.append(base64(mac.digest() + body, newline=False))
@@ -225,7 +225,7 @@ class Signer:
             if not hmac.compare_digest(mac, self._mac(body)):
                 raise BadToken(text)
             source, tenant, event_id, received_at = orjson.loads(body)
-        except ValueError:  # of base64 and ASCII; what bears the signature is JSON of ours
+        except ValueError:  # of base64 or ASCII; a signed body is always JSON
             raise BadToken(text) from None
         return Token(source, tenant, event_id, received_at)
 
@@ -244,7 +244,7 @@ def _shared_key(path: Path) -> bytes:
             file.write(secrets.token_bytes(KEY_BYTES))
             file.flush()
             os.fsync(handle)
-        with suppress(FileExistsError):  # another node was faster: its key is the lake's
+        with suppress(FileExistsError):  # another node was faster, and its key counts
             os.link(draft, path)
         draft.unlink()
     if path.stat().st_mode & 0o077:

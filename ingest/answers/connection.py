@@ -50,8 +50,8 @@ class WebSocketConnection(asyncio.Protocol):
         self._transport: asyncio.Transport = None  # type: ignore[assignment]
         self._open = False
         self._closing: asyncio.TimerHandle | None = None
-        self._paused = False  # the other side does not read
-        self._holding = False  # what it sent before waits
+        self._paused = False  # the peer does not read
+        self._holding = False  # earlier messages wait
         self._silent = 0
         self._parts: list[bytes] = []  # of a message in several frames
         self._opcode = Opcode.TEXT  # of that message
@@ -148,7 +148,7 @@ class WebSocketConnection(asyncio.Protocol):
             elif isinstance(event, Frame) and event.opcode in (Opcode.TEXT, Opcode.BINARY, Opcode.CONT):
                 self._frame_received(event)
         self._flush()
-        over = self._wire.close_expected() or self._wire.state is State.CLOSED  # closed: it ended without a word
+        over = self._wire.close_expected() or self._wire.state is State.CLOSED  # CLOSED: without a close frame
         if over and self._closing is None:
             self._open = False
             self._closing = self._loop.call_later(_CLOSE_S, self._transport.abort)
@@ -176,7 +176,7 @@ class WebSocketConnection(asyncio.Protocol):
             self._open = False
             self._wire.fail(CloseCode.INVALID_DATA, "text that is not UTF-8")
         elif self._open:  # data after a close is ignored
-            self._flush()  # pongs of pings that came before it
+            self._flush()  # pongs of earlier pings
             self._take(message)
 
     def _flush(self) -> None:

@@ -338,7 +338,7 @@ class Answers:
         if isinstance(at, str):
             return EventAnswer(spec.product, refused=at)
         await self._watch.holds(spec.product, at)
-        # Judged after the product has it: an event that fails its schema is in quarantine by the same batch or soon.
+        # Checked last: an event that fails its schema is quarantined by the same batch, or soon after.
         reason = await asyncio.to_thread(self._lake.quarantine_reason, token.source, token.tenant, token.event_id)
         if reason is not None:
             return EventAnswer(spec.product, refused=reason)
@@ -353,7 +353,7 @@ class Answers:
                 return state.reason
             if state.coordinates is not None:
                 return state.coordinates
-            await asyncio.sleep(_BRONZE_POLL_S)  # taken by another node: bronze will tell
+            await asyncio.sleep(_BRONZE_POLL_S)  # taken by another node: wait for bronze
 
     async def _read(self, token: Token, spec: AnswerSpec) -> EventAnswer:
         key = self._keys.get(_event_key(token)) or await asyncio.to_thread(self._key_from_bronze, token, spec)

@@ -67,7 +67,7 @@ class StreamProtocol(WebSocketConnection):
     def __init__(self, streams: Streams, server: set[Any]) -> None:
         super().__init__(server, MAX_MESSAGE_BYTES, _BUFFER_BYTES)
         self._streams = streams
-        self._stale: dict[tuple[str, Key], None] = {}  # to be told when the socket drains
+        self._stale: dict[tuple[str, Key], None] = {}  # sent when the socket drains
         self._held: deque[bytes] = deque()  # messages that came while the log was full
         self._unacked: deque[tuple[Any, CommitGroup | None, Admitted]] = deque()
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -388,7 +388,7 @@ class ProductFollower:
                 try:
                     version, rows = await asyncio.to_thread(self._rows.by_keys, product, keys)
                 except LookupRefused as error:
-                    if error.status != 404:  # a product that does not exist yet is waited for
+                    if error.status != 404:  # wait for a product that does not exist yet
                         logger.warning("%s is not followed: %s", product, error)
                         return
                 except Exception:  # subscribers of other products are not affected

@@ -242,7 +242,7 @@ class ProductWatch:
             while waiting := self._waiting.get(product):
                 try:
                     version, offsets = await asyncio.to_thread(self._lake.progress, product)
-                except (OSError, ValueError) as error:  # the table is being made, or dropped
+                except (OSError, ValueError) as error:  # the table is being created or dropped
                     logger.warning("the log of %s cannot be read: %s", product, error)
                 else:
                     for reached, future in list(waiting):

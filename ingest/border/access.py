@@ -78,7 +78,7 @@ class SenderGate:
         self.connections = 0
         self.reserved = 0
 
-    # --- who
+    # --- keys
 
     def admit(self, source: Source, presented: str | None) -> Sender:
         """The sender that presents this key to the source.
@@ -92,7 +92,7 @@ class SenderGate:
         if key.sources and source.name not in key.sources:
             raise EventRefused(f"this key may not send to {source.name!r}", 403, code="forbidden")
         sender = self._senders.get(key.id)
-        if sender is None or sender.key is not key:  # a new reading of the file makes new keys
+        if sender is None or sender.key is not key:  # reloading the file makes new keys
             sender = self._senders[key.id] = Sender(key, key.tenant or None, key.max_event_bytes or None)
         return sender
 
@@ -122,7 +122,7 @@ class SenderGate:
     def keys_required(self) -> bool:
         return self._keys is not None and self._keys.required
 
-    # --- how fast
+    # --- rates
 
     def spend(self, source: Source, sender: Sender, events: int) -> None:
         """Take this many events from the allowances of the source and of the key: from both or from none.
@@ -161,7 +161,7 @@ class SenderGate:
         self.not_kept[source] += 1
         return False
 
-    # --- how many
+    # --- connections and memory
 
     def connect(self) -> bool:
         """Count a new connection; False if there are too many."""

@@ -111,7 +111,7 @@ class Border:
         self._good_fields = [(path, types or _ANY) for path, steps, types in self._required if len(steps) == 1]
         self._failed = compile_expectations(source, file)
         self._flaw = self._lacks if self._required else None
-        # What is left to ask of an event with those fields, or None.
+        # The remaining check of an event with these fields, or None.
         self._flaw_of_good = self._lacks if len(self._good_fields) < len(self._required) else None
         if self._failed is not None:
             self._flaw = self._lacks_or_fails if self._required else self._fails
@@ -381,7 +381,7 @@ def repeatable_id(origin: str, payload: bytes) -> str:
     return f"~{digest.hexdigest()}"
 
 
-_ANY = frozenset({dict, list, str, int, float, bool})  # what is there and not null
+_ANY = frozenset({dict, list, str, int, float, bool})  # present and not null
 
 _JSON_NAMES = {
     list: "an array",
@@ -449,7 +449,7 @@ class FrontBorder(Border):
             suspect,
             None if refusal is None else refusal.reason,
         )
-        # A stream upstream's order is kept: its lane is the key.
+        # The lane as key keeps the order of a stream upstream.
         key = event_id if origin is None else origin.rpartition("#")[0]
         return Admitted(envelope, key.encode(), payload, refusal)
 

@@ -80,7 +80,7 @@ def _fields(tokens: list[str], end: str) -> dict[str, Field]:
         made = _type(tokens)
         while tokens and tokens[0] not in (",", end):
             if tokens.pop(0).upper() == "COLLATE":
-                made = replace(made, declared=f"{made.declared} COLLATE")  # its texts compare in another way
+                made = replace(made, declared=f"{made.declared} COLLATE")  # its texts compare differently
         found[name] = made
         if tokens and tokens[0] == ",":
             tokens.pop(0)

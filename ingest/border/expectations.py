@@ -97,7 +97,7 @@ def compile_expectations(source: Source, file: Path | None = None) -> Callable[[
         try:
             for name, holds in verdicts:
                 if not holds(fields):
-                    # Spark looks at the schema first, and its reason is the one that quarantine keeps.
+                    # Spark checks the schema first, and quarantine keeps the first reason.
                     return name if all(fits(fields.get(n), field) for n, field in declared.items()) else None
         except Doubtful:
             pass
@@ -203,7 +203,7 @@ class _ExpectationCompiler:
         if not all(isinstance(inner, exp.Column | exp.Dot | exp.Identifier) for inner in node.walk()):
             raise _Unsupported(_shown(node))
         for part in node.parts:
-            names = [name for name in below if name.lower() == part.name.lower()]  # Spark does not tell case apart
+            names = [name for name in below if name.lower() == part.name.lower()]  # Spark ignores case
             if len(names) != 1:
                 raise _Unsupported(f"the schema has no one field {_shown(node)}")
             path, field = [*path, names[0]], below[names[0]]

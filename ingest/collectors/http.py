@@ -240,7 +240,7 @@ def _bind(host: str, port: int) -> socket.socket:
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
-        bound.listen(_BACKLOG)  # whoever is told the address may connect, even before uvicorn looks
+        bound.listen(_BACKLOG)  # clients may connect before uvicorn accepts
     except OSError as error:
         bound.close()
         raise EnvironmentProblem(
@@ -307,7 +307,7 @@ class EventsEndpoint:
         held = self._requests.gate.hold(passed.intake.border.source, passed.sender, frozenset())
         try:
             taken = self._requests.take(passed, kind, body)
-            if query.get("ack") == "none":  # one way: before it is durable, whatever the border thinks of it
+            if query.get("ack") == "none":  # one way: answered before it is durable, even if refused
                 return b""
             for group in taken.groups:
                 await group.wait()

@@ -157,7 +157,7 @@ class EventStreamParser:
     def _keep(self, piece: bytes) -> None:
         if self._rest_bytes + len(piece) > self._max:
             self._cut = True
-            self._rest = self._rest or [piece[:6]]  # enough to tell which field it is
+            self._rest = self._rest or [piece[:6]]  # enough to identify the field
             return
         if piece:
             self._rest.append(piece)

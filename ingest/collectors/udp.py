@@ -105,7 +105,7 @@ class UdpCollector:
                 f"Stop what uses it, or change the port of a collector of {self._intake.border.source.name}",
             ) from None
         bound.setblocking(False)
-        given = bound.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) // 2  # Linux says twice what it gives
+        given = bound.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) // 2  # Linux reports twice the size
         if given < self._spec.buffer_bytes:
             logger.warning(
                 "udp port %d has a buffer of %d bytes; net.core.rmem_max allows no more", bound.getsockname()[1], given

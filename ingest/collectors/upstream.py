@@ -246,10 +246,6 @@ class WebSocketCollector(UpstreamClient):
         while True:
             await self._received(await connection.recv(decode=False))
 
-    @property
-    def _most_bytes(self) -> int:
-        return MAX_MESSAGE_BYTES
-
 
 @asynccontextmanager
 async def open_stream(

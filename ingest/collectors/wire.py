@@ -197,7 +197,7 @@ class EventPostProtocol(asyncio.Protocol):
         if head.length <= _SMALL_BYTES:
             return True
         try:
-            with suppress(LogUnavailable):  # the node may take events again by the time that it is there
+            with suppress(LogUnavailable):  # the node may be ready when the body is complete
                 self._requests.enter(head.source, head.kind, head.length, head.key)
             self._reserve(head.length)
         except EventRefused as error:
@@ -271,8 +271,8 @@ class EventPostProtocol(asyncio.Protocol):
         self._balance()
 
     def _end(self) -> None:
-        if self._deaf:  # closed at once the connection would be reset, and the refusal lost (RFC 9112 §9.6)
-            with suppress(OSError):  # it is gone already
+        if self._deaf:  # closing now would reset the connection and lose the refusal (RFC 9112 §9.6)
+            with suppress(OSError):  # already closed
                 self._transport.write_eof()
         else:
             self._transport.close()

@@ -93,7 +93,7 @@ class ConfluentPublisher:
                 # topic, value, key, partition (-1: by the key), callback, timestamp (0: now), headers
                 produce(topic, payload, event.key, -1, partial(delivered, event), None, 0, headers_of(envelope))
                 self._in_client += 1
-            except Exception as error:  # noqa: BLE001 - KafkaException, BufferError: whatever it is, it is sent again
+            except Exception as error:  # noqa: BLE001 - KafkaException, BufferError: any error means sending again
                 self._again(event, str(error))
         if before == 0 and self._in_client:
             self._poll_in(_POLL_S)
@@ -122,10 +122,10 @@ class ConfluentPublisher:
             return
         try:
             self._producer.poll(0)
-            if self._holding and self._in_client:  # nothing that is still in the client may go out
+            if self._holding and self._in_client:  # nothing left in the client may be sent
                 self._producer.purge()
                 self._producer.poll(0)
-        finally:  # whoever takes the outcomes may fail; the next look is due all the same
+        finally:  # delivering outcomes may fail; the next poll is due in any case
             self._poll_in(_POLL_S if self._in_client else _IDLE_POLL_S)
             self._outcomes.drain()
 
@@ -163,14 +163,14 @@ class ConfluentPublisher:
                 "linger.ms": self._settings.linger_ms,
                 "batch.size": min(self._settings.batch_bytes, self._routes.smallest_limit),
                 "message.max.bytes": REQUEST_BYTES,
-                "message.timeout.ms": 0,  # without end
+                "message.timeout.ms": 0,  # unlimited
                 "partitioner": "murmur2_random",  # the same partition for a key as with kafka-python
                 "allow.auto.create.topics": False,
                 "reconnect.backoff.max.ms": 1_000,
                 **self._settings.security.for_librdkafka(),
             },
             logger=_client_logger,
-            error_cb=_said,  # without one, poll raises what belongs to no event
+            error_cb=_said,  # otherwise poll raises errors that belong to no event
         )
         try:
             producer.list_topics(timeout=CONNECT_MS / 1000)

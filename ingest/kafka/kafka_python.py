@@ -99,7 +99,7 @@ class KafkaPythonPublisher:
                     self._outcomes.put(SendOutcome(event, -1, -1, refusal, final=True))
                 else:
                     self._send_one(event)
-            except Exception as error:  # whatever it is, the thread must live and the event must be sent again
+            except Exception as error:  # the thread must survive and the event must be sent again
                 logger.exception("the Kafka client failed on event %d", event.seq)
                 self._again(event, error_text(error))
 
@@ -178,5 +178,5 @@ class KafkaPythonPublisher:
             producer.close(timeout=timeout_s)
         except kafka_errors.KafkaTimeoutError:
             logger.warning("Kafka did not take everything before the end; the log keeps it")
-            producer._sender.force_close()  # close() gives up at its flush and would leave the thread running
+            producer._sender.force_close()  # close() gave up at its flush and left its thread running
             producer.close(timeout=1)

@@ -112,7 +112,7 @@ class CommitGroup:
             return
         if self._future is None:
             self._future = asyncio.get_running_loop().create_future()
-        await asyncio.shield(self._future)  # one waiter that is cancelled must not cancel it for the others
+        await asyncio.shield(self._future)  # a cancelled waiter must not cancel the future of others
 
     def then(self, call: Callable[[], None]) -> None:
         """Call back when the group becomes acknowledgeable, which it must not be yet. Exceptions are logged."""

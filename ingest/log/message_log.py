@@ -98,10 +98,10 @@ class MessageLog:
         self._room: list[asyncio.Future[None]] = []
         self._closed = False
         self._told: Callable[[], None] = lambda: None
-        self._header_bytes = 0  # of the active segment; it holds more only when something was appended
+        self._header_bytes = 0  # of the active segment, without its events
         self._active = self._roll()
         self._drop([segment for segment in self.recovery.segments if segment.unacked == 0])
-        self._commit.write_now()  # so that a crash from now on is known to be one
+        self._commit.write_now()  # so that a crash from now on is recognized
         self._commit.on_durable = self._written
 
     @classmethod

@@ -144,7 +144,7 @@ class HybridLogging:
             if self._writing is not None:
                 with suppress(OSError):
                     await self._writing
-            await asyncio.sleep(0)  # lets its callback run
+            await asyncio.sleep(0)  # let its callback run
         if self.problem:
             logger.error("the message log could not be closed properly: %s", self.problem)
         self.worker.shutdown(wait=True)
@@ -170,7 +170,7 @@ class HybridLogging:
         self._submit(job)
 
     def _submit(self, job: LogWrite) -> None:
-        job.remove.extend(self._remove)  # on a full disk a write that is repeated needs the room that has come up since
+        job.remove.extend(self._remove)  # on a full disk the retry needs space that was freed since
         self._remove = []
         loop = asyncio.get_running_loop()
         self._writing = loop.run_in_executor(self.worker, self._files.write, job.parts, job.remove)
@@ -238,7 +238,7 @@ class ReceiverLogging(HybridLogging):
         self._write_here()
 
     def _write_here(self) -> None:
-        if self._writing is not None:  # the worker repeats a write that failed; what is pending comes after it
+        if self._writing is not None:  # the worker retries a failed write; pending bytes follow it
             return
         job = LogWrite(self._parts, self._remove, self._sealed, self._last_seq)
         self._parts, self._remove, self._sealed = [], [], []
@@ -297,7 +297,7 @@ class SenderLogging(ReceiverLogging):
 
     async def close(self) -> None:
         self.flush_soon()
-        while self._unwritten:  # the disk refuses: what was not acknowledged may go
+        while self._unwritten:  # the disk refuses: unacknowledged events may be lost
             self._stage()
         await super().close()
 

@@ -121,7 +121,7 @@ class _Fold:
     def __init__(self, mend: bool) -> None:
         self.found = Recovery()
         self.mend = mend
-        self.open_damage: list[Corrupt] = []  # whose end is known when the next frame is
+        self.open_damage: list[Corrupt] = []  # completed by the next frame
         self.last_lane = -1
         self.last_seq = 0
         self.lanes: dict[int, SourceLane] = {}
@@ -151,7 +151,7 @@ class _Fold:
     def _segment(self, path: Path, *, newest: bool) -> None:
         try:
             data = path.read_bytes()
-        except FileNotFoundError:  # a node that runs has just removed it
+        except FileNotFoundError:  # a running node has just removed it
             return
         segment = LogSegment(int(path.stem), path, len(data), len(data))
         self.found.segments.append(segment)
@@ -220,7 +220,7 @@ class _Fold:
         return index
 
     def _lane(self, index: int) -> SourceLane:
-        # A lane is named by a mark before its first event; without a name only if that mark is corrupt.
+        # A mark names a lane before its first event, unless that mark is corrupt.
         return self.lanes.setdefault(index, SourceLane(index, f"lost/{index}", ""))
 
 

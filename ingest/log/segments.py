@@ -57,9 +57,9 @@ class SegmentWriter:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._open: dict[int, int] = {}  # segment number to file descriptor
-        self._created = False  # a file whose name is not on the disk yet
-        self._newest = 0  # segment that has its first bytes, and so the state before it, on the disk
-        self._kept: list[LogSegment] = []  # to be removed once a newer one is on the disk
+        self._created = False  # a file whose directory entry is not durable yet
+        self._newest = 0  # newest segment whose first bytes, and so the earlier state, are durable
+        self._kept: list[LogSegment] = []  # removed once a newer one is durable
 
     def write(self, parts: Sequence[SegmentPart], remove: Sequence[LogSegment]) -> list[int]:
         """Make the parts durable and remove segments. After an error the same parts may be written again.
@@ -73,8 +73,8 @@ class SegmentWriter:
             The number of bytes of each part.
         """
         sizes = []
-        self._kept += [segment for segment in remove if segment not in self._kept]  # a repeated write brings it again
-        self._remove_older()  # on a full disk nothing can be written before something goes
+        self._kept += [segment for segment in remove if segment not in self._kept]  # a retried write repeats them
+        self._remove_older()  # on a full disk, removing comes before writing
         for number, part in enumerate(parts):
             handle = self._open.get(part.segment.number)
             if handle is None:
@@ -131,7 +131,7 @@ def read_frames(segment: LogSegment, offset: int, max_bytes: int) -> Iterator[Lo
         for item in scan(data, 0):
             if isinstance(item, Damage) and item.tail and offset + len(data) < end:
                 if item.offset:
-                    return  # the frame goes on behind the bytes that were read
+                    return  # the frame continues beyond the bytes read
                 data = os.pread(handle, end - offset, offset)
                 yield from _shift(scan(data, 0), offset)
                 return

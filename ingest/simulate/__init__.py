@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from ingest.simulate.generator import RsvpGenerator, generate
-from ingest.simulate.player import FileLines, GeneratedLines, Lines, Player, PlayerStatus, SceneLines, renew_rsvp
+from ingest.simulate.player import FileLines, Lines, Player, PlayerStatus, SceneLines, renew_rsvp
 from ingest.simulate.server import Play, play_pipeline, play_source, run_player, scene_players
 
 __all__ = [
     "FileLines",
-    "GeneratedLines",
     "Lines",
     "Play",
     "Player",

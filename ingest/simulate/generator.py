@@ -68,6 +68,8 @@ class RsvpGenerator:
         rate: events a second at which the stream will be played; ``mtime`` follows it.
     """
 
+    total: None = None  # endless
+
     def __init__(self, seed: int, start_ms: int | None = None, rate: float = 1_000.0) -> None:
         self._seed = seed
         self._start_ms = time.time_ns() // 1_000_000 if start_ms is None else start_ms
@@ -162,7 +164,7 @@ def _guests(at: float) -> int:
 
 @functools.lru_cache(maxsize=4_096)
 def _member(number: int) -> bytes:
-    # Numbers are spread by a multiplication, so that neighbours have nothing in common.
+    # The multiplication spreads consecutive numbers.
     member_id = number * 2_654_435_761 % 900_000_007
     first = words.FIRST_NAMES[member_id % len(words.FIRST_NAMES)]
     last = words.LAST_NAMES[member_id // 64 % len(words.LAST_NAMES)]

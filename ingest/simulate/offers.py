@@ -118,7 +118,7 @@ def write_feeds(
         place.mkdir(parents=True, exist_ok=True)
         for turn, rows in enumerate(feed_rows(seed, merchant, offers, rounds, start_ms)):
             kind = formats[(merchant + turn) % len(formats)]
-            if kind == "parquet":  # which has no way to write a row badly
+            if kind == "parquet":  # which cannot hold a malformed row
                 rows = [row for row in rows if row is not None]
                 _write_parquet(place / f"offers-{turn}.parquet", rows)
             else:

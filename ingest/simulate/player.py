@@ -22,7 +22,7 @@ from typing import IO, Protocol
 
 import orjson
 
-from ingest.simulate.generator import BLOCK, RsvpGenerator
+from ingest.simulate.generator import BLOCK
 from ingest.simulate.scenes import Scene
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline import Template
@@ -249,18 +249,6 @@ class FileLines:
         self._file.close()
 
 
-class GeneratedLines:
-    """The stream of a generator, which was made with the rate at which it is played."""
-
-    total: None = None
-
-    def __init__(self, generator: RsvpGenerator) -> None:
-        self._generator = generator
-
-    def block(self, number: int) -> list[bytes]:
-        return self._generator.block(number)
-
-
 class SceneLines:
     """One source's events of a scene, as JSON. A scene is made in order; for a dropped block it starts anew.
 
@@ -363,7 +351,7 @@ def _content(line: bytes) -> bytes:
 def _unpacked(path: Path) -> IO[bytes]:
     unpacked = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the reader
     try:
-        with gzip.open(path, "rb") as packed, contextlib.suppress(EOFError):  # cut off: what came before is good
+        with gzip.open(path, "rb") as packed, contextlib.suppress(EOFError):  # truncated: the data before is valid
             while some := packed.read1(65_536):
                 unpacked.write(some)
     except BaseException:

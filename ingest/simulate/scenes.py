@@ -111,7 +111,7 @@ def clickstream(seed: int, start_ms: int) -> Iterator[tuple[str, Payload]]:
 
 
 def _clickstream(rng: random.Random, start_ms: int) -> Iterator[Happening]:
-    # Time, visitor, and the cart: who is due next does next.
+    # Time, visitor and cart, ordered by the time of the next action.
     due: list[tuple[int, str, list[str]]] = [(start_ms, "u0", [])]
     due += [(start_ms + int(rng.expovariate(1 / _AWAY_MS)), f"u{n}", []) for n in range(1, VISITORS)]
     heapq.heapify(due)

@@ -39,7 +39,7 @@ from websockets.protocol import State
 from websockets.server import ServerProtocol
 
 from ingest.simulate.generator import RsvpGenerator
-from ingest.simulate.player import FileLines, GeneratedLines, Lines, Player, SceneLines, renew_rsvp
+from ingest.simulate.player import FileLines, Lines, Player, SceneLines, renew_rsvp
 from ingest.simulate.scenes import SCENES, Scene
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem
 from lakehouse.contract.pipeline import Pipeline, Source
@@ -257,7 +257,7 @@ class _Client:
                 index += len(events)
                 await self._writer.drain()
                 if len(events) == _BATCH:
-                    await asyncio.sleep(0)  # one that catches up lets the others go on
+                    await asyncio.sleep(0)  # let other clients run while this one catches up
 
     async def _listen(self) -> None:
         """Answer pings and the close; ignore everything else."""
@@ -287,7 +287,7 @@ def _whole_number(name: str, text: str) -> int:
 
 
 def _sse(index: int, events: list[bytes]) -> bytes:
-    # A carriage return ends a line in SSE; in JSON it is white space like the line feed that the client gets for it.
+    # A carriage return ends a line in SSE. In JSON it is white space, like the line feed that replaces it.
     texts = (event.replace(b"\r", b"\ndata: ") for event in events)
     return b"".join(b"id: %d\ndata: %b\n\n" % (number, text) for number, text in enumerate(texts, index))
 
@@ -430,7 +430,7 @@ async def _play(players: Mapping[str, Player], play: Play, ready: Ready | None, 
 
 def _open_lines(play: Play) -> Lines:
     if play.input is None:
-        return GeneratedLines(RsvpGenerator(play.seed, rate=play.rate))
+        return RsvpGenerator(play.seed, rate=play.rate)
     try:
         return FileLines(play.input)
     except OSError as error:

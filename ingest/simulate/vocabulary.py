@@ -127,7 +127,7 @@ COUNTRIES: tuple[Country, ...] = (
     _country("om", 0.1, (23.6, 58.3), "Muscat"),
 )  # fmt: skip
 
-# Towns of English-speaking countries: one of each list, joined.
+# Towns of English-speaking countries join one word of each list.
 TOWN_BEGINS = _split("Oak|Maple|Cedar|River|Lake|Mill|Ash|Fair|Green|Spring|West|East|North|Clear|Stone|Brook")
 
 TOWN_ENDS = _split("dale|ville|ton|field|port|wood|bridge|ford|ham|haven|view|crest")
@@ -139,7 +139,7 @@ STATES = {
     "ca": _split("ON|BC|QC|AB|MB|NS"),
 }
 
-# Topics: the first are the commonest by themselves; the rest are one word of each list, joined.
+# Topics: the commonest stand alone; the others join one word of each list.
 PLAIN_TOPICS = _split(
     "Hiking|Social|Fun Times|Outdoors|Fitness|New In Town|Dining Out|Adventure|Board Games|Language Exchange|"
     "Travel|Photography|Walking|Coffee|Yoga|Singles Over 30|Cycling|Live Music|Wine|Startups|Programming|"

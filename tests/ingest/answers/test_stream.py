@@ -18,7 +18,7 @@ import pytest_asyncio
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-import ingest.node
+import ingest.kafka
 from ingest.answers import stream
 from ingest.border.access import ApiKey, keys_path, new_key
 from ingest.broker import EmbeddedBroker
@@ -317,7 +317,7 @@ async def test_until_the_node_is_ready_a_publisher_is_held_and_not_asked_again_a
             handled[0] += 1
             super()._handle(message)
 
-    monkeypatch.setattr(ingest.node, "ensure_topics", ensure)
+    monkeypatch.setattr(ingest.kafka, "ensure_topics", ensure)
     monkeypatch.setattr(stream, "StreamProtocol", Counted)
     settings = settings_of(tmp_path)
     settings = replace(settings, collect=replace(settings.collect, port=free_port()))

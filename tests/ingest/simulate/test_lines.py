@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ingest.simulate.generator import BLOCK, RsvpGenerator
-from ingest.simulate.player import FileLines, GeneratedLines, Reel, SceneLines, renew_rsvp
+from ingest.simulate.player import FileLines, Reel, SceneLines, renew_rsvp
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_rounds_are_renewed_and_repeatable(path: Path) -> None:
 
 def test_generated_lines_never_end() -> None:
     generator = RsvpGenerator(1, 0)
-    reel = Reel(GeneratedLines(generator))
+    reel = Reel(generator)
     assert reel.total is None
     assert reel.read(50 * BLOCK + 3, 2) == generator.block(50)[3:5]
 

@@ -14,7 +14,7 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from ingest.simulate import FileLines, GeneratedLines, Player, RsvpGenerator, renew_rsvp, run_player
+from ingest.simulate import FileLines, Player, RsvpGenerator, renew_rsvp, run_player
 from lakehouse.contract.pipeline import Template
 
 
@@ -167,7 +167,7 @@ async def test_malformed_lines_pass_untouched(tmp_path: Path) -> None:
 
 
 async def test_a_slow_client_holds_up_nobody() -> None:
-    player = Player(GeneratedLines(RsvpGenerator(1, 0)), 20_000.0)
+    player = Player(RsvpGenerator(1, 0), 20_000.0)
     async with running(player) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1_024)  # never read
         writer.write(b"GET /lines HTTP/1.1\r\nHost: test\r\n\r\n")
