@@ -1,4 +1,4 @@
-"""The message log on a real disk: groups, deletion on acknowledgement, the bound, recovery."""
+"""The message log on a real disk: commit groups, deletion on acknowledgement, the limit, recovery."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 
 from ingest.border.admission import Admitted
 from ingest.errors import LogFull, LogUnavailable
+from ingest.log.events import CommitGroup
 from ingest.log.message_log import AHEAD, MARK_INTERVAL_S, MessageLog, least_limit
 from ingest.log.protocols import PROTOCOLS
 from lakehouse.contract.errors import EnvironmentProblem
@@ -345,3 +346,21 @@ async def test_all_are_taken_or_none(open_log: OpenLog) -> None:
 def admitted(number: int, reject: str | None = None) -> Admitted:
     payload = f"{number}:".encode().ljust(100, b"x")
     return Admitted(envelope(number, payload, reject=reject), b"k", payload, None)
+
+
+async def test_one_that_cannot_be_told_keeps_nobody_else_from_it() -> None:
+    told: list[str] = []
+
+    def fail() -> None:
+        told.append("fails")
+        raise TypeError("recursion limit reached")
+
+    group = CommitGroup()
+    for call in (lambda: told.append("before"), fail, lambda: told.append("after")):
+        group.then(call)
+    waiting = asyncio.create_task(group.wait())
+    await asyncio.sleep(0)
+    group.close()
+    async with asyncio.timeout(60):
+        await waiting
+    assert (told, group.acknowledgeable) == (["before", "fails", "after"], True)

@@ -1,4 +1,4 @@
-"""The failed store keeps what Kafka will not take, once, and survives a torn write."""
+"""The failed store keeps each refused event once, and survives an interrupted write."""
 
 from __future__ import annotations
 
