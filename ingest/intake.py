@@ -32,7 +32,6 @@ from lakehouse.contract.trace import EventLines
 MAX_BODY_BYTES = 8 * 1024 * 1024
 MAX_EVENTS = 5_000
 JSON = "application/json"
-LINES = ("application/x-ndjson", "application/jsonl")
 
 Extra = tuple[tuple[str, str], ...]
 T = TypeVar("T")

@@ -250,18 +250,6 @@ def keys_path(settings: Settings) -> Path:
     return Path(settings.collect.keys) if settings.collect.keys else Lake(settings.lake).state / "keys.toml"
 
 
-def read_keys(path: Path) -> dict[str, ApiKey]:
-    return KeyFile(path, ApiKey).read()
-
-
-def new_key(path: Path, key: ApiKey) -> str:
-    return KeyFile(path, ApiKey).new(key)
-
-
-def revoke_key(path: Path, name: str) -> ApiKey:
-    return KeyFile(path, ApiKey).revoke(name)
-
-
 class SenderKeys(KeyRing[ApiKey]):
     """The keys of a node, reloaded from their file; see :class:`lakehouse.contract.keys.KeyRing`."""
 

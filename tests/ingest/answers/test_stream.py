@@ -20,13 +20,14 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 import ingest.kafka
 from ingest.answers import stream
-from ingest.border.access import ApiKey, keys_path, new_key
+from ingest.border.access import ApiKey, keys_path
 from ingest.broker import EmbeddedBroker
 from ingest.errors import BrokerUnavailable
 from ingest.kafka import ensure_topics
 from ingest.node import CollectorNode, run_collector
 from jobs.up import free_port
 from lakehouse.contract.collector import CollectorSpec
+from lakehouse.contract.keys import KeyFile
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline
 from lakehouse.contract.product import Product
@@ -367,8 +368,8 @@ async def test_while_the_log_is_full_nothing_is_read(broker: EmbeddedBroker, tmp
 
 async def test_keys_say_who_may(broker: EmbeddedBroker, tmp_path: Path) -> None:
     settings = settings_of(tmp_path)
-    other = new_key(keys_path(settings), ApiKey("0" * 64, sources=("quiet",)))
-    mine = new_key(keys_path(settings), ApiKey("0" * 64, tenant="acme", sources=("clicks",)))
+    other = KeyFile(keys_path(settings), ApiKey).new(ApiKey("0" * 64, sources=("quiet",)))
+    mine = KeyFile(keys_path(settings), ApiKey).new(ApiKey("0" * 64, tenant="acme", sources=("clicks",)))
     async with running_node(settings, roads("roads-keys"), broker.bootstrap) as url:
         address = url.replace("http", "ws") + stream.PATH
         for headers in ({}, {"X-API-Key": "mr_x_y"}):
@@ -392,8 +393,8 @@ async def test_a_key_sees_what_comes_of_the_sources_it_may_send_to_and_nothing_e
     broker: EmbeddedBroker, tmp_path: Path
 ) -> None:
     settings, pipeline = settings_of(tmp_path), roads("roads-seen")
-    own = new_key(keys_path(settings), ApiKey("0" * 64, sources=("clicks",)))
-    every = new_key(keys_path(settings), ApiKey("0" * 64))
+    own = KeyFile(keys_path(settings), ApiKey).new(ApiKey("0" * 64, sources=("clicks",)))
+    every = KeyFile(keys_path(settings), ApiKey).new(ApiKey("0" * 64))
     upstream = CollectorSpec("websocket", "ws://127.0.0.1:9/", "from")  # not by HTTP, and nothing comes of it
     far = replace(pipeline.sources["clicks"], name="far", topic="roads-seen-far", collectors=(upstream,))
     traffic = pipeline.products["traffic"]

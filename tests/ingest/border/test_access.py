@@ -17,13 +17,10 @@ from ingest.border.access import (
     SenderGate,
     SenderKeys,
     TokenBucket,
-    new_key,
-    read_keys,
-    revoke_key,
 )
 from ingest.errors import EventRefused
 from lakehouse.contract.errors import ConfigError
-from lakehouse.contract.keys import RELOAD_S
+from lakehouse.contract.keys import RELOAD_S, KeyFile
 from lakehouse.contract.pipeline import Source
 
 
@@ -113,7 +110,7 @@ def test_connections_are_counted_once_and_given_back() -> None:
 def test_keys_are_asked_for_where_there_are_any(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     assert SenderGate(SenderKeys(path)).admit(source(), None) is ANONYMOUS
-    key = new_key(path, ApiKey("0" * 64, tenant="acme", sources=("clicks",), max_event_bytes=99))
+    key = KeyFile(path, ApiKey).new(ApiKey("0" * 64, tenant="acme", sources=("clicks",), max_event_bytes=99))
     gate = SenderGate(SenderKeys(path))
     for shown in (None, "", "mr_x_y", key + "x"):
         with pytest.raises(EventRefused) as refused:
@@ -152,7 +149,7 @@ WANTED = ApiKey("0" * 64, name='The "roof"', tenant="acme", sources=("clicks",),
 
 def test_a_key_is_known_by_its_hash_only(tmp_path: Path) -> None:
     path = tmp_path / "state" / "keys.toml"
-    text = new_key(path, WANTED)
+    text = KeyFile(path, ApiKey).new(WANTED)
     assert text.split("_", 2)[2] not in path.read_text(), "the secret is nowhere"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     ring = SenderKeys(path)
@@ -171,25 +168,25 @@ def test_keys_are_added_and_revoked_while_a_node_runs(tmp_path: Path) -> None:
     path, clock = tmp_path / "keys.toml", Clock()
     ring = SenderKeys(path, clock)
     assert not ring.required and ring.find("mr_x_y") is None
-    first = new_key(path, WANTED)
+    first = KeyFile(path, ApiKey).new(WANTED)
     assert ring.find(first) is None, "not looked at again so soon"
     clock.now += RELOAD_S
     assert ring.required and ring.find(first) is not None
-    second = new_key(path, WANTED)
-    revoked = revoke_key(path, first.split("_")[1])
+    second = KeyFile(path, ApiKey).new(WANTED)
+    revoked = KeyFile(path, ApiKey).revoke(first.split("_")[1])
     assert revoked.tenant == "acme"
     clock.now += RELOAD_S
     assert ring.find(first) is None
     assert ring.find(second) is not None
-    revoke_key(path, second.split("_")[1])
+    KeyFile(path, ApiKey).revoke(second.split("_")[1])
     clock.now += RELOAD_S
     assert ring.required, "the last key revoked opens nothing"
-    assert len(read_keys(path)) == 0
+    assert len(KeyFile(path, ApiKey).read()) == 0
 
 
 def test_a_file_that_is_broken_while_a_node_runs_changes_nothing(tmp_path: Path) -> None:
     path, clock = tmp_path / "keys.toml", Clock()
-    text = new_key(path, WANTED)
+    text = KeyFile(path, ApiKey).new(WANTED)
     ring = SenderKeys(path, clock)
     path.write_text("[keys.a]\nhash = 5\n")
     clock.now += RELOAD_S
@@ -215,4 +212,4 @@ def test_a_file_that_is_wrong_is_named_at_start(tmp_path: Path, text: str, says:
 
 def test_no_such_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no key 'nobody'"):
-        revoke_key(tmp_path / "keys.toml", "nobody")
+        KeyFile(tmp_path / "keys.toml", ApiKey).revoke("nobody")

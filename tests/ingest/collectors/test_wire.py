@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from ingest import intake
 from ingest.answers.acks import RecentEvents, Signer
-from ingest.border.access import ApiKey, SenderGate, SenderKeys, new_key
+from ingest.border.access import ApiKey, SenderGate, SenderKeys
 from ingest.border.admission import Border
 from ingest.collectors import wire
 from ingest.collectors.http import HttpServer, check_exposure, make_app
@@ -30,6 +30,7 @@ from ingest.log.events import LoggedEvent
 from ingest.log.message_log import MessageLog
 from ingest.stats import CollectedSources, NodeStats
 from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.keys import KeyFile
 from lakehouse.contract.settings import CollectSettings
 from tests.ingest.conftest import LIMIT, event, eventually, pipeline_of, request
 
@@ -399,7 +400,7 @@ async def test_slow_clients_are_cut_off(tmp_path: Path) -> None:
 
 async def test_who_may_not_send_takes_no_room_from_those_who_may(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
-    key = new_key(path, ApiKey("0" * 64)).encode()
+    key = KeyFile(path, ApiKey).new(ApiKey("0" * 64)).encode()
     async with serving(tmp_path, gate=SenderGate(SenderKeys(path)), max_event_bytes=100_000) as served:
         head = post(b"").replace(b"Content-Length: 0", b"Content-Length: %d" % intake.MAX_BODY_BYTES)
         strangers = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(33)]
@@ -450,8 +451,10 @@ async def test_too_large_too_many_and_heads_without_end(tmp_path: Path, monkeypa
 
 async def test_keys_tenants_and_limits(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
-    good = new_key(path, ApiKey("0" * 64, tenant="acme", sources=("clicks",), max_event_bytes=500, connections=1))
-    other = new_key(path, ApiKey("0" * 64, sources=("others",)))
+    good = KeyFile(path, ApiKey).new(
+        ApiKey("0" * 64, tenant="acme", sources=("clicks",), max_event_bytes=500, connections=1)
+    )
+    other = KeyFile(path, ApiKey).new(ApiKey("0" * 64, sources=("others",)))
     async with serving(tmp_path, gate=SenderGate(SenderKeys(path))) as served:
 
         async def send(body: bytes, **headers: str) -> tuple[int, dict[str, str], Any]:
@@ -565,5 +568,5 @@ def test_another_address_needs_keys(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="millrace keys new"):
             check_exposure(CollectSettings(host=host), SenderKeys(path))
         check_exposure(CollectSettings(host=host, allow_anonymous=True), SenderKeys(path))
-    new_key(path, ApiKey("0" * 64))
+    KeyFile(path, ApiKey).new(ApiKey("0" * 64))
     check_exposure(CollectSettings(host="0.0.0.0"), SenderKeys(path))
