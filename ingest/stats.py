@@ -25,6 +25,8 @@ from ingest.log.message_log import MessageLog
 if TYPE_CHECKING:
     from ingest.refine import RefineNode
 
+_Value = tuple[tuple[str, ...], float]
+
 _COUNTERS: tuple[tuple[str, str, Callable[[SourceLane], int]], ...] = (
     ("received", "Events taken from upstreams and senders", lambda lane: lane.received),
     ("acknowledged", "Events that are durable in the message log", lambda lane: lane.durable),
@@ -131,60 +133,44 @@ class NodeStats(MetricCollector):
         }
 
     def collect(self) -> Iterator[Metric]:
-        lanes = self._log.lanes()
+        lanes, upstreams, gate = self._log.lanes(), list(self._sources.upstreams()), self._gate
+        by_lane = ("source", "lane")
         for name, text, value in _COUNTERS:
-            counter = CounterMetricFamily(f"millrace_collector_{name}", text, labels=("source", "lane"))
-            for lane in lanes:
-                counter.add_metric((lane.source, lane.name), value(lane))
-            yield counter
-        in_log = GaugeMetricFamily(
-            "millrace_collector_in_log", "Events that Kafka has not acknowledged", labels=("source", "lane")
-        )
-        for lane in lanes:
-            in_log.add_metric((lane.source, lane.name), lane.in_log)
-        yield in_log
-        connected = GaugeMetricFamily(
-            "millrace_collector_upstream_connected", "Whether the upstream is connected", labels=("lane",)
-        )
-        upstreams = list(self._sources.upstreams())
-        for status in upstreams:
-            connected.add_metric((status.lane,), float(status.connected))
-        yield connected
-        counts = GaugeMetricFamily(
-            "millrace_collector_upstream_count", "What this kind of collector counts", labels=("lane", "what")
-        )
-        for status in upstreams:
-            for what, count in status.counts.items():
-                counts.add_metric((status.lane, what), float(count))
-        yield counts
-        share = GaugeMetricFamily("millrace_collector_shed_share", "Share of events left out now", labels=("source",))
-        for name, shedder in self._sources.shedders.items():
-            share.add_metric((name,), shedder.share)
-        yield share
-        yield from self._of_gate()
-        yield GaugeMetricFamily("millrace_collector_log_bytes", "Bytes of the message log", float(self._log.used))
-        yield GaugeMetricFamily("millrace_collector_log_limit_bytes", "Bound of the log", float(self._log.limit))
-        yield GaugeMetricFamily("millrace_collector_ready", "Whether the node is ready", float(self._ready()))
-
-    def _of_gate(self) -> Iterator[Metric]:
-        refused = CounterMetricFamily(
-            "millrace_collector_refused_requests", "Requests refused whole, of which nothing is kept",
-            labels=("source", "code"),
-        )  # fmt: skip
-        for labels, count in self._gate.refused.items():
-            refused.add_metric(labels, count)
-        yield refused
-        not_kept = CounterMetricFamily(
-            "millrace_collector_not_kept", "Refused events beyond what is kept of them", labels=("source",)
-        )
-        for source, count in self._gate.not_kept.items():
-            not_kept.add_metric((source,), count)
-        yield not_kept
-        yield GaugeMetricFamily("millrace_collector_connections", "Open connections by HTTP", self._gate.connections)
+            yield _counter(name, text, by_lane, [((lane.source, lane.name), value(lane)) for lane in lanes])
+        in_log = [((lane.source, lane.name), lane.in_log) for lane in lanes]
+        yield _gauge("in_log", "Events that Kafka has not acknowledged", by_lane, in_log)
+        connected = [((status.lane,), status.connected) for status in upstreams]
+        yield _gauge("upstream_connected", "Whether the upstream is connected", ("lane",), connected)
+        counts = [((status.lane, what), n) for status in upstreams for what, n in status.counts.items()]
+        yield _gauge("upstream_count", "Further counts of this kind of collector", ("lane", "what"), counts)
+        shares = [((name,), shedder.share) for name, shedder in self._sources.shedders.items()]
+        yield _gauge("shed_share", "Share of events shed now", ("source",), shares)
+        refused = list(gate.refused.items())
+        yield _counter("refused_requests", "Requests refused as a whole, not kept", ("source", "code"), refused)
+        not_kept = [((source,), n) for source, n in gate.not_kept.items()]
+        yield _counter("not_kept", "Refused events that were only counted", ("source",), not_kept)
+        yield _gauge("connections", "Open HTTP connections", (), [((), gate.connections)])
+        yield _gauge("log_bytes", "Bytes of the message log", (), [((), self._log.used)])
+        yield _gauge("log_limit_bytes", "Limit of the message log", (), [((), self._log.limit)])
+        yield _gauge("ready", "Whether the node is ready", (), [((), self._ready())])
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: names must be known without collecting, which needs a running node."""
         return ()
+
+
+def _counter(name: str, text: str, labels: Sequence[str], values: Sequence[_Value]) -> Metric:
+    return _filled(CounterMetricFamily(f"millrace_collector_{name}", text, labels=labels), values)
+
+
+def _gauge(name: str, text: str, labels: Sequence[str], values: Sequence[_Value]) -> Metric:
+    return _filled(GaugeMetricFamily(f"millrace_collector_{name}", text, labels=labels), values)
+
+
+def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Sequence[_Value]) -> Metric:
+    for labels, value in values:
+        family.add_metric(labels, float(value))
+    return family
 
 
 def _upstream(status: UpstreamStatus) -> dict[str, Any]:
@@ -199,11 +185,9 @@ class RefineMetrics(MetricCollector):
         self._node = node
 
     def collect(self) -> Iterator[Metric]:
-        counter = CounterMetricFamily("millrace_refine_events", "Events refined", labels=("source", "what"))
-        for source, counts in self._node.counts.items():
-            for what, count in counts.items():
-                counter.add_metric((source, what), count)
-        yield counter
+        family = CounterMetricFamily("millrace_refine_events", "Events refined", labels=("source", "what"))
+        counts = self._node.counts.items()
+        yield _filled(family, [((source, what), n) for source, found in counts for what, n in found.items()])
 
     def describe(self) -> Iterable[Metric]:
         """Nothing, as above."""
