@@ -60,7 +60,6 @@ class UpstreamClient(ABC):
         intake: takes the events.
         resume_param: query parameter for the index of the first message wanted; empty: none.
         backoff_max_s: longest pause before a reconnect.
-        on_gap: called with each gap.
         clock: nanoseconds since the epoch.
         jitter: draws a pause between 0 and its argument.
     """
@@ -72,7 +71,6 @@ class UpstreamClient(ABC):
         *,
         resume_param: str = "",
         backoff_max_s: float = 10.0,
-        on_gap: Callable[[Gap], None] = lambda _: None,
         clock: Callable[[], int] = time.time_ns,
         jitter: Callable[[float], float] = lambda most: random.uniform(0, most),
     ) -> None:
@@ -82,7 +80,6 @@ class UpstreamClient(ABC):
         self._lane = intake.lane
         self._resume_param = resume_param
         self._backoff_max_s = backoff_max_s
-        self._on_gap = on_gap
         self._clock = clock
         self._jitter = jitter
         self._connected = False
@@ -159,7 +156,6 @@ class UpstreamClient(ABC):
             logger.warning(
                 "upstream %s cannot resume after %.1f s without a connection: %s", self._shown, seconds, gap.reason
             )
-            self._on_gap(gap)
 
     async def _received(self, payload: bytes) -> None:
         """Take the next message of an upstream without message ids."""

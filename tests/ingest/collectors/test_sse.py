@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.collectors import Gap
 from ingest.collectors.sse import EventStreamParser, ServerSentEvent, SseCollector
 from ingest.intake import Intake
 from ingest.log.message_log import MessageLog
@@ -70,11 +69,10 @@ async def test_after_a_crash_it_goes_on_from_the_log(open_log: OpenLog, tmp_path
 
 
 async def test_an_upstream_without_ids_leaves_gaps_and_its_retry_is_kept(open_log: OpenLog) -> None:
-    gaps: list[Gap] = []
     body = b"retry: 20\ndata: " + event(1) + b"\n\n"
     async with (
         saying(answer(body)) as (url, asked),
-        collecting(open_log(), lambda i: SseCollector(url, i, backoff_max_s=0.05, on_gap=gaps.append)) as (
+        collecting(open_log(), lambda i: SseCollector(url, i, backoff_max_s=0.05)) as (
             sse,
             kafka,
         ),
@@ -82,7 +80,7 @@ async def test_an_upstream_without_ids_leaves_gaps_and_its_retry_is_kept(open_lo
         await eventually(lambda: len(kafka.got) >= 3, 60)
         assert isinstance(sse, SseCollector)
         assert sse._least_pause_s == 0.02
-        assert "ended the stream" in gaps[0].reason
+        assert "ended the stream" in sse.status().gaps[0].reason
         assert not sse.status().cursor
     assert all(b"last-event-id" not in request.lower() for request in asked)
     assert b"accept: text/event-stream" in asked[0].lower()

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.collectors import Gap
 from ingest.collectors import upstream as upstream_module
 from ingest.collectors.upstream import LinesCollector, LineSplitter, WebSocketCollector, shown_url
 from ingest.intake import Intake
@@ -51,26 +50,26 @@ async def test_reconnects_and_resumes_without_a_gap(open_log: OpenLog) -> None:
 
 
 async def test_an_upstream_that_cannot_resume_leaves_gaps(open_log: OpenLog) -> None:
-    gaps: list[Gap] = []
     times = iter(range(10**15, 10**16, 10**12))
     async with Upstream() as upstream:
         log = open_log()
-        async with reading(log, upstream, on_gap=gaps.append, clock=lambda: next(times)) as (collector, kafka):
+        async with reading(log, upstream, clock=lambda: next(times)) as (collector, kafka):
             upstream.limit = 10
             await eventually(lambda: len(kafka.got) >= 10)
             heard = log.lane("clicks/test/0", "clicks").last_at
             assert collector.status().gap_count == 0, "the first connection follows nothing"
             await upstream.connections[-1].close(1012, "restart")
-            await eventually(lambda: len(gaps) == 1)
-            assert gaps[0].since == heard
-            assert gaps[0].until == 10**12, "microseconds"
-            assert "1012 (service restart) restart" in gaps[0].reason
+            await eventually(lambda: bool(collector.status().gaps))
             status = collector.status()
-            assert (status.gaps, status.gap_count, status.position) == (tuple(gaps), 1, None)
+            (gap,) = status.gaps
+            assert gap.since == heard
+            assert gap.until == 10**12, "microseconds"
+            assert "1012 (service restart) restart" in gap.reason
+            assert (status.gap_count, status.position) == (1, None)
         log = open_log()
-        async with reading(log, upstream, on_gap=gaps.append) as (collector, _):
-            await eventually(lambda: len(gaps) == 2)
-            assert gaps[1].reason == "the collector was started again"
+        async with reading(log, upstream) as (collector, _):
+            await eventually(lambda: bool(collector.status().gaps))
+            assert collector.status().gaps[0].reason == "the collector was started again"
             assert collector.status().gap_count == 2, "counted over restarts"
 
 
@@ -193,13 +192,12 @@ async def test_a_full_log_stops_the_reading(open_log: OpenLog, tmp_path: Path) -
 
 
 async def test_without_resume_a_reconnect_is_a_gap(open_log: OpenLog) -> None:
-    gaps: list[Gap] = []
     body = event(0) + b"\r\n\r\n" + b"{broken\n" + event(1)  # the last has no end: it was cut off
     async with (
         saying(answer(body, "application/x-ndjson")) as (url, asked),
-        collecting(open_log(), lambda i: LinesCollector(url, i, backoff_max_s=0.05, on_gap=gaps.append)) as (_, kafka),
+        collecting(open_log(), lambda i: LinesCollector(url, i, backoff_max_s=0.05)) as (lines, kafka),
     ):
-        await eventually(lambda: len(gaps) >= 2, 60)
+        await eventually(lambda: lines.status().gap_count >= 2, 60)
     assert kafka.payloads()[:2] == [event(0), b"{broken"]
     assert kafka.got[1].envelope.reject is not None
     assert asked[0].startswith(b"GET / HTTP/1.1")
