@@ -175,6 +175,13 @@ class TooManyWaiters(IngestError):
         return f"{self.most} senders are waiting for an answer, which is the limit"
 
 
+_BUSY_CODES: Mapping[type[IngestError], str] = {
+    LogFull: "log-full",
+    NotReady: "not-ready",
+    TooManyWaiters: "too-many-waiters",
+}
+
+
 def refusal_code(error: EventRefused) -> str:
     """The error's own code, or the default of its status."""
     return error.code or CODES.get(error.status, "error")
@@ -188,7 +195,7 @@ def problem_body(error: IngestError) -> tuple[int, bytes, int]:
     if isinstance(error, EventRefused):
         status, code, retry, members = error.status, refusal_code(error), error.retry_after, error.members
     else:
-        code = {LogFull: "log-full", NotReady: "not-ready"}.get(type(error), "log-unavailable")
+        code = _BUSY_CODES.get(type(error), "log-unavailable")
         status, retry, members = 503, RETRY_AFTER_S, {}
     body = {
         "type": f"urn:millrace:problem:{code}",

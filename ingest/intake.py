@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -342,6 +342,11 @@ def presented_key(name: bytes, value: bytes) -> str | None:
     if name == b"x-api-key":
         return value.strip().decode("latin-1")
     return None
+
+
+def first_key(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """The first API key in headers, or None."""
+    return next((key for name, value in headers if (key := presented_key(name.lower(), value))), None)
 
 
 def _decode(decoder: msgspec.json.Decoder[T], text: bytes) -> T:

@@ -45,9 +45,9 @@ from starlette.routing import BaseRoute, Route
 from ingest.answers.acks import RecentEvents, Token, ack_state
 from ingest.answers.tables import Coordinates, FoundRows, LakeState, ProductRows, ProductWatch
 from ingest.border.admission import Admitted
-from ingest.collectors.http import problem
+from ingest.collectors.http import problem, refuse
 from ingest.errors import EventRefused, LookupRefused, TooManyWaiters
-from ingest.intake import RequestIntake, presented_key
+from ingest.intake import RequestIntake, first_key
 from lakehouse.contract.collector import AnswerSpec
 from lakehouse.contract.pipeline import Pipeline, Source
 from lakehouse.contract.source import Template
@@ -136,7 +136,7 @@ class Responder:
             async with self._answers.seat():
                 return _response(await self._answers.wait(token, wait_s), text, late=202)
         except TooManyWaiters as error:
-            return problem(503, str(error), code="too-many-waiters", headers={"Retry-After": "1"})
+            return refuse(error)
         except ValueError as error:
             return problem(400, str(error))
 
@@ -148,8 +148,7 @@ class Responder:
             declared = self._pipeline.products.get(product)
             if declared is None or not declared.channel:
                 raise LookupRefused(f"there is no product {product!r} to be looked up", 404)
-            shown = (presented_key(name, value) for name, value in request.headers.raw)
-            self._requests.gate.show(declared, self._pipeline, next((key for key in shown if key), None))
+            self._requests.gate.show(declared, self._pipeline, first_key(request.headers.raw))
             if bool(key) == bool(columns):
                 raise LookupRefused("give the key in the path, or columns in the query", 400)
             if key:

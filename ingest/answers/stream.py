@@ -36,7 +36,7 @@ from ingest.answers.connection import WebSocketConnection
 from ingest.answers.tables import ProductRows, ProductWatch
 from ingest.border.admission import Admitted
 from ingest.errors import EventRefused, LogFull, LogUnavailable, LookupRefused, NotReady, refusal_code
-from ingest.intake import RequestIntake, presented_key, published_event
+from ingest.intake import RequestIntake, first_key, published_event
 from ingest.log.events import CommitGroup
 from lakehouse.contract.pipeline import Pipeline
 
@@ -121,8 +121,7 @@ class StreamProtocol(WebSocketConnection):
 
     def _known(self, request: Request) -> bool:
         """Whether the shown key is known, if keys are required. Each source checks it again."""
-        shown = (presented_key(name.lower().encode(), value.encode()) for name, value in request.headers.raw_items())
-        self._key = next((key for key in shown if key), None)
+        self._key = first_key((name.encode(), value.encode()) for name, value in request.headers.raw_items())
         gate = self._streams.requests.gate
         try:
             return not gate.keys_required or gate.key(self._key) is not None

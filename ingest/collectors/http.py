@@ -61,7 +61,7 @@ from ingest.errors import (
     TooManyWaiters,
     problem_body,
 )
-from ingest.intake import RequestIntake, presented_key
+from ingest.intake import RequestIntake, first_key, presented_key
 from ingest.stats import NodeStats
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem
 from lakehouse.contract.lake import Lake
@@ -135,8 +135,7 @@ def _guard(request: Request, gate: SenderGate) -> None:
     """If senders need keys, show what the node counts to keys and to its own machine only."""
     if not gate.keys_required or (request.client is not None and is_loopback(request.client.host)):
         return
-    shown = [presented_key(name, value) for name, value in request.headers.raw]
-    gate.key(next((key for key in shown if key), None))
+    gate.key(first_key(request.headers.raw))
 
 
 async def _refused(_: Request, error: Exception) -> Response:
@@ -274,12 +273,8 @@ class EventsEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             answer = await self._take(scope, receive)
-        except (EventRefused, LogFull, LogUnavailable) as error:
+        except (EventRefused, LogFull, LogUnavailable, TooManyWaiters) as error:
             await refuse(error)(scope, receive, send)
-            return
-        except TooManyWaiters as error:
-            busy = EventRefused(str(error), 503, code="too-many-waiters", retry_after=RETRY_AFTER_S)
-            await refuse(busy)(scope, receive, send)
             return
         if isinstance(answer, Response):
             await answer(scope, receive, send)
