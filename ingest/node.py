@@ -444,12 +444,15 @@ class SourceSet:
 
     def _make(self, running: _RunningSource, url: str) -> None:
         source, settings, options, sinks = running.source, self._settings, self._options, self._sinks
-        kind = FrontBorder if options.front else Border
-        border = kind(source, tenant=settings.tenant, collector=options.node, file=self._folder / "pipeline.toml")
         if source.shed is not None and not options.front:
-            border.shedder = self.shedders[source.name] = Shedder(
-                source.name, source.shed, lambda: self._waiting(source.name)
-            )
+            self.shedders[source.name] = Shedder(source.name, source.shed, lambda: self._waiting(source.name))
+        border = (FrontBorder if options.front else Border)(
+            source,
+            tenant=settings.tenant,
+            collector=options.node,
+            file=self._folder / "pipeline.toml",
+            shedder=self.shedders.get(source.name),
+        )
         if any(spec.at == "border" for spec in source.enrich.values()) and not options.front:
             running.enricher = Enricher(
                 source, self._folder, options.bootstrap, at="border", security=settings.kafka.security

@@ -80,12 +80,10 @@ class Border:
         collector: id of this node.
         clock: nanoseconds since the epoch.
         file: of the pipeline, for errors.
+        shedder: drops events under overload; None: never.
 
     Raises:
         ConfigError: an expectation cannot be judged at the border.
-
-    Attributes:
-        shedder: drops events under overload; None: never.
     """
 
     def __init__(
@@ -96,9 +94,10 @@ class Border:
         collector: str,
         clock: Callable[[], int] = time.time_ns,
         file: Path | None = None,
+        shedder: Shedder | None = None,
     ) -> None:
         self.source = source
-        self.shedder: Shedder | None = None
+        self._shedder = shedder
         self._name = source.name
         self._tenant = tenant
         self._collector = collector
@@ -153,8 +152,8 @@ class Border:
         if event_id is None:
             event_id = new_event_id() if origin is None else repeatable_id(origin, payload)
         fate = TAKEN
-        if self.shedder is not None and refusal is None and fields is not None:
-            fate = self.shedder.judge(event_id, fields)
+        if self._shedder is not None and refusal is None and fields is not None:
+            fate = self._shedder.judge(event_id, fields)
         envelope = Envelope(
             event_id,
             self._name,
@@ -175,7 +174,7 @@ class Border:
 
         One pass accepts what is clearly good; :meth:`admit` judges the rest.
         """
-        if self.shedder is not None:
+        if self._shedder is not None:
             return [self.admit(payload, tenant=tenant, max_bytes=max_bytes) for payload in payloads]
         name, collector, whose = self._name, self._collector, tenant or self._tenant
         limit = min(self.source.max_event_bytes, max_bytes or self.source.max_event_bytes)
