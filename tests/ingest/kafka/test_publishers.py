@@ -1,4 +1,4 @@
-"""Both Kafka clients behind the seam, and the topic at start."""
+"""Both Kafka clients behind the publisher interface, and the topics at start."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ class Unsure:
     [("exactly_once", [False, True]), ("at_least_once", [False, False]), ("at_most_once", [False])],
 )
 async def test_what_each_guarantee_does(open_log: Callable[..., MessageLog], guarantee: str, third: list[bool]) -> None:
-    """The seam is real, Kafka behind it is not: only so its answer is lost at a known event."""
+    """The interface is real, Kafka behind it is not: its answer must be lost at a known event."""
     log, kafka = open_log(), Unsure()
     lane = log.lane("rsvps/http/0", "rsvps")
     delivery = KafkaDelivery(log, kafka, lambda _: None, DeliveryLimits(hand_over_s=0.0), guarantee=lambda _: guarantee)
