@@ -1,8 +1,7 @@
-"""What the tables themselves say of the way that events took: hop by hop, without Spark and without a broker.
+"""The way of events as the tables record it, hop by hop, without Spark and without a broker.
 
-The hops of an event are *received* (at the collector's socket or upstream) → *broker* (Kafka's time) → *bronze* (the
-commit that holds it) → each *product* (the first commit whose ``millrace.through`` covers its place in Kafka). The
-event's id is the same on all of them.
+The hops of an event are *received* (at the collector) → *broker* (Kafka's time) → *bronze* (the commit that holds it) →
+each *product* (the first commit whose ``millrace.through`` covers its offset). Its id is the same on all of them.
 """
 
 from __future__ import annotations
@@ -10,40 +9,40 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 from deltalake import DeltaTable
 
+from ingest.answers.tables import end_offsets
+from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.lake import COMMIT_THROUGH, Lake, TableRef
 from lakehouse.contract.pipeline import Pipeline, Source
 
-__all__ = ["Duplicates", "Hop", "Slow", "SourceAudit", "Step", "audit_source", "trace"]
+__all__ = ["Duplicates", "Hop", "Slow", "SourceAudit", "TraceStep", "audit_source", "trace"]
 
 Seconds = npt.NDArray[np.float64]
 
 _COLUMNS = ("event_id", "fingerprint", "collector", "topic", "partition", "offset")
 _TIMES = ("received_at", "broker_time", "bronze_at")
-_LEAST = 100  # events from which a threshold is learnt
-_FLOOR_S = 1.0  # a learnt threshold is never below
-_UNLEARNT_S = 5.0  # where there are too few
+_LEAST_EVENTS = 100  # to learn a threshold from
+_LEAST_LEARNT_S = 1.0
+_DEFAULT_S = 5.0  # threshold for fewer events
 _TIMES_WORSE = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """Times of one hop, in seconds. Clocks of several machines are compared, so the least may be below zero.
+    """Times of one hop in seconds. They compare clocks of several machines, so the minimum may be negative.
 
     Attributes:
         name: ``received to broker``, ``broker to bronze`` or ``bronze to PRODUCT``.
-        count: events that have made it.
-        min_s, avg_s, max_s: of them; 0 where there are none.
+        count: events that completed the hop.
+        min_s, avg_s, max_s: of these events; 0 if none.
     """
 
     name: str
@@ -61,8 +60,8 @@ class Slow:
         kind: ``producer`` or ``consumer``.
         name: the collecting node, ``bronze`` or the product.
         avg_s: of its newest events.
-        threshold_s: what it should keep below.
-        learnt: whether that was learnt from the events before, and not declared.
+        threshold_s: the limit.
+        learnt: the limit was learnt from earlier events, not declared.
     """
 
     kind: str
@@ -77,9 +76,9 @@ class Duplicates:
     """Rows of bronze beyond the first of their kind.
 
     Attributes:
-        by_coordinates: with the topic, partition and offset of another: bronze took a record twice.
-        sent_again: with the event id of another, elsewhere in Kafka: it was sent twice.
-        same_payload: with the fingerprint of another, under an id of its own: the source said the same twice.
+        by_coordinates: same topic, partition and offset: bronze took a record twice.
+        sent_again: same event id, other coordinates: the event was sent twice.
+        same_payload: same fingerprint, other id: the source repeated itself.
     """
 
     by_coordinates: int
@@ -89,15 +88,14 @@ class Duplicates:
 
 @dataclass(frozen=True, slots=True)
 class SourceAudit:
-    """One source.
+    """The audit of one source.
 
     Attributes:
-        source, topic: which.
-        rows: of bronze that were looked at.
-        hops: in the order of the way.
+        rows: number of bronze rows read.
+        hops: in order.
         duplicates: among the rows.
-        slow: who is slow now.
-        offsets: ``TOPIC/PARTITION`` to the next offset that bronze has not taken.
+        slow: producers and consumers that are slow now.
+        offsets: next offset that bronze lacks, by ``TOPIC/PARTITION``.
     """
 
     source: str
@@ -110,12 +108,12 @@ class SourceAudit:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TraceStep:
     """One event at one hop.
 
     Attributes:
         hop: ``received``, ``broker``, ``bronze`` or the product's name.
-        at: when, microseconds since the epoch.
+        at: microseconds since the epoch.
         where: collecting node, ``TOPIC/PARTITION/OFFSET``, or table and version.
     """
 
@@ -135,17 +133,17 @@ def audit_source(
     consumer_s: float | None = None,
     now: datetime | None = None,
 ) -> SourceAudit:
-    """Look at the events that bronze took lately.
+    """Audit the newest events in bronze.
 
     Args:
-        lake: where the tables are.
-        pipeline: whose products are followed.
-        source: which.
+        lake: holds the tables.
+        pipeline: its products are followed.
+        source: to audit.
         since: how far back.
-        recent: of these, the ones that say what is slow now; a threshold is learnt from the ones before.
+        recent: the part that decides what is slow now; thresholds are learnt from the rest.
         producer_s: threshold from received to broker; None: learnt.
         consumer_s: threshold of each later hop; None: learnt.
-        now: the end of the time; by default the clock's.
+        now: end of the period; None: now.
     """
     end = now or datetime.now(UTC)
     rows = _rows(lake.bronze(source.name), since, end)
@@ -178,9 +176,9 @@ def audit_source(
     )
 
 
-def trace(lake: Lake, pipeline: Pipeline, event_id: str) -> list[Step]:
-    """The way of one event and its copies, in the order of time; empty where bronze does not have it."""
-    steps: list[Step] = []
+def trace(lake: Lake, pipeline: Pipeline, event_id: str) -> list[TraceStep]:
+    """The way of one event and its copies, in order of time; empty if bronze lacks it."""
+    steps: list[TraceStep] = []
     for source in pipeline.sources.values():
         table = lake.bronze(source.name)
         if not table.exists():
@@ -190,19 +188,19 @@ def trace(lake: Lake, pipeline: Pipeline, event_id: str) -> list[Step]:
         for row in rows.to_pylist():
             place = f"{row['topic']}/{row['partition']}/{row['offset']}"
             at = {name: round(row[name].timestamp() * 1e6) for name in _TIMES}
-            steps.append(Step("received", at["received_at"], row["collector"]))
-            steps.append(Step("broker", at["broker_time"], place))
-            steps.append(Step("bronze", at["bronze_at"], table.name))
+            steps.append(TraceStep("received", at["received_at"], row["collector"]))
+            steps.append(TraceStep("broker", at["broker_time"], place))
+            steps.append(TraceStep("bronze", at["bronze_at"], table.name))
         for product in pipeline.products_of(source.name) if rows.num_rows else ():
             ref = lake.table(product.layer, product.name)
             commits = list(_commits(ref))
             for row in rows.to_pylist():
                 key = f"{row['topic']}/{row['partition']}"
                 covering = [commit for commit in commits if commit.through.get(key, 0) > row["offset"]]
-                if covering and (covering[0] is not commits[0] or _reaches_back(ref)):
-                    steps.append(Step(product.name, covering[0].at_us, f"version {covering[0].version}"))
+                if covering and (covering[0] is not commits[0] or DeltaLog(ref.path).has(0)):
+                    steps.append(TraceStep(product.name, covering[0].at_us, f"version {covering[0].version}"))
                 elif covering:
-                    steps.append(Step(product.name, covering[0].at_us, f"version {covering[0].version} or before"))
+                    steps.append(TraceStep(product.name, covering[0].at_us, f"version {covering[0].version} or before"))
     return sorted(set(steps), key=lambda step: step.at)
 
 
@@ -214,26 +212,10 @@ class _Commit:
 
 
 def _commits(table: TableRef) -> Iterator[_Commit]:
-    """Commits of a product that say how far they reach, oldest first, as far as the log is kept."""
-    for path in sorted((table.path / "_delta_log").glob("[0-9]*.json")):
-        info = _commit_info(path)
-        through = info.get(COMMIT_THROUGH)
-        if through is not None and path.stem.isdigit():
-            found = orjson.loads(through) if isinstance(through, str) else through
-            yield _Commit(int(path.stem), int(info["timestamp"]) * 1000, found)
-
-
-def _reaches_back(table: TableRef) -> bool:
-    return (table.path / "_delta_log" / f"{0:020d}.json").exists()
-
-
-def _commit_info(path: Path) -> dict[str, Any]:
-    try:
-        lines = path.read_bytes().splitlines()
-    except FileNotFoundError:  # maintenance has just removed it
-        return {}
-    found = (orjson.loads(line).get("commitInfo") for line in lines if b'"commitInfo"' in line)
-    return next((info for info in found if info), {})
+    """Commits of a product with offsets, oldest first, as far back as the log is kept."""
+    for version, info in DeltaLog(table.path).infos():
+        if info.get(COMMIT_THROUGH) is not None:
+            yield _Commit(version, int(info["timestamp"]) * 1000, end_offsets(info))
 
 
 def _rows(table: TableRef, since: timedelta, end: datetime) -> pa.Table:
@@ -256,16 +238,15 @@ def _seconds(column: pa.ChunkedArray) -> Seconds:
 
 
 def _in_product(table: TableRef, rows: pa.Table) -> Seconds:
-    """For each row, when the product first held it, seconds since the epoch; NaN: not (known to be) yet.
+    """When the product first held each row, seconds since the epoch; NaN if not, or unknown.
 
-    Where the log does not reach back to its first version, the oldest commit is left out: what it covers may have been
-    covered before.
+    If the log does not reach back to version 0, the oldest commit is left out: an earlier one may cover its rows.
     """
     found = np.full(rows.num_rows, np.nan)
     commits = list(_commits(table)) if table.exists() else []
     if not commits:
         return found
-    whole = _reaches_back(table)
+    whole = DeltaLog(table.path).has(0)
     at = np.array([commit.at_us / 1e6 for commit in commits])
     topics = rows["topic"].to_pylist()
     places = np.array(
@@ -294,15 +275,15 @@ def _slow(kind: str, name: str, recent: Seconds, before: Seconds, declared_s: fl
         return []
     threshold = declared_s
     if threshold is None:
-        enough = len(before) >= _LEAST
-        threshold = max(_FLOOR_S, _TIMES_WORSE * float(np.percentile(before, 99))) if enough else _UNLEARNT_S
+        enough = len(before) >= _LEAST_EVENTS
+        threshold = max(_LEAST_LEARNT_S, _TIMES_WORSE * float(np.percentile(before, 99))) if enough else _DEFAULT_S
     average = float(recent.mean())
     found = Slow(kind, name, round(average, 6), round(threshold, 6), declared_s is None)
     return [found] if average > threshold else []
 
 
 def _duplicates(rows: pa.Table) -> Duplicates:
-    """Each row is a duplicate of one kind at most: a record taken twice is not also one that was sent twice."""
+    """Each row counts as a duplicate of one kind at most."""
     records = rows.group_by(["topic", "partition", "offset"]).aggregate([("event_id", "min"), ("fingerprint", "min")])
     events = records.group_by(["event_id_min"]).aggregate([("fingerprint_min", "min")])
     payloads = pc.count_distinct(events["fingerprint_min_min"]).as_py()

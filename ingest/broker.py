@@ -1,14 +1,14 @@
-"""An Apache Kafka broker of one node, run as a child process from its jars: for demos, tests and small installations.
+"""A single-node Apache Kafka broker, run as a child process from its jars: for demos, tests and small installations.
 
-Everything it owns lies in one folder::
+Everything it owns is in one folder::
 
-    FOLDER/broker.json          ports and cluster id: chosen on the first start, kept, so that the address stays
+    FOLDER/broker.json          ports and cluster id, chosen on the first start, so that the address stays
     FOLDER/server.properties    written on each start from conf/kafka/server.properties
     FOLDER/data                 Kafka's log
-    FOLDER/broker.lock          locked by the running JVM itself (it inherits the file), so it is never stale
-    FOLDER/broker.pid           whom to signal, from this or another process
-    FOLDER/broker.log           what the broker says; that of the last run is broker.log.1
-    FOLDER/secrets              certificates and passwords of a secure one (:mod:`ingest.broker_security`)
+    FOLDER/broker.lock          locked by the running JVM itself, which inherits the file, so it is never stale
+    FOLDER/broker.pid           process id, for signals from any process
+    FOLDER/broker.log           output of the broker; that of the last run is broker.log.1
+    FOLDER/secrets              certificates and passwords of a secure broker (:mod:`ingest.broker_security`)
 """
 
 from __future__ import annotations
@@ -47,10 +47,9 @@ from lakehouse.contract.settings import conf_dir
 
 logger = logging.getLogger(__name__)
 
-# Below the range that Linux takes outgoing ports from, so that a restart finds the port free.
-_PORTS = range(20_000, 32_000)
+_PORTS = range(20_000, 32_000)  # below Linux's range for outgoing ports, so that a restart finds the port free
 _POLL_S = 0.02
-# Runs as a process of its own that then becomes the JVM: a hook between fork and exec is unsafe beside threads.
+# Runs in a new process that then becomes the JVM: a hook between fork and exec is unsafe with threads.
 _DIE_WITH_PARENT = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
@@ -62,26 +61,23 @@ if os.getppid() == int(sys.argv[1]):
 
 @dataclass(frozen=True, slots=True)
 class _Identity:
-    """What stays the same over restarts."""
-
     port: int
     controller_port: int
     cluster_id: str
-    inner_port: int = 0  # of a secure one
+    inner_port: int = 0  # of a secure broker
 
 
 class EmbeddedBroker:
-    """A broker in a folder. Several objects, also of several processes, may stand for the same one.
+    """A broker in a folder. Several objects, also in several processes, may stand for the same broker.
 
     Args:
-        folder: where it keeps all it has.
-        port: to listen on, on the loopback address; 0: the one used before in this folder, at first any free one.
-        heap_mb: Java heap in MiB; the whole process takes about 150 MiB more.
-        die_with_parent: whether the broker is to stop when this process ends, however it ends (Linux; elsewhere it
-            has no effect).
-        secure: TLS, passwords and access rules (:mod:`ingest.broker_security`); data of an insecure run stays.
-        record_classes: where its JVM writes an archive of its classes when it ends
-            (:mod:`lakehouse.contract.classdata`); None: it uses the one that there is.
+        folder: of all its files.
+        port: on the loopback address; 0: the one used before in this folder, initially any free one.
+        heap_mb: Java heap in MiB; the process takes about 150 MiB more.
+        die_with_parent: stop the broker when this process ends in any way (Linux only).
+        secure: TLS, passwords and access rules (:mod:`ingest.broker_security`); data of insecure runs stays.
+        record_classes: file for an archive of the JVM's classes (:mod:`lakehouse.contract.classdata`); None: use the
+            existing archive.
     """
 
     def __init__(
@@ -104,14 +100,14 @@ class EmbeddedBroker:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, timeout_s: float = 60.0) -> str:
-        """Start it and wait until it serves topics and consumer groups.
+        """Start the broker and wait until it serves topics and consumer groups.
 
         Returns:
             Its bootstrap address, ``host:port``.
 
         Raises:
-            EnvironmentProblem: it runs already, its port is taken, Java or the jars are missing, or it did not come
-                up in time (then it has been stopped again).
+            EnvironmentProblem: it already runs, its port is taken, Java or the jars are missing, or it did not start in
+                time (then it has been stopped again).
         """
         deadline = time.monotonic() + timeout_s
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -131,7 +127,7 @@ class EmbeddedBroker:
         return self.bootstrap
 
     def settle(self) -> str:
-        """Choose its address before it is started, so that others can be told; returns it, ``host:port``."""
+        """Choose the address, ``host:port``, before the broker is started."""
         self.folder.mkdir(parents=True, exist_ok=True)
         if self._read_identity() is None:
             with self._claim():
@@ -139,11 +135,11 @@ class EmbeddedBroker:
         return self.bootstrap
 
     def security(self, user: str) -> ClientSecurity:
-        """How a client logs in as one of the users of :mod:`ingest.broker_security`; an insecure one asks nobody."""
+        """How a client logs in as a user of :mod:`ingest.broker_security`; an insecure broker needs no login."""
         return self.secrets.client(user) if self._secure else ClientSecurity()
 
     def stop(self, timeout_s: float = 15.0) -> None:
-        """Stop it in order; after ``timeout_s`` seconds the hard way. Nothing happens if it does not run."""
+        """Stop it; after ``timeout_s`` seconds, kill it. Does nothing if it is not running."""
         pid = self.pid
         if pid is None:
             return
@@ -153,7 +149,7 @@ class EmbeddedBroker:
             self.kill()
 
     def kill(self) -> None:
-        """Kill it as a crash would (SIGKILL). Nothing happens if it does not run."""
+        """Kill it like a crash (SIGKILL). Does nothing if it is not running."""
         pid = self.pid
         if pid is not None:
             _signal(pid, signal.SIGKILL)
@@ -172,12 +168,12 @@ class EmbeddedBroker:
         return alive
 
     def exists(self) -> bool:
-        """Whether it was ever started in this folder, or its address settled."""
+        """Whether it was ever started in this folder, or its address was chosen."""
         return self._read_identity() is not None
 
     @property
     def pid(self) -> int | None:
-        """Process id while it runs. Checked against the process's command line: the number may be another's by now."""
+        """Process id while it runs. The process's command line is checked, because the id may have been reused."""
         if not self.running():
             return None
         try:
@@ -204,7 +200,7 @@ class EmbeddedBroker:
 
     @contextmanager
     def _claim(self) -> Iterator[IO[bytes]]:
-        """The folder's lock file, locked; a process that inherits it holds the lock for as long as it lives."""
+        """The locked lock file of the folder. A process that inherits it holds the lock while it lives."""
         with (self.folder / "broker.lock").open("ab") as lock:
             for _ in range(10):  # running() of another process holds it for a moment
                 if _try_lock(lock, fcntl.LOCK_EX):
@@ -288,7 +284,7 @@ class EmbeddedBroker:
                 stdout=log,
                 stderr=log,
                 pass_fds=[lock.fileno()],
-                start_new_session=True,  # Ctrl-C is for the process in front, which then stops us in its order
+                start_new_session=True,  # Ctrl-C is for the foreground process, which stops the broker in order
                 env=os.environ | {"MALLOC_ARENA_MAX": "2"},
             )
 
@@ -321,7 +317,7 @@ class EmbeddedBroker:
 
 
 def _last_words(log: str) -> str:
-    """The last line of a log, as text or as JSON, that is not within a stack trace."""
+    """The last line of a log, as text or JSON, outside a stack trace."""
     lines: list[str] = []
     for line in log.split("\n"):
         try:
@@ -335,14 +331,14 @@ def _last_words(log: str) -> str:
 
 @functools.cache
 def _spawner() -> ThreadPoolExecutor:
-    """A thread that lives as long as this process: to the kernel the parent of a process is the *thread* it is from."""
+    """A thread that lives as long as this process: to Linux, a process's parent is the *thread* that started it."""
     return ThreadPoolExecutor(1, thread_name_prefix="broker-spawner")
 
 
 def _answers(bootstrap: str, deadline: float, found: Secrets | None) -> bool:
-    """Whether the broker gives metadata, and its group coordinator answers for a group that nobody uses.
+    """Whether the broker serves metadata and its group coordinator answers.
 
-    A secure one (``found``) is then told its passwords.
+    A secure broker (``found``) is then told its passwords.
     """
     host, _, port = bootstrap.rpartition(":")
     try:
@@ -413,7 +409,7 @@ def _free_port(*others: int) -> int:
 
 def _is_free(port: int) -> bool:
     with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Java binds it
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Java does
         try:
             listener.bind(("127.0.0.1", port))
         except OSError:

@@ -1,13 +1,13 @@
-"""What the embedded broker needs to be a secure one: certificates, users, and who may do what.
+"""Security of the embedded broker: certificates, users, and access rules.
 
-In FOLDER/secrets (0700, files 0600), made at the first secure start and kept::
+FOLDER/secrets (0700, files 0600) is created at the first secure start and kept::
 
-    ca.pem           the authority that signed the broker's certificate; its key was thrown away once it had signed
-    broker.pem       the broker's private key and certificate; also what the broker shows to itself (mutual TLS)
+    ca.pem           the authority that signed the broker's certificate; its key was discarded after signing
+    broker.pem       the broker's private key and certificate; also its client certificate for itself (mutual TLS)
     USER.password    of each of USERS, 192 random bits
 
-Passwords reach the broker over mutual TLS on a listener of its own, never on a command line. Certificates that end
-within a month are made anew at the next start.
+Passwords reach the broker over mutual TLS on a separate listener, never on a command line. Certificates that expire
+within a month are renewed at the next start.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ __all__ = ["BROKER_NAME", "USERS", "Grants", "Secrets"]
 
 BROKER_NAME = "millrace-broker"
 USERS = ("admin", "collector", "lakehouse", "reader")
+
 _LIFE = timedelta(days=3650)
 _RENEW = timedelta(days=30)
 _MECHANISM = "SCRAM-SHA-512"
@@ -47,11 +48,7 @@ _MECHANISM = "SCRAM-SHA-512"
 
 @dataclass(frozen=True, slots=True)
 class Secrets:
-    """The folder of secrets of one broker.
-
-    Attributes:
-        folder: of the files.
-    """
+    """The folder of secrets of one broker."""
 
     folder: Path
 
@@ -71,11 +68,11 @@ class Secrets:
         return ClientSecurity("SASL_SSL", _MECHANISM, user, str(password), str(self.ca))
 
     def itself(self) -> ClientSecurity:
-        """How the broker's own certificate logs in, on the inner listener: it may do everything."""
+        """How the broker logs in to itself, on the inner listener; it may do everything."""
         return ClientSecurity("SSL", ca_file=str(self.ca), cert_file=str(self.broker), key_file=str(self.broker))
 
     def make(self) -> None:
-        """Make what is absent or about to expire.
+        """Create what is absent or about to expire.
 
         Raises:
             EnvironmentProblem: the package ``cryptography`` is not installed.
@@ -98,7 +95,6 @@ class Secrets:
 
 
 def set_passwords(admin: KafkaAdminClient, found: Secrets) -> None:
-    """Tell the broker the users' passwords."""
     wanted = [
         UserScramCredentialUpsertion(user, ScramMechanism.SCRAM_SHA_512, found.client(user).read_password())
         for user in USERS
@@ -110,7 +106,7 @@ def set_passwords(admin: KafkaAdminClient, found: Secrets) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Grants:
-    """Who may do what; everything else is refused. ``admin`` and the broker itself may do everything.
+    """Access rules; everything else is refused. ``admin`` and the broker itself may do everything.
 
     Attributes:
         written: topics that collectors write and the lakehouse reads.
@@ -125,12 +121,11 @@ class Grants:
     referenced: tuple[str, ...] = ()
 
     def acls(self) -> list[ACL]:
-        """As Kafka has them."""
         look = (ACLOperation.DESCRIBE, ACLOperation.DESCRIBE_CONFIGS)
         found = [
             *_on_topics("collector", (*self.written, *self.raw), (ACLOperation.WRITE, *look)),
             *_on_topics("collector", (*self.raw, *self.referenced), (ACLOperation.READ, *look)),
-            *_on_topics("collector", self.latest, look),  # it checks that they are there
+            *_on_topics("collector", self.latest, look),  # it checks that they exist
             *_on_topics("lakehouse", self.written, (ACLOperation.READ, *look)),
             *_on_topics("lakehouse", self.latest, (ACLOperation.WRITE, *look)),
             *_on_topics("reader", self.latest, (ACLOperation.READ, ACLOperation.DESCRIBE)),
@@ -147,10 +142,10 @@ class Grants:
         return found
 
     def apply(self, admin: KafkaAdminClient) -> None:
-        """Tell the broker; what it has stays.
+        """Add the rules to the broker's.
 
         Raises:
-            EnvironmentProblem: it refuses.
+            EnvironmentProblem: the broker refuses them.
         """
         result: Mapping[str, Any] = admin.create_acls(self.acls())
         if result["failed"]:
@@ -171,7 +166,7 @@ def _allow(user: str, operation: ACLOperation, pattern: ResourcePattern) -> ACL:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Complete or not at all, and for nobody else's eyes at any time."""
+    """Write atomically, readable by this user only at any time."""
     draft = path.with_name(path.name + ".new")
     draft.unlink(missing_ok=True)
     handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -190,7 +185,7 @@ def _x509() -> Any:
 
 
 def _certificates() -> tuple[bytes, bytes]:
-    """An authority's certificate, and a key with a certificate that it signed, in PEM; the authority's key is gone."""
+    """An authority's certificate, and a key with a certificate by it, in PEM; the authority's key is discarded."""
     x509 = _x509()
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec

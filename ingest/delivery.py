@@ -1,8 +1,8 @@
-"""From the log to Kafka: bounded in flight, in order, sent again where Kafka's answer is unknown.
+"""From the log to Kafka: in order, bounded in flight, sent again if Kafka's answer is unknown.
 
-While Kafka keeps up, an event goes from :meth:`Delivery.offer` straight to the publisher. When too much is in flight,
-or the broker is away, events wait: the newest in memory (*tail*), the older ones only on the disk, from where they are
-read back in order. Recovery is the same thing: a log that begins with unread events.
+While Kafka keeps up, events go from :meth:`KafkaDelivery.offer` straight to the publisher. If too much is in flight, or
+the broker is away, events wait: the newest in memory (the *tail*), older ones only on disk, from where they are read
+back in order. Recovery is the same case: a log that begins with unread events.
 """
 
 from __future__ import annotations
@@ -12,35 +12,47 @@ import dataclasses
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
-from ingest.events import Cursor, LoggedEvent
-from ingest.log import AHEAD, MessageLog
-from ingest.publish import Outcome, Publisher
-from ingest.publish.seam import HELD_BACK
+from ingest.kafka import Publisher, SendOutcome
+from ingest.kafka.publisher import HELD_BACK
+from ingest.log.events import Cursor, LoggedEvent
+from ingest.log.message_log import AHEAD, MessageLog
 from lakehouse.contract.trace import about
 
 logger = logging.getLogger(__name__)
 
 IN_FLIGHT_EVENTS = 50_000
-IN_FLIGHT_BYTES = 32 * 1024 * 1024
-TAIL_BYTES = 8 * 1024 * 1024
-HAND_OVER_S = 0.01  # waking the publisher for every event costs more than the event; Kafka's linger is this shorter
+HAND_OVER_S = 0.01  # waking the publisher costs more than an event; Kafka's linger is shortened by this
 HAND_OVER_EVENTS = 256
 READ_BYTES = 2 * 1024 * 1024
 _BACKOFF_MAX_S = 5.0
 
 
-class Delivery:
+@dataclass(frozen=True, slots=True)
+class DeliveryLimits:
+    """Limits of a delivery.
+
+    Attributes:
+        in_flight_bytes: most payload bytes that the publisher has and Kafka has not acknowledged.
+        tail_bytes: most payload bytes that wait in memory, not counting those that are not on disk yet.
+        hand_over_s: longest time before an event is handed to the publisher.
+    """
+
+    in_flight_bytes: int = 32 * 1024 * 1024
+    tail_bytes: int = 8 * 1024 * 1024
+    hand_over_s: float = HAND_OVER_S
+
+
+class KafkaDelivery:
     """Moves the events of one log to Kafka.
 
     Args:
-        log: where they are.
+        log: holds the events.
         publisher: started by the caller.
-        known: called for each event whose fate is known: with its outcome.
-        in_flight_bytes: payload bytes handed to the publisher and not acknowledged, at most.
-        tail_bytes: payload bytes that wait in memory, at most (as far as they are on the disk).
-        hand_over_s: the longest that an event waits to be handed to the publisher.
-        guarantee: of a source, by its name (:attr:`lakehouse.contract.source.Source.guarantee`).
+        known: called with the outcome of each event.
+        limits: of memory and time.
+        guarantee: of a source by its name (:attr:`lakehouse.contract.source.Source.guarantee`).
 
     Attributes:
         to_replay: events of an earlier run that Kafka has not acknowledged yet.
@@ -50,21 +62,18 @@ class Delivery:
         self,
         log: MessageLog,
         publisher: Publisher,
-        known: Callable[[Outcome], None],
-        *,
-        in_flight_bytes: int = IN_FLIGHT_BYTES,
-        tail_bytes: int = TAIL_BYTES,
-        hand_over_s: float = HAND_OVER_S,
+        known: Callable[[SendOutcome], None],
+        limits: DeliveryLimits = DeliveryLimits(),
         guarantee: Callable[[str], str] = lambda _: "exactly_once",
     ) -> None:
         self._guarantee = guarantee
-        self._renew = False  # the publisher holds back and waits for a new beginning
+        self._renew = False  # the publisher holds back until it is started afresh
         self._log = log
         self._publisher = publisher
         self._known = known
-        self._limit = in_flight_bytes
-        self._tail_limit = tail_bytes
-        self._hand_over_s = hand_over_s
+        self._limit = limits.in_flight_bytes
+        self._tail_limit = limits.tail_bytes
+        self._hand_over_s = limits.hand_over_s
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self._sent: dict[int, LoggedEvent] = {}  # by sequence number, which is also their order
@@ -92,12 +101,12 @@ class Delivery:
 
     @property
     def in_flight(self) -> int:
-        """Events handed to the publisher and not acknowledged."""
+        """Events that the publisher has and Kafka has not acknowledged."""
         return len(self._sent)
 
     @property
     def oldest_at(self) -> int:
-        """received_at of the oldest event that Kafka has not acknowledged, microseconds; 0 where none is in memory."""
+        """``received_at`` of the oldest unacknowledged event in memory, microseconds; 0 if none."""
         oldest = next(iter(self._sent.values()), self._tail[0] if self._tail else None)
         return oldest.envelope.received_at if oldest is not None else 0
 
@@ -106,14 +115,14 @@ class Delivery:
         await self._recovered.wait()
 
     def offer(self, event: LoggedEvent) -> None:
-        """Take an event that was just appended; call it in the order of the log."""
+        """Take an event that was just appended, in the order of the log."""
         if self._live and self._may_send(event):
             self._send(event)
             return
         self._put_aside((event,))
 
     def offer_all(self, events: Sequence[LoggedEvent]) -> None:
-        """Take events that were just appended, in the order of the log; as :meth:`offer` of each."""
+        """Take events that were just appended, like :meth:`offer` of each."""
         if not events:
             return
         size = sum([len(event.payload) for event in events])
@@ -148,7 +157,7 @@ class Delivery:
         self._wake.set()
 
     async def run(self) -> None:
-        """Work until cancelled: sends what waits, when there is room, and what has to be sent again."""
+        """Send what waits and what must be sent again, until cancelled."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -177,7 +186,7 @@ class Delivery:
             self._timer = self._loop.call_later(self._hand_over_s, self._flush)
 
     def _send_all(self, events: Sequence[LoggedEvent], size: int) -> None:
-        """Send events of so many payload bytes together."""
+        """Send events with ``size`` payload bytes in total."""
         self._next = events[-1].seq + 1
         self._sent.update([(event.seq, event) for event in events])
         self._sent_bytes += size
@@ -197,7 +206,7 @@ class Delivery:
             self._publisher.send(outbox)
 
     async def _catch_up(self) -> None:
-        """Send what waits while there is room; back to live when nothing waits."""
+        """Send waiting events while there is room; go live when none are left."""
         tail, ahead = self._tail, self._log.durable_seq + AHEAD
         while not self._again and self._sent_bytes < self._limit and len(self._sent) < IN_FLIGHT_EVENTS:
             if tail and tail[0].seq == self._next:
@@ -212,7 +221,7 @@ class Delivery:
                 return
 
     def _send_waiting(self, ahead: int) -> None:
-        """Send from the tail up to this sequence number, while there is room."""
+        """Send from the tail, up to sequence number ``ahead``, while there is room."""
         tail, size = self._tail, 0
         events: list[LoggedEvent] = []
         most = min(len(tail), IN_FLIGHT_EVENTS - len(self._sent))
@@ -225,7 +234,7 @@ class Delivery:
         self._send_all(events, size)
 
     async def _read_back(self, cursor: Cursor) -> bool:
-        """Send a batch from the disk; False if nothing more is there now."""
+        """Send a batch from disk; False if nothing more is there now."""
         until = self._tail[0].seq if self._tail else self._log.next_seq
         events, after = await asyncio.to_thread(
             self._log.read, cursor, from_seq=self._next, until_seq=until, max_bytes=READ_BYTES
@@ -240,18 +249,18 @@ class Delivery:
             self._send(event)
         if events:
             return True
-        if self._log.durable_seq >= until - 1:  # all of it has been read; what is missing was corrupt
+        if self._log.durable_seq >= until - 1:  # everything was read; missing events were corrupt
             self._next = max(self._next, until)
             if (
                 self._tail[0].seq if self._tail else self._log.next_seq
-            ) == until:  # none was put out of memory meanwhile
+            ) == until:  # no event was dropped from memory meanwhile
                 self._cursor = None
             self._check_recovered()
             return True
         return False
 
     def _trim(self) -> None:
-        """Forget the oldest waiting events that are on the disk, as far as the tail is too long."""
+        """Drop the oldest waiting events from memory if the tail is too long and they are on disk."""
         while self._tail_bytes > self._tail_limit and self._tail and self._tail[0].seq <= self._log.durable_seq:
             event = self._tail.popleft()
             self._tail_bytes -= len(event.payload)
@@ -265,7 +274,7 @@ class Delivery:
 
     # --- outcomes
 
-    def deliver(self, outcomes: Sequence[Outcome]) -> None:
+    def deliver(self, outcomes: Sequence[SendOutcome]) -> None:
         """Take the publisher's outcomes."""
         done: list[LoggedEvent] = []
         sent, known, freed = self._sent, self._known, 0
@@ -297,25 +306,25 @@ class Delivery:
             self._wake.set()
 
     def _give_up(self, event: LoggedEvent, reason: str) -> None:
-        """At most once: Kafka may have the event, so it is not sent again."""
+        """Do not send again, because Kafka may have the event and the source is delivered at most once."""
         if event.seq not in self._sent:
             self._next = event.seq + 1
             self._sent[event.seq] = event
             self._sent_bytes += len(event.payload)
-        self._fail_soon(Outcome(event, -1, -1, f"at most once: {reason}", final=True))
+        self._fail_soon(SendOutcome(event, -1, -1, f"at most once: {reason}", final=True))
 
-    def _fail_soon(self, outcome: Outcome) -> None:
+    def _fail_soon(self, outcome: SendOutcome) -> None:
         self._failing += 1
         task = self._loop.create_task(self._fail(outcome))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     def _mark(self, event: LoggedEvent) -> None:
-        """Kafka may have the event already; by the mark and the id a reader finds the copy."""
+        """Mark an event that Kafka may already have as suspect, so that readers find the copy by its id."""
         if self._guarantee(event.envelope.source) == "exactly_once":
             event.envelope = dataclasses.replace(event.envelope, suspect=True)
 
-    async def _fail(self, outcome: Outcome) -> None:
+    async def _fail(self, outcome: SendOutcome) -> None:
         event = outcome.event
         found = about(event.envelope.event_id, event.envelope.source, event.envelope.tenant)
         logger.error("Kafka refuses event %s of %s: %s", found["event_id"], found["source"], outcome.error, extra=found)
@@ -343,11 +352,11 @@ class Delivery:
     def _check_recovered(self) -> None:
         self._change.set()
         if not self._recovered.is_set() and next(iter(self._sent), self._next) >= self._suspect_before:
-            self.to_replay = 0  # what was corrupt is not there to be sent
+            self.to_replay = 0  # corrupt events cannot be sent
             self._recovered.set()
 
     async def _send_again(self) -> None:
-        """Once nothing else is in flight, send what failed, in order: so order within a key is kept."""
+        """Once nothing else is in flight, send failed events in order, which keeps the order within a key."""
         if len(self._sent) > len(self._again):
             return  # the next outcome wakes us
         self._renew = False

@@ -1,9 +1,8 @@
-"""Reference data joined to events, carried in their own packet: Kafka headers, kept by bronze.
+"""Reference data joined to events and carried in their Kafka headers, which bronze keeps.
 
-``[sources.X.enrich.NAME]`` names a small reference, a file or a compacted topic, that every node holds in memory
-(broadcast): no second store is asked on the hot path. An event whose key is in it gets two headers: ``NAME``, the row
-as a JSON object, and ``NAME_version``, which says which state of the reference it was. One whose key is not in it gets
-the version alone.
+``[sources.X.enrich.NAME]`` names a small reference, a file or a compacted topic, that every node holds in memory, so
+the hot path asks no second store. An event whose key is in it gets two headers: ``NAME``, the row as a JSON object, and
+``NAME_version``, the state of the reference. Any other event gets the version alone.
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from kafka import KafkaConsumer, TopicPartition
+from kafka import errors as kafka_errors
 
-from ingest.border import Admitted
+from ingest.border.admission import Admitted
 from ingest.errors import BrokerUnavailable
-from ingest.reference_topic import TopicReader
 from lakehouse.contract.collector import EnrichSpec
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.kafkasecurity import PLAINTEXT, ClientSecurity
@@ -32,14 +32,12 @@ logger = logging.getLogger(__name__)
 MAX_FILE_BYTES = 16 * 1024 * 1024
 MAX_ROW_BYTES = 8_192
 REFRESH_S = 2.0
+_POLL_MS = 500
+_MOST = 5_000
 
 
 class Reference:
-    """Rows by key, ready to be put into a header.
-
-    Attributes:
-        version: 16 hexadecimal characters of a digest of the rows, or ``TOPIC@OFFSETS``.
-    """
+    """Rows by key, as header values, and their version: a digest of the rows, or ``TOPIC@OFFSETS``."""
 
     def __init__(self, rows: Mapping[str, str] | None = None, version: str = "") -> None:
         self.rows: dict[str, str] = dict(rows or {})
@@ -51,13 +49,13 @@ class Enricher:
 
     Args:
         source: its ``enrich``.
-        folder: that files are relative to.
-        bootstrap: ``host:port`` of the broker of topics.
-        at: which of the references: ``border`` or ``refine``.
-        security: how to log in there.
+        folder: base of relative files.
+        bootstrap: ``host:port`` of the broker.
+        at: which references: ``border`` or ``refine``.
+        security: how to log in to the broker.
 
     Raises:
-        ConfigError: a file cannot be read or is not what it should be.
+        ConfigError: a file cannot be read or has the wrong form.
     """
 
     def __init__(
@@ -80,19 +78,19 @@ class Enricher:
 
     @property
     def missing(self) -> str:
-        """The references that have not been read to their end once, by name; empty: none."""
+        """Names of references that have not been read to their end yet; empty: none."""
         return ", ".join(sorted(self._unread))
 
     async def complete(self) -> None:
-        """Return when every topic has been read to its end once (while :meth:`run` runs)."""
+        """Return when every topic has been read to its end once, by :meth:`run`."""
         await self._complete.wait()
 
     def close(self) -> None:
-        """It is not followed any more: nobody waits for it."""
+        """Stop waiting for the references."""
         self._complete.set()
 
     def __call__(self, event: Admitted) -> tuple[tuple[str, str], ...]:
-        """The headers for an event that passed the border."""
+        """The headers of an event that passed the border."""
         try:
             fields = orjson.loads(event.payload)
         except orjson.JSONDecodeError:
@@ -100,7 +98,7 @@ class Enricher:
         return self.headers(fields) if isinstance(fields, dict) else ()
 
     def headers(self, fields: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
-        """The headers for an event with these fields."""
+        """The headers of an event with these fields."""
         found: list[tuple[str, str]] = []
         for name, reference in self.references.items():
             key = self._keys[name].render(fields)
@@ -111,7 +109,7 @@ class Enricher:
         return tuple(found)
 
     async def run(self) -> None:
-        """Follow the references until cancelled: files that change, topics that grow."""
+        """Follow files that change and topics that grow, until cancelled."""
         topics = {name: spec for name, spec in self._specs.items() if spec.topic}
         followers = [asyncio.create_task(self._follow(name, spec)) for name, spec in topics.items()]
         try:
@@ -126,7 +124,7 @@ class Enricher:
     def _refresh(self) -> None:
         for name, path in self._files.items():
             try:
-                if _stamp(path) != self._stamps[name]:
+                if _file_stamp(path) != self._stamps[name]:
                     self._load(name)
             except (ConfigError, OSError) as error:
                 logger.error("the reference %s stays as it was: %s", name, error)
@@ -134,7 +132,7 @@ class Enricher:
     def _load(self, name: str) -> None:
         spec, path = self._specs[name], self._files[name]
         try:
-            stamp = _stamp(path)
+            stamp = _file_stamp(path)
             rows = read_rows(path, spec)
         except (OSError, ValueError) as error:
             problem = error.strerror if isinstance(error, OSError) else str(error)
@@ -182,11 +180,11 @@ class Enricher:
 
 
 def read_rows(path: Path, spec: EnrichSpec) -> dict[str, str]:
-    """Rows of a file by key, each as JSON; of several with one key the last.
+    """Rows of a file by key, each as JSON; the last row of a key counts.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is too large, or not of a form that is known, or lacks a column.
+        OSError: the file cannot be read.
+        ValueError: it is too large, of unknown form, or lacks a column.
     """
     if path.stat().st_size > MAX_FILE_BYTES:
         raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes; a reference is small, join a table instead")
@@ -216,6 +214,78 @@ def _row_text(row: Any, spec: EnrichSpec) -> str:
     return text
 
 
-def _stamp(path: Path) -> tuple[int, int]:
+def _file_stamp(path: Path) -> tuple[int, int]:
     found = path.stat()
     return found.st_mtime_ns, found.st_size
+
+
+class TopicReader:
+    """Reads every partition of a compacted topic from its start, in no consumer group. Blocks.
+
+    Attributes:
+        complete: everything that was there on connecting has been read.
+    """
+
+    def __init__(self, bootstrap: str, topic: str, security: ClientSecurity = PLAINTEXT) -> None:
+        self._security = security
+        self._bootstrap = bootstrap
+        self._topic = topic
+        self._consumer: KafkaConsumer | None = None
+        self._ends: dict[int, int] = {}
+        self._behind: dict[TopicPartition, int] = {}  # ends not reached yet
+        self.complete = False
+
+    @property
+    def version(self) -> str:
+        """``TOPIC@OFFSETS``, with the next offset of each partition."""
+        return f"{self._topic}@{','.join(str(self._ends[number]) for number in sorted(self._ends))}"
+
+    def poll(self) -> list[tuple[str, bytes | None]]:
+        """Keys with their new values (None: removed), oldest first; empty after half a second without any.
+
+        Raises:
+            BrokerUnavailable: the broker does not answer, or lacks the topic.
+        """
+        try:
+            consumer = self._consumer or self._connect()
+            found = []
+            for records in consumer.poll(timeout_ms=_POLL_MS, max_records=_MOST).values():
+                for record in records:
+                    self._ends[record.partition] = record.offset + 1
+                    if record.key is not None:
+                        found.append((record.key.decode("utf-8", "replace"), record.value))
+            for place in [place for place, end in self._behind.items() if _at(consumer, place) >= end]:
+                del self._behind[place]
+            self.complete = not self._behind
+            return found
+        except (kafka_errors.KafkaError, OSError) as error:
+            raise BrokerUnavailable(self._bootstrap, f"{type(error).__name__}: {error}") from None
+
+    def close(self) -> None:
+        if self._consumer is not None:
+            self._consumer.close()
+            self._consumer = None
+
+    def _connect(self) -> KafkaConsumer:
+        consumer = KafkaConsumer(
+            bootstrap_servers=self._bootstrap,
+            enable_auto_commit=False,
+            metrics_enabled=False,
+            **self._security.for_kafka_python(),
+        )
+        self._consumer = consumer
+        numbers = consumer.partitions_for_topic(self._topic)
+        if not numbers:
+            raise BrokerUnavailable(self._bootstrap, f"there is no topic {self._topic}")
+        places = [TopicPartition(self._topic, number) for number in sorted(numbers)]
+        consumer.assign(places)
+        consumer.seek_to_beginning(*places)
+        self._ends = dict.fromkeys(sorted(numbers), 0)
+        self._behind = dict(consumer.end_offsets(places))
+        return consumer
+
+
+def _at(consumer: KafkaConsumer, place: TopicPartition) -> int:
+    """Offset of the next record, also after a transaction's marker."""
+    position = consumer.position(place, timeout_ms=_POLL_MS)
+    return -1 if position is None else int(position)

@@ -1,24 +1,66 @@
-"""Errors of the collecting side, grouped by what the caller can do.
+"""Errors of the collecting side, grouped by what the caller can do, and the problem documents that tell senders.
 
 ::
 
     MillraceError
     └── IngestError
-        ├── LogFull             push back and try again: the message log has reached its bound
-        ├── LogUnavailable      push back and try again: the disk refuses writes
-        ├── BrokerUnavailable   try again: Kafka cannot be reached, or its topics are not there yet
+        ├── LogFull             push back and retry: the message log has reached its limit
+        ├── LogUnavailable      push back and retry: the disk refuses writes
+        │   └── NotReady        push back and retry: the node or the source takes no events now
+        ├── BrokerUnavailable   retry: Kafka is unreachable, or its topics do not exist yet
         ├── EventRefused        tell the sender: a request or an event does not pass the border
-        ├── BadToken            tell the sender: not an acknowledgement token of ours
-        ├── LookupRefused       tell the sender: what it looks up is not there, or is not asked for rightly
-        ├── TooManyWaiters      push back and try again: as many senders wait for an answer as may
-        └── UpstreamEnded       connect again: an upstream ended its stream, or there is no connection
+        ├── BadToken            tell the sender: not an acknowledgement token of this lake
+        ├── LookupRefused       tell the sender: a look-up finds nothing, or is malformed
+        ├── TooManyWaiters      push back and retry: too many senders wait for an answer
+        └── UpstreamEnded       reconnect: an upstream ended its stream, or could not be reached
 """
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+import orjson
+
 from lakehouse.contract.errors import MillraceError
+
+RETRY_AFTER_S = 1
+
+TITLES: Mapping[int, str] = {
+    400: "Bad request",
+    401: "Unauthorized",
+    403: "Forbidden",
+    404: "Not found",
+    405: "Method not allowed",
+    408: "Request timeout",
+    411: "Length required",
+    413: "Too large",
+    415: "Unsupported media type",
+    422: "Event refused",
+    429: "Too many requests",
+    431: "Request header fields too large",
+    502: "Bad gateway",
+    503: "Not taking events now",
+    504: "Gateway timeout",
+}
+CODES: Mapping[int, str] = {
+    400: "bad-request",
+    401: "unauthorized",
+    403: "forbidden",
+    404: "not-found",
+    405: "method-not-allowed",
+    408: "timeout",
+    411: "length-required",
+    413: "too-large",
+    415: "content-type",
+    422: "refused",
+    429: "too-fast",
+    431: "head-too-large",
+    502: "bad-gateway",
+    503: "unavailable",
+    504: "answer-timeout",
+}
+"""Default code by status."""
 
 
 class IngestError(MillraceError):
@@ -26,13 +68,7 @@ class IngestError(MillraceError):
 
 
 class LogFull(IngestError):
-    """The message log has reached its bound; nothing was taken.
-
-    Attributes:
-        used: bytes on disk.
-        limit: the bound in bytes.
-        size: bytes that there was no room for.
-    """
+    """The message log has reached its limit of bytes on disk; the ``size`` bytes offered were not taken."""
 
     def __init__(self, used: int, limit: int, size: int = 0) -> None:
         super().__init__(used, limit, size)
@@ -45,11 +81,7 @@ class LogFull(IngestError):
 
 
 class LogUnavailable(IngestError):
-    """The message log cannot be written at the moment; nothing was taken.
-
-    Attributes:
-        reason: what the operating system said.
-    """
+    """The message log cannot be written now, for the operating system's ``reason``; nothing was taken."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -59,13 +91,23 @@ class LogUnavailable(IngestError):
         return f"the message log cannot be written: {self.reason}"
 
 
-class BrokerUnavailable(IngestError):
-    """Kafka cannot be reached, or cannot serve the topics yet.
+class NotReady(LogUnavailable):
+    """No events are taken now.
 
     Attributes:
-        bootstrap: the address that was tried.
-        reason: what the client said.
+        until_ready: waits for the source's reference data; None if the node itself is not ready.
     """
+
+    def __init__(self, reason: str, until_ready: Callable[[], Awaitable[None]] | None = None) -> None:
+        super().__init__(reason)
+        self.until_ready = until_ready
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+class BrokerUnavailable(IngestError):
+    """Kafka at ``bootstrap`` cannot be reached, or cannot serve the topics yet."""
 
     def __init__(self, bootstrap: str, reason: str) -> None:
         super().__init__(bootstrap, reason)
@@ -77,14 +119,14 @@ class BrokerUnavailable(IngestError):
 
 
 class EventRefused(IngestError):
-    """A request or an event in it does not pass the border.
+    """A request or an event does not pass the border.
 
     Attributes:
-        reason: what is wrong with it, for its sender.
-        status: the HTTP status that says so.
-        code: names the kind of refusal, for programs; it does not change.
-        retry_after: seconds after which another try is worth it; 0: it is not.
-        members: what else the answer says.
+        reason: for the sender.
+        status: of the HTTP answer.
+        code: stable name of the kind of refusal; empty: the status's default.
+        retry_after: seconds to wait before a retry; 0: a retry is pointless.
+        members: further members of the problem document.
     """
 
     def __init__(self, reason: str, status: int, *, code: str = "", retry_after: int = 0, **members: Any) -> None:
@@ -107,16 +149,11 @@ class BadToken(IngestError):
 
 
 class UpstreamEnded(IngestError):
-    """The connection to an upstream ended, or did not come about; the text says why."""
+    """The connection to an upstream ended or failed; the text tells why."""
 
 
 class LookupRefused(IngestError):
-    """What is looked up is not there, or is not asked for rightly.
-
-    Attributes:
-        reason: for who asked.
-        status: the HTTP status that says so.
-    """
+    """A look-up finds nothing or is malformed; with a reason for the sender and an HTTP status."""
 
     def __init__(self, reason: str, status: int) -> None:
         super().__init__(reason, status)
@@ -128,15 +165,43 @@ class LookupRefused(IngestError):
 
 
 class TooManyWaiters(IngestError):
-    """As many senders wait for an answer as may.
-
-    Attributes:
-        most: how many may.
-    """
+    """All ``most`` places for senders that wait for an answer are taken."""
 
     def __init__(self, most: int) -> None:
         super().__init__(most)
         self.most = most
 
     def __str__(self) -> str:
-        return f"{self.most} senders wait for an answer, which is as many as may"
+        return f"{self.most} senders are waiting for an answer, which is the limit"
+
+
+_BUSY_CODES: Mapping[type[IngestError], str] = {
+    LogFull: "log-full",
+    NotReady: "not-ready",
+    TooManyWaiters: "too-many-waiters",
+}
+
+
+def refusal_code(error: EventRefused) -> str:
+    """The error's own code, or the default of its status."""
+    return error.code or CODES.get(error.status, "error")
+
+
+def problem_body(error: IngestError) -> tuple[int, bytes, int]:
+    """HTTP status, problem document (RFC 9457) and seconds before a retry.
+
+    ``type`` names the kind of problem and does not change: ``urn:millrace:problem:CODE``.
+    """
+    if isinstance(error, EventRefused):
+        status, code, retry, members = error.status, refusal_code(error), error.retry_after, error.members
+    else:
+        code = _BUSY_CODES.get(type(error), "log-unavailable")
+        status, retry, members = 503, RETRY_AFTER_S, {}
+    body = {
+        "type": f"urn:millrace:problem:{code}",
+        "title": TITLES.get(status, "Error"),
+        "status": status,
+        "detail": str(error),
+        **members,
+    }
+    return status, orjson.dumps(body), retry

@@ -1,8 +1,8 @@
-"""The newest event of each key, in a compacted topic beside the source's: for readers that are slow, or come seldom.
+"""The newest event of each key, in a compacted topic beside the source's, for readers that are slow or come seldom.
 
-One consumer group a pipeline copies ``TOPIC`` to ``TOPIC.latest``, record by record, key, payload and headers; Kafka's
-cleaner then drops what a newer record of the same key has overtaken. Rejected events are left out. The order within a
-key is kept. After a crash the last batch is copied again: the newest value of each key is the same once it is through.
+One consumer group a pipeline copies ``TOPIC`` to ``TOPIC.latest``: key, payload and headers of each record, in order
+within a key, without rejected events. Kafka's cleaner then drops records that a newer one of the same key replaces.
+After a crash the last batch is copied again, which leaves the same newest value of each key.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kafka import errors as kafka_errors
 from kafka.structs import OffsetAndMetadata
 
 from ingest.errors import BrokerUnavailable
-from ingest.publish import ensure_topics
+from ingest.kafka import ensure_topics
 from lakehouse.contract.envelope import REJECT
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.kafkasecurity import ClientSecurity
@@ -32,10 +32,10 @@ _BACKOFF_MAX_S = 5.0
 
 
 class LatestMirror:
-    """Copies until it is stopped. Blocks.
+    """Copies until stopped. Blocks.
 
     Args:
-        pipeline: its sources that say ``latest_topic``.
+        pipeline: its sources with ``latest_topic``.
         bootstrap: ``host:port`` of a broker.
         security: how to log in.
 
@@ -43,7 +43,7 @@ class LatestMirror:
         copied: records by source.
 
     Raises:
-        ConfigError: no source says so.
+        ConfigError: no source has ``latest_topic``.
     """
 
     def __init__(self, pipeline: Pipeline, bootstrap: str, security: ClientSecurity) -> None:
@@ -61,7 +61,7 @@ class LatestMirror:
         self.copied: dict[str, int] = {source.name: 0 for source in self._sources.values()}
 
     def run(self, stop: threading.Event, ready: Callable[[], None] = lambda: None) -> None:
-        """Copy until ``stop`` is set; waits for the broker where it is away."""
+        """Copy until ``stop`` is set; waits for the broker while it is away."""
         pause = 0.2
         while not stop.is_set():
             try:
@@ -91,7 +91,7 @@ class LatestMirror:
             consumer.close(autocommit=False)
 
     def _batch(self, consumer: KafkaConsumer, producer: KafkaProducer) -> None:
-        """1. Read.  2. Write, and wait until Kafka has all of it.  3. Commit how far it read."""
+        """1. Read.  2. Write, and wait until Kafka has everything.  3. Commit the offsets."""
         ends: dict[TopicPartition, int] = {}
         sent = []
         for place, records in consumer.poll(timeout_ms=_POLL_MS, max_records=_BATCH).items():

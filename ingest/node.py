@@ -1,35 +1,37 @@
-"""A collecting node: every collector of a pipeline, one message log, one way to Kafka, one HTTP port (composition)."""
+"""A collecting node: all collectors of a pipeline, one message log, one way to Kafka, one HTTP port (composition)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import dataclasses
+import gc
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
-from ingest.acks import RecentEvents
-from ingest.answers import Answers
-from ingest.app import HttpServer, check_exposure, make_app
-from ingest.collectors.door import Door
-from ingest.delivery import HAND_OVER_S, Delivery
+from ingest.answers.acks import RecentEvents, Signer
+from ingest.answers.respond import Answers, Responder
+from ingest.answers.stream import Streams
+from ingest.answers.tables import LakeState, ProductRows, ProductWatch
+from ingest.border.access import SenderGate, SenderKeys, keys_path
+from ingest.border.admission import KEPT_BYTES, Border, FrontBorder, front_pipeline
+from ingest.border.shed import Shedder, Waiting
+from ingest.collectors import Collector, CollectorContext, UpstreamStatus, make_collector
+from ingest.collectors.http import HttpServer, check_exposure, make_app
+from ingest.collectors.upstream import shown_url
+from ingest.delivery import HAND_OVER_S, DeliveryLimits, KafkaDelivery
+from ingest.enrich import Enricher
 from ingest.errors import BrokerUnavailable
-from ingest.front import front_pipeline
-from ingest.keys import KeyRing, keys_path
-from ingest.lakestate import LakeState
-from ingest.limits import Gate
-from ingest.log import MessageLog
-from ingest.productrows import ProductRows
-from ingest.publish import ensure_topics, make_publisher
-from ingest.pubsub import Feed, Interests, StreamProtocol, Streams
-from ingest.respond import Responder
-from ingest.sources import SourceSet, changed
-from ingest.stats import NodeStats
-from ingest.tokens import Signer
-from ingest.watch import Watch
-from lakehouse.contract.errors import MillraceError
+from ingest.intake import Intake, RequestIntake
+from ingest.kafka import ensure_topics, make_publisher, start_publisher
+from ingest.log.message_log import MessageLog, least_limit
+from ingest.stats import CollectedSources, NodeStats
+from lakehouse.contract.collector import STREAM_KINDS, CollectorSpec
+from lakehouse.contract.errors import ConfigError, MillraceError
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, Source, load_pipeline
 from lakehouse.contract.settings import Settings
@@ -37,9 +39,30 @@ from lakehouse.contract.settings import Settings
 logger = logging.getLogger(__name__)
 
 KafkaClient = Literal["kafka-python", "confluent-kafka"]
+
 _CLOSE_S = 10.0
-_BROKER_BACKOFF_MAX_S = 5.0
-_WATCH_S = 1.0
+_FILE_POLL_S = 1.0
+_GC_YOUNG = 50_000  # default 700: a batch has more events, and all of them live until Kafka has them
+_GC_OLDER = 50
+
+
+@dataclass(frozen=True, slots=True)
+class NodeOptions:
+    """What a node is told on the command line.
+
+    Attributes:
+        node: id of the node, which names the folder of its log.
+        bootstrap: ``host:port`` of a broker.
+        urls: upstream by source, in place of the pipeline's.
+        client: the Kafka client, in place of the settings'.
+        front: take payloads in unread and write them to ``TOPIC.raw``; :mod:`ingest.refine` does the rest.
+    """
+
+    node: str
+    bootstrap: str
+    urls: Mapping[str, str] = field(default_factory=dict)
+    client: KafkaClient | None = None
+    front: bool = False
 
 
 async def run_collector(
@@ -57,110 +80,85 @@ async def run_collector(
     made: Callable[[CollectorNode], None] | None = None,
     stop: asyncio.Event,
 ) -> None:
-    """Collect until ``stop`` is set, then end cleanly.
+    """Collect until ``stop`` is set.
 
-    1. Open the log; say "not ready" by HTTP.
+    1. Open the log; report "not ready" by HTTP.
     2. Wait for Kafka and the topics; send again what an earlier run left in the log.
-    3. Say "ready", start reading the upstreams.
-    4. On ``stop``: stop reading, let Kafka take what is in flight, close the log.
+    3. Report "ready" and start the collectors.
+    4. On ``stop``: stop the collectors, wait for Kafka to take events in flight, close the log.
 
     Args:
         settings: of the process.
-        pipeline: whose sources are collected.
-        node: id of this node; names its log's folder.
-        bootstrap: ``host:port`` of a broker.
-        urls: upstream by source, instead of what the pipeline says.
-        http: whether to serve HTTP.
-        ready: called once, with the base URL of the HTTP server (empty without one), when the node is ready.
-        client: the Kafka client, instead of what the settings say.
-        front: only take payloads in, unread, into ``TOPIC.raw``: :mod:`ingest.refine` does the rest.
-        watch: start, stop and change sources when the pipeline's file changes.
-        made: called with the node before it runs, for whoever changes its sources while it runs.
+        pipeline: its sources are collected.
+        node, bootstrap, urls, client, front: see :class:`NodeOptions`.
+        http: serve HTTP.
+        ready: called once when the node is ready, with the base URL of its HTTP server (empty without one).
+        watch: apply changes of the pipeline's file at run time.
+        made: called with the node before it runs, to change its sources later.
         stop: ends the node.
 
     Raises:
-        EnvironmentProblem: the log is in use by another process, or a port is taken.
-        ConfigError: the node would listen to everybody without keys.
+        EnvironmentProblem: another process uses the log, or a port is taken.
+        ConfigError: the node would listen on a public address without keys.
     """
-    made_node = CollectorNode(settings, pipeline, node, bootstrap, dict(urls or {}), client, front=front)
+    collector = CollectorNode(settings, pipeline, NodeOptions(node, bootstrap, dict(urls or {}), client, front))
     try:
         if made is not None:
-            made(made_node)
-        await made_node.run(http, ready, stop, watch=watch)
+            made(collector)
+        await collector.run(http, ready, stop, watch=watch)
     finally:
-        await made_node.close()
+        await collector.close()
 
 
 class CollectorNode:
-    """The parts of a node. Sources may be added, removed and changed while it runs."""
+    """The parts of a node. Sources can be added, removed and changed while it runs."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        pipeline: Pipeline,
-        node: str,
-        bootstrap: str,
-        urls: dict[str, str],
-        client: KafkaClient | None,
-        *,
-        front: bool = False,
-    ) -> None:
+    def __init__(self, settings: Settings, pipeline: Pipeline, options: NodeOptions) -> None:
         collect, lake = settings.collect, Lake(settings.lake)
-        keys = KeyRing(keys_path(settings))
+        keys = SenderKeys(keys_path(settings))
         check_exposure(collect, keys)
         self._settings = settings
-        self._front = front
-        self._pipeline = front_pipeline(pipeline) if front else pipeline
+        self._options = options
+        self._pipeline = front_pipeline(pipeline) if options.front else pipeline
         self._folder = pipeline.path.parent
-        self._urls = urls
-        self._bootstrap = bootstrap
-        self._security = settings.kafka.security
         self._ready = False
         self._taking = asyncio.Event()  # ready, and not stopping
         self._connected = asyncio.Event()
         self._stopping = False
         topics = {name: source.topic for name, source in self._pipeline.sources.items()}
         hand_over_s = min(HAND_OVER_S, settings.kafka.linger_ms / 1000)
-        gathered_ms = round(1000 * hand_over_s)  # by the delivery; the client gathers for what is left of the linger
         kafka = dataclasses.replace(
-            settings.kafka, linger_ms=settings.kafka.linger_ms - gathered_ms, client=client or settings.kafka.client
+            settings.kafka,
+            linger_ms=settings.kafka.linger_ms - round(1000 * hand_over_s),  # the client lingers for the rest
+            client=options.client or settings.kafka.client,
         )
-        self._publisher = make_publisher(bootstrap, kafka, topics)
+        self._publisher = make_publisher(options.bootstrap, kafka, topics)
         self._log = MessageLog.open(
-            lake.collector_log(node),
-            node,
+            lake.collector_log(options.node),
+            options.node,
             limit=collect.log_bytes,
             group_commit_ms=collect.group_commit_ms,
             protocol=collect.protocol,
         )
-        self._recent = RecentEvents(topics)
-        self._delivery = Delivery(
-            self._log, self._publisher, self._recent.known, hand_over_s=hand_over_s, guarantee=self._guarantee
-        )
-        self._sources = SourceSet(
-            settings, node, self._log, self._delivery, self._recent, topics,
-            bootstrap=bootstrap, folder=self._folder, front=front,
-        )  # fmt: skip
+        recent = self._recent = RecentEvents(topics)
+        limits = DeliveryLimits(hand_over_s=hand_over_s)
+        self._delivery = KafkaDelivery(self._log, self._publisher, recent.known, limits, self._guarantee)
+        sinks = EventSinks(self._log, self._delivery, recent)
+        self._sources = SourceSet(settings, options, self._folder, sinks, topics)
         for source in self._pipeline.sources.values():
-            self._sources.add(source, urls.get(source.name, ""))
-        self._stats = NodeStats(
-            node, self._log, self._delivery, self._sources.names, self._sources.statuses, lambda: not self._not_ready()
-        )
-        self._stats.shedders = self._sources.shedders
-        gate = Gate(keys, max_connections=collect.max_connections, rejects_per_s=collect.rejects_per_s)
-        self._stats.gate = gate
+            self._sources.add(source, options.urls.get(source.name, ""))
+        gate = SenderGate(keys, max_connections=collect.max_connections, rejects_per_s=collect.rejects_per_s)
+        collected = CollectedSources(self._sources.names, self._sources.statuses, self._sources.shedders)
+        self._stats = NodeStats(options.node, self._log, self._delivery, collected, lambda: not self._not_ready(), gate)
         signer = Signer.of_lake(lake.state)
-        self._door = Door(self._sources.intakes, self._not_ready, gate, signer, self._sources.one_way)
-        self._lake_state = LakeState(lake)
-        self._watch = Watch(self._lake_state, collect.watch_ms / 1000)
-        rows = ProductRows(lake)
-        answers = Answers(
-            self._sources.get, self._recent, self._lake_state, rows, self._watch, max_waiters=collect.max_waiters
+        self._requests = RequestIntake(self._sources.intakes, self._not_ready, gate, signer, self._sources.one_way)
+        lake_state, rows = LakeState(lake), ProductRows(lake)
+        self._watch = ProductWatch(lake_state, collect.watch_ms / 1000)
+        answers = Answers(self._sources.get, recent, lake_state, rows, self._watch, max_waiters=collect.max_waiters)
+        self._responder = Responder(answers, rows, self._pipeline, self._requests)
+        self._streams = Streams(
+            self._requests, self._pipeline, (rows, self._watch), collect.max_streams, self._until_ready
         )
-        self._responder = Responder(answers, rows, self._pipeline, self._door)
-        interests: Interests[StreamProtocol] = Interests()
-        self._streams = Streams(self._door, interests, self._pipeline, collect.max_streams, self._until_ready)
-        self._feed = self._streams.feed = Feed(interests, rows, self._watch, self._streams.tell)
 
     # --- sources at run time
 
@@ -171,37 +169,37 @@ class CollectorNode:
 
     @property
     def replay(self) -> tuple[int, int]:
-        """Events of an earlier run that are still to be sent to Kafka, and all that there were."""
-        return self._delivery.to_replay, self._log.recovery.to_replay
+        """Events of an earlier run that are still to be sent to Kafka, and their initial number."""
+        return self._stats.replay
 
     async def add_source(self, source: Source, url: str = "") -> None:
-        """Collect a further source; its topic is made where it is absent.
+        """Collect a further source; creates its topic if absent.
 
         Args:
-            source: with a name that is not collected yet.
-            url: upstream to read instead of what the source says.
+            source: with a new name.
+            url: upstream in place of the source's.
 
         Raises:
             ConfigError: a collector cannot be made.
             EnvironmentProblem: an address cannot be bound.
-            BrokerUnavailable: its topic cannot be made now.
+            BrokerUnavailable: its topic cannot be created now.
         """
-        await asyncio.to_thread(ensure_topics, self._bootstrap, [source], self._security)
-        self._sources.add(source, url or self._urls.get(source.name, ""))
-        logger.info("source %s is collected now", source.name)
+        await asyncio.to_thread(ensure_topics, self._options.bootstrap, [source], self._settings.kafka.security)
+        self._sources.add(source, url or self._options.urls.get(source.name, ""))
+        logger.info("collecting source %s", source.name)
 
     async def remove_source(self, name: str) -> None:
-        """Collect a source no more; what was taken still goes to Kafka."""
+        """Stop collecting a source; its logged events still go to Kafka."""
         await self._sources.remove(name)
-        logger.info("source %s is not collected any more", name)
+        logger.info("stopped collecting source %s", name)
 
     async def apply(self, pipeline: Pipeline) -> None:
-        """Start, stop and change sources so that they are those of ``pipeline``; the others go on undisturbed.
+        """Start, stop and restart sources to match ``pipeline``; unchanged sources are not interrupted.
 
         Raises:
-            MillraceError: a source could not be started; the others are as they should be.
+            MillraceError: a source could not be started; the others match.
         """
-        wanted = front_pipeline(pipeline) if self._front else pipeline
+        wanted = front_pipeline(pipeline) if self._options.front else pipeline
         stop, start = changed(self.sources, wanted.sources)
         for name in stop:
             await self.remove_source(name)
@@ -230,14 +228,9 @@ class CollectorNode:
         return "the message log is full" if self._log.full else ""
 
     async def _until_ready(self, size: int) -> None:
-        """Return when the node takes so many bytes of events; not any more once it stops."""
+        """Return when the node takes this many bytes of events; never, once it stops."""
         await self._taking.wait()
         await self._log.room(size)
-
-    def _progress(self) -> dict[str, dict[str, int]]:
-        """For ``/readyz``: how much of what an earlier run left is still to be sent."""
-        left, of = self.replay
-        return {"replay": {"left": left, "of": of}} if left else {}
 
     async def run(
         self, http: bool, ready: Callable[[str], None] | None, stop: asyncio.Event, *, watch: bool = False
@@ -261,26 +254,27 @@ class CollectorNode:
             if server is not None:
                 server.stop()
             self._watch.close()
-            await self._feed.close()
+            await self._streams.follower.close()
             await self._responder.close()
             await self._drain()
             delivery.cancel()
 
     def _server(self) -> HttpServer:
         app = make_app(
-            door=self._door,
+            requests=self._requests,
             stats=self._stats,
             recent=self._recent,
             pipeline=self._pipeline,
             lake_root=self._settings.lake,
-            progress=self._progress,
-            routes=self._responder.routes,
             responder=self._responder,
         )
-        return HttpServer(app, self._door, self._settings.collect, ws=self._streams.protocol)
+        return HttpServer(app, self._requests, self._settings.collect, ws=self._streams.protocol)
 
     async def _start(self, url: str, ready: Callable[[str], None] | None) -> None:
-        await self._connect()
+        sources, security = list(self._pipeline.sources.values()), self._settings.kafka.security
+        deliver, bootstrap = self._delivery.deliver, self._options.bootstrap
+        await start_publisher(self._publisher, deliver, bootstrap, sources, security)
+        self._connected.set()
         await self._delivery.recovered()
         if self._log.recovery.to_replay:
             logger.info("sent again %d events of an earlier run", self._log.recovery.to_replay)
@@ -290,30 +284,15 @@ class CollectorNode:
         if ready is not None:
             ready(url)
 
-    async def _connect(self) -> None:
-        pause = 0.2
-        while True:
-            try:
-                sources = list(self._pipeline.sources.values())
-                await asyncio.to_thread(ensure_topics, self._bootstrap, sources, self._security)
-                await asyncio.to_thread(self._publisher.start, self._delivery.deliver)
-            except BrokerUnavailable as error:
-                logger.warning("%s; next attempt in %.1f s", error, pause)
-                await asyncio.sleep(pause)
-                pause = min(_BROKER_BACKOFF_MAX_S, pause * 2)
-            else:
-                self._connected.set()
-                return
-
     async def _deliver(self) -> None:
-        await self._connected.wait()  # what an earlier run left would be sent before there is a client
+        await self._connected.wait()  # events of an earlier run must not be sent before there is a client
         await self._delivery.run()
 
     async def _follow_file(self, path: Path) -> None:
-        """Apply the pipeline's file whenever it has changed; one that cannot be used changes nothing."""
+        """Apply the pipeline's file whenever it changes; an invalid file changes nothing."""
         seen = _stamp(path)
         while True:
-            await asyncio.sleep(_WATCH_S)
+            await asyncio.sleep(_FILE_POLL_S)
             stamp = _stamp(path)
             if stamp is None or stamp == seen or not self._ready:
                 continue
@@ -321,9 +300,9 @@ class CollectorNode:
                 await self.apply(await asyncio.to_thread(load_pipeline, path.parent))
                 seen = stamp
             except BrokerUnavailable as error:
-                logger.warning("%s is applied later: %s", path, error)
+                logger.warning("%s will be applied later: %s", path, error)
             except MillraceError as error:
-                logger.error("the sources stay as they were, or nearly: %s", error)
+                logger.error("%s could not be applied completely: %s", path, error)
                 seen = stamp
 
     async def _drain(self) -> None:
@@ -332,10 +311,226 @@ class CollectorNode:
                 await self._delivery.drained()
 
     async def close(self) -> None:
-        """Let go of Kafka and of the log; what Kafka has not acknowledged stays in the log."""
+        """Close the Kafka client and the log; unacknowledged events stay in the log."""
         self._sources.close()
         await asyncio.to_thread(self._publisher.close, 1.0)
         await self._log.close()
+
+
+@dataclass(frozen=True, slots=True)
+class EventSinks:
+    """Where the events of all sources of a node go."""
+
+    log: MessageLog
+    delivery: KafkaDelivery
+    recent: RecentEvents
+
+
+@dataclass(slots=True)
+class _RunningSource:
+    source: Source
+    collectors: list[Collector] = field(default_factory=list)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    enricher: Enricher | None = None
+
+
+class SourceSet:
+    """The sources that a node collects. Adding one makes its lanes; its collectors run once the set runs.
+
+    Args:
+        settings: of the process.
+        options: of the node.
+        folder: of the pipeline, for references that are files.
+        sinks: take the events.
+        topics: topic by source; the set updates it and keeps removed sources, whose events may still be in the log.
+
+    Attributes:
+        intakes: by source, of sources that take events by HTTP.
+        one_way: sources among them that acknowledge nothing. The set object stays the same.
+        names: of the sources. The list object stays the same.
+        shedders: by source, of sources that may shed events.
+    """
+
+    def __init__(
+        self, settings: Settings, options: NodeOptions, folder: Path, sinks: EventSinks, topics: dict[str, str]
+    ) -> None:
+        self._settings = settings
+        self._options = options
+        self._folder = folder
+        self._sinks = sinks
+        self._topics = topics
+        self._set: dict[str, _RunningSource] = {}
+        self._running = False
+        self.intakes: dict[str, Intake] = {}
+        self.one_way: set[str] = set()
+        self.names: list[str] = []
+        self.shedders: dict[str, Shedder] = {}
+
+    def statuses(self) -> Iterable[UpstreamStatus]:
+        """The state of every upstream."""
+        return [collector.status() for running in self._set.values() for collector in running.collectors]
+
+    def get(self, name: str) -> Source | None:
+        """The source with this name, if it is collected."""
+        running = self._set.get(name)
+        return running.source if running is not None else None
+
+    def add(self, source: Source, url: str = "") -> None:
+        """Add a source whose topic exists.
+
+        Args:
+            source: to collect.
+            url: upstream in place of the source's.
+
+        Raises:
+            ConfigError: a collector or a reference cannot be made, or the log is too small for an event.
+            EnvironmentProblem: an address cannot be bound.
+        """
+        self._check_size(source)
+        running = _RunningSource(source)
+        try:
+            self._make(running, url)
+        except BaseException:
+            self._discard(running)
+            raise
+        self._topics[source.name] = source.topic
+        self._set[source.name] = running
+        self.names.append(source.name)
+        if self._running:
+            self._start(running)
+
+    async def remove(self, name: str) -> None:
+        """Stop a source's collectors and its HTTP; its logged events still go to Kafka."""
+        running = self._set.pop(name, None)
+        if running is None:
+            return
+        self.names.remove(name)
+        for task in running.tasks:
+            task.cancel()
+        await asyncio.gather(*running.tasks, return_exceptions=True)
+        self._discard(running)
+
+    def run(self) -> None:
+        """Start all collectors; those of sources added later start at once."""
+        self._running = True
+        for running in self._set.values():
+            self._start(running)
+
+    async def stop(self) -> None:
+        """Stop all collectors; HTTP is stopped by its server."""
+        self._running = False
+        tasks = [task for running in self._set.values() for task in running.tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def close(self) -> None:
+        """Release what collectors hold."""
+        for running in self._set.values():
+            for collector in running.collectors:
+                collector.close()
+
+    def _check_size(self, source: Source) -> None:
+        """The log must have room for the source's largest event, or for what is kept of a larger one."""
+        least = least_limit(max(source.max_event_bytes, KEPT_BYTES))
+        if self._settings.collect.log_bytes < least:
+            raise ConfigError(
+                f"an event of {source.max_event_bytes} bytes would never fit into a log of "
+                f"{self._settings.collect.log_bytes} (collect.log_bytes)",
+                file=self._folder / "pipeline.toml",
+                key=f"sources.{source.name}.max_event_bytes",
+                remedy=f"Set collect.log_bytes to {least} or more, or allow smaller events only",
+            )
+
+    def _make(self, running: _RunningSource, url: str) -> None:
+        source, settings, options, sinks = running.source, self._settings, self._options, self._sinks
+        if source.shed is not None and not options.front:
+            self.shedders[source.name] = Shedder(source.name, source.shed, lambda: self._waiting(source.name))
+        border = (FrontBorder if options.front else Border)(
+            source,
+            tenant=settings.tenant,
+            collector=options.node,
+            file=self._folder / "pipeline.toml",
+            shedder=self.shedders.get(source.name),
+        )
+        if any(spec.at == "border" for spec in source.enrich.values()) and not options.front:
+            running.enricher = Enricher(
+                source, self._folder, options.bootstrap, at="border", security=settings.kafka.security
+            )
+        for ordinal, spec in enumerate(with_upstream(source.collectors, url)):
+            upstream = (url or spec.url) if spec.kind in STREAM_KINDS else ""
+            # Another address is another stream: a position in one means nothing in the other.
+            name = f"{source.name}/{spec.kind}/{ordinal}"
+            lane = sinks.log.lane(f"{name} {shown_url(upstream)}" if upstream else name, source.name)
+            asked = spec.kind == "http" and spec.ack != "none"
+            recent = sinks.recent if asked else None
+            intake = Intake(border, lane, sinks.log, sinks.delivery, recent, running.enricher)
+            if spec.kind == "http":
+                self.intakes[source.name] = intake
+                if not asked:
+                    self.one_way.add(source.name)
+            else:
+                context = CollectorContext(intake, upstream, settings.collect.backoff_max_s)
+                running.collectors.append(make_collector(spec, context))
+
+    def _start(self, running: _RunningSource) -> None:
+        parts = [_run_when_complete(collector, running.enricher) for collector in running.collectors]
+        if running.enricher is not None:
+            parts.append(running.enricher.run())
+        running.tasks = [asyncio.create_task(part, name=f"collect {running.source.name}") for part in parts]
+        for task in running.tasks:
+            task.add_done_callback(_log_failure)
+
+    def _waiting(self, name: str) -> Waiting:
+        log = self._sinks.log
+        events = sum(lane.in_log for lane in log.lanes() if lane.source == name)
+        return Waiting(events, log.used, self._sinks.delivery.oldest_at)
+
+    def _discard(self, running: _RunningSource) -> None:
+        self.intakes.pop(running.source.name, None)
+        self.shedders.pop(running.source.name, None)
+        self.one_way.discard(running.source.name)
+        for collector in running.collectors:
+            collector.close()
+        if running.enricher is not None:
+            running.enricher.close()
+
+
+def with_upstream(specs: Iterable[CollectorSpec], url: str) -> list[CollectorSpec]:
+    """The collectors, with one for ``url`` added if none of them reads an upstream."""
+    found = list(specs)
+    if url and not any(spec.kind in STREAM_KINDS for spec in found):
+        scheme = urlsplit(url).scheme
+        kind = "websocket" if scheme in STREAM_KINDS["websocket"] else "sse"
+        found.append(CollectorSpec(kind, url, "from" if kind == "websocket" else ""))
+    return found
+
+
+def changed(old: Mapping[str, Source], new: Mapping[str, Source]) -> tuple[list[str], list[str]]:
+    """Names of sources to stop (gone or changed) and to start (new or changed) to get from ``old`` to ``new``."""
+    stop = [name for name, source in old.items() if new.get(name) != source]
+    return stop, [name for name, source in new.items() if old.get(name) != source]
+
+
+def calm_garbage_collector() -> None:
+    """Search for cycles less often, and never among objects of modules: it took a quarter of a core.
+
+    Reference counting frees everything that a collector makes for an event; there are no cycles in it.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_GC_YOUNG, _GC_OLDER, _GC_OLDER)
+
+
+async def _run_when_complete(collector: Collector, enricher: Enricher | None) -> None:
+    if enricher is not None:
+        await enricher.complete()
+    await collector.run()
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        logger.error("%s failed and is not running any more", task.get_name(), exc_info=task.exception())
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

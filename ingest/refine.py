@@ -1,16 +1,17 @@
 """The second step of a two-step collection: ``TOPIC.raw`` → border, enrichment → the source's topic.
 
-One consumer group a pipeline, so that any number of these processes share the partitions. One batch at a time:
+Each pipeline has one consumer group, so any number of these processes share the partitions. A process handles one batch
+at a time:
 
-1. Read records that a front node put there.
-2. Judge each (:class:`~ingest.border.Border`), keep what the front said of it (id, time, node, tenant), add references
-   and the place in the raw topic to its headers; what does not pass goes on too, with its reason.
-3. Send them; wait until Kafka has every one.
-4. Commit the raw topic's offsets.
+1. Read records that a front node wrote.
+2. Judge each (:class:`~ingest.border.admission.Border`). Keep what the front decided (id, time, node, tenant). Add
+   reference data and the place in the raw topic to the headers. A refused event continues too, with its reason.
+3. Send the batch; wait until Kafka has all of it.
+4. Commit the offsets of the raw topic.
 
-A crash between 3 and 4 sends a batch again, under the same event ids, so that bronze's readers count it once. A
-transaction over both would mark the raw offsets in the same step, but its markers take offsets in the source's topic,
-which bronze's readers count with; and it would be an event later by the transaction's length.
+A crash between steps 3 and 4 repeats the batch under the same event ids, so bronze's readers count it once. A
+transaction would commit both at once, but its markers take offsets in the source's topic, with which bronze's readers
+count, and it would delay events by its duration.
 """
 
 from __future__ import annotations
@@ -23,16 +24,19 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ingest.border import KEPT_BYTES, Border
+from kafka import KafkaConsumer, TopicPartition
+from kafka import errors as kafka_errors
+from kafka.consumer.subscription_state import ConsumerRebalanceListener
+from kafka.structs import OffsetAndMetadata
+
+from ingest.border.admission import KEPT_BYTES, RAW_PLACE, Border, front_source, raw_topic
 from ingest.enrich import Enricher
 from ingest.errors import BrokerUnavailable
-from ingest.events import Lane, LoggedEvent, Segment
-from ingest.front import RAW_PLACE, front_source
-from ingest.publish import Outcome, ensure_topics, make_publisher
-from ingest.raw_topic import RawReader
+from ingest.kafka import SendOutcome, make_publisher, start_publisher
+from ingest.log.events import LoggedEvent, LogSegment, SourceLane
 from lakehouse.contract.envelope import HEADER_NAMES, Envelope, EnvelopeError, fingerprint
 from lakehouse.contract.faults import crash_point
-from lakehouse.contract.kafkasecurity import ClientSecurity
+from lakehouse.contract.kafkasecurity import PLAINTEXT, ClientSecurity
 from lakehouse.contract.pipeline import Pipeline, Source
 from lakehouse.contract.settings import Settings
 from lakehouse.contract.trace import EventLines
@@ -40,19 +44,24 @@ from lakehouse.contract.trace import EventLines
 logger = logging.getLogger(__name__)
 _lines = EventLines(logger)
 
-STOP_S = 10.0  # for the batch that is being sent when it is told to stop
-_BACKOFF_MAX_S = 5.0
+STOP_S = 10.0  # for the current batch
+BATCH = 5_000
 REFINED_BY = "refined_by"  # an extra header
+_BACKOFF_MAX_S = 5.0
+_RAW_POLL_MS = 200
+_ANSWER_MS = 5_000  # a broker that takes longer is considered away
+_METADATA_MS = 10_000  # after this long, new partitions and topics are assigned
+_SESSION_MS = 6_000  # after this long, a dead member's partitions are assigned to others
 
 
 class Refiner:
-    """What becomes of a raw record of one source. No I/O but the reading of reference files.
+    """Refines raw records of one source. Its only I/O is reading reference files.
 
     Args:
         source: as the pipeline declares it.
         node: id of this process.
-        enricher: its references, also those that a one-step node joins at the border.
-        tenant: for records without an envelope.
+        tenant: of records without an envelope.
+        enricher: all references of the source, including those that a one-step node joins at the border.
         file: of the pipeline, for errors.
     """
 
@@ -68,15 +77,15 @@ class Refiner:
         """Envelope, key and payload of a record of the raw topic.
 
         Args:
-            record: as kafka-python gives it.
-            suspect: the source's topic may hold it already.
+            record: from kafka-python.
+            suspect: the source's topic may have the event already.
         """
         place = f"{record.topic}/{record.partition}/{record.offset}"
         headers = record.headers or ()
         try:
             front: Envelope | None = Envelope.from_headers(headers)
         except EnvelopeError:
-            front = None  # somebody else wrote it there
+            front = None  # written by another application
         origin = front.event_id if front is not None else f"@{place}"
         event = self._border.admit(record.value or b"", origin=origin, tenant=front.tenant if front else None)
         envelope, key = event.envelope, event.key
@@ -99,7 +108,7 @@ class Refiner:
 
 
 class RefineNode:
-    """Refines every source of a pipeline until it is stopped.
+    """Refines every source of a pipeline.
 
     Args:
         settings: of the process.
@@ -118,10 +127,10 @@ class RefineNode:
         self._sources = dict(pipeline.sources)
         topics = {name: source.topic for name, source in self._sources.items()}
         self._publisher = make_publisher(bootstrap, settings.kafka, topics)
-        self._outcomes: dict[int, Outcome] = {}
+        self._outcomes: dict[int, SendOutcome] = {}
         self._arrived = asyncio.Event()
         self._seq = 0
-        self._lanes = {name: Lane(n, f"{name}/refine", name) for n, name in enumerate(self._sources)}
+        self._lanes = {name: SourceLane(n, f"{name}/refine", name) for n, name in enumerate(self._sources)}
         self._enrichers = _enrichers(self._sources, pipeline.path.parent, bootstrap, self._security)
         self._refiners = {
             name: Refiner(
@@ -132,9 +141,9 @@ class RefineNode:
         self.counts: dict[str, Counter[str]] = {name: Counter() for name in self._sources}
 
     async def run(self, ready: Callable[[], None], stop: asyncio.Event) -> None:
-        """Refine until ``stop`` is set; a batch that is being sent then has :data:`STOP_S` to come through.
+        """Refine until ``stop`` is set; the current batch then has :data:`STOP_S` to finish.
 
-        One that Kafka does not take in that time stays in the raw topic, and is refined again at the next start.
+        A batch that Kafka does not take in that time stays in the raw topic for the next start.
         """
         following: list[asyncio.Task[None]] = []
         try:
@@ -150,25 +159,13 @@ class RefineNode:
             await asyncio.to_thread(self._publisher.close, 1.0)
 
     async def _begin(self, following: list[asyncio.Task[None]]) -> None:
-        """Connect, and follow the references until they are there."""
-        await self._connect()
+        """Connect, and follow the references until they are complete."""
+        declared = list(self._sources.values())
+        topics = declared + [front_source(source) for source in declared]
+        await start_publisher(self._publisher, self._deliver, self._bootstrap, topics, self._security)
         following += [asyncio.create_task(enricher.run()) for enricher in self._enrichers.values()]
         for enricher in self._enrichers.values():
             await enricher.complete()
-
-    async def _connect(self) -> None:
-        declared = list(self._sources.values())
-        pause = 0.2
-        while True:
-            try:
-                topics = declared + [front_source(source) for source in declared]
-                await asyncio.to_thread(ensure_topics, self._bootstrap, topics, self._security)
-                await asyncio.to_thread(self._publisher.start, self._deliver)
-                return
-            except BrokerUnavailable as error:
-                logger.warning("%s; next attempt in %.1f s", error, pause)
-                await asyncio.sleep(pause)
-                pause = min(_BACKOFF_MAX_S, pause * 2)
 
     async def _batches(self, stop: asyncio.Event) -> None:
         pause = 0.2
@@ -213,13 +210,13 @@ class RefineNode:
                 attempt += 1
                 await asyncio.sleep(min(_BACKOFF_MAX_S, 0.05 * 2**attempt))
 
-    def _again(self, outcome: Outcome) -> LoggedEvent | None:
-        """The event to be sent again, or None if Kafka has it."""
+    def _again(self, outcome: SendOutcome) -> LoggedEvent | None:
+        """The event to send again, or None if Kafka has it."""
         event = outcome.event
         if not outcome.error:
             return None
         self.counts[event.envelope.source]["sent_again"] += 1
-        if outcome.final:  # too large with its headers, say: what remains of it is kept as rejected
+        if outcome.final:  # e.g. too large with its headers: its beginning is kept as rejected
             payload = event.payload[:KEPT_BYTES]
             event.payload = payload
             event.envelope = dataclasses.replace(
@@ -230,14 +227,14 @@ class RefineNode:
             event.envelope = dataclasses.replace(event.envelope, suspect=True)
         return event
 
-    def _deliver(self, outcomes: Sequence[Outcome]) -> None:
+    def _deliver(self, outcomes: Sequence[SendOutcome]) -> None:
         for outcome in outcomes:
             self._outcomes[outcome.event.seq] = outcome
         self._arrived.set()
 
 
 async def _until(stop: asyncio.Event, work: Coroutine[Any, Any, None], grace_s: float) -> bool:
-    """Let the work run to its end, or until so long after ``stop``; whether it came to its end."""
+    """Run the work to its end, or until ``grace_s`` after ``stop``; returns whether it ended."""
     task, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait((task, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -247,14 +244,14 @@ async def _until(stop: asyncio.Event, work: Coroutine[Any, Any, None], grace_s: 
         stopping.cancel()
         await asyncio.gather(task, stopping, return_exceptions=True)
     if not task.cancelled():
-        task.result()  # what it raised, if it did
+        task.result()  # raises its exception, if any
     return not task.cancelled()
 
 
 def _enrichers(
     sources: Mapping[str, Source], folder: Path, bootstrap: str, security: ClientSecurity
 ) -> dict[str, Enricher]:
-    """All references of a source are joined here, whichever step they name: the front joins none."""
+    """All references of a source are joined here, whichever step they name: a front node joins none."""
     found = {}
     for name, source in sources.items():
         if source.enrich:
@@ -276,4 +273,90 @@ def _tell(what: str, envelope: Envelope) -> None:
     )
 
 
-_NOWHERE = Segment(0, Path())
+_NOWHERE = LogSegment(0, Path())
+
+
+class RawReader:
+    """The raw topics, read as one member of the consumer group. Blocks."""
+
+    def __init__(
+        self, bootstrap: str, sources: Mapping[str, Source], group: str, security: ClientSecurity = PLAINTEXT
+    ) -> None:
+        self._security = security
+        self._bootstrap = bootstrap
+        self._group = group
+        self._names = {raw_topic(source): name for name, source in sources.items()}
+        self._consumer: KafkaConsumer | None = None
+        self._next: dict[TopicPartition, int] = {}
+        self._suspect_before: dict[TopicPartition, int] = {}
+
+    def poll(self) -> list[tuple[str, Any, bool]]:
+        """Records with the names of their sources, and whether each may have been refined before.
+
+        Raises:
+            BrokerUnavailable: the broker does not answer.
+        """
+        try:
+            consumer = self._consumer or self._connect()
+            found: list[tuple[str, Any, bool]] = []
+            for place, records in consumer.poll(timeout_ms=_RAW_POLL_MS, max_records=BATCH).items():
+                before = self._suspect_before.setdefault(place, records[0].offset + BATCH)
+                name = self._names[place.topic]
+                found += [(name, record, record.offset < before) for record in records]
+                self._next[place] = records[-1].offset + 1
+            return found
+        except (kafka_errors.KafkaError, OSError) as error:
+            raise BrokerUnavailable(self._bootstrap, f"{type(error).__name__}: {error}") from None
+
+    def commit(self) -> None:
+        """Commit everything that was polled.
+
+        Raises:
+            BrokerUnavailable: the broker does not answer.
+        """
+        assert self._consumer is not None
+        offsets = {place: OffsetAndMetadata(offset, "", -1) for place, offset in self._next.items()}
+        self._next = {}
+        try:
+            self._consumer.commit(offsets, timeout_ms=_ANSWER_MS)
+        except kafka_errors.CommitFailedError:  # other members now own these partitions and repeat the batch
+            logger.info("the group was rebalanced meanwhile; the batch counts once by its ids")
+        except (kafka_errors.KafkaError, OSError) as error:
+            raise BrokerUnavailable(self._bootstrap, f"{type(error).__name__}: {error}") from None
+
+    def close(self) -> None:
+        if self._consumer is not None:
+            self._consumer.close(autocommit=False, timeout_ms=_ANSWER_MS)
+            self._consumer = None
+
+    def _connect(self) -> KafkaConsumer:
+        consumer = self._consumer = KafkaConsumer(
+            bootstrap_servers=self._bootstrap,
+            group_id=self._group,
+            session_timeout_ms=_SESSION_MS,
+            heartbeat_interval_ms=_SESSION_MS // 4,
+            enable_auto_commit=False,
+            auto_offset_reset="earliest",
+            metadata_max_age_ms=_METADATA_MS,
+            bootstrap_timeout_ms=_ANSWER_MS,
+            metrics_enabled=False,
+            **self._security.for_kafka_python(),
+        )
+        for topic in self._names:  # otherwise the leader may assign nothing until its metadata is renewed
+            consumer.partitions_for_topic(topic)
+        consumer.subscribe(sorted(self._names), listener=_Assigned(self._suspect_before))
+        return consumer
+
+
+class _Assigned(ConsumerRebalanceListener):  # type: ignore[misc]
+    """Marks newly assigned partitions: another member may have refined up to one batch of them."""
+
+    def __init__(self, suspect_before: dict[TopicPartition, int]) -> None:
+        self._suspect_before = suspect_before
+
+    def on_partitions_revoked(self, revoked: Any) -> None:
+        pass
+
+    def on_partitions_assigned(self, assigned: Any) -> None:
+        for place in assigned:
+            self._suspect_before.pop(place, None)

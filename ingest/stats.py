@@ -1,34 +1,56 @@
-"""What a node counts: ``/v1/stats`` as JSON and ``/metrics`` for Prometheus, read from the log's lanes when asked.
+"""Metrics of collecting processes: ``/v1/stats`` as JSON and ``/metrics`` for Prometheus.
 
-Nothing here is touched by the hot path but one histogram observation a group.
+They are read from the log's lanes on request. The hot path only observes one histogram value a commit group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry, Histogram, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector as MetricCollector
 
-from ingest.delivery import Delivery
-from ingest.events import Lane
-from ingest.limits import Gate
-from ingest.log import MessageLog
-from ingest.shed import Shedder
-from ingest.source import UpstreamStatus
+from ingest.border.access import SenderGate
+from ingest.border.shed import Shedder
+from ingest.collectors import UpstreamStatus
+from ingest.delivery import KafkaDelivery
+from ingest.log.events import SourceLane
+from ingest.log.message_log import MessageLog
 
-_COUNTERS: tuple[tuple[str, str, Callable[[Lane], int]], ...] = (
+if TYPE_CHECKING:
+    from ingest.refine import RefineNode
+
+_Value = tuple[tuple[str, ...], float]
+
+_COUNTERS: tuple[tuple[str, str, Callable[[SourceLane], int]], ...] = (
     ("received", "Events taken from upstreams and senders", lambda lane: lane.received),
     ("acknowledged", "Events that are durable in the message log", lambda lane: lane.durable),
     ("rejected", "Events refused at the border and kept for quarantine", lambda lane: lane.rejected),
     ("published", "Events that Kafka has acknowledged", lambda lane: lane.published),
-    ("shed", "Events left out because there were too many", lambda lane: lane.shed),
+    ("shed", "Events dropped by load shedding", lambda lane: lane.shed),
     ("failed", "Events that Kafka will never take", lambda lane: lane.failed),
     ("gaps", "Reconnects to an upstream that cannot resume", lambda lane: lane.gaps),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class CollectedSources:
+    """What a node collects, read anew for each request.
+
+    Attributes:
+        names: of the sources.
+        upstreams: returns the state of each upstream.
+        shedders: by source, of sources that may shed events.
+    """
+
+    names: Sequence[str]
+    upstreams: Callable[[], Iterable[UpstreamStatus]] = list
+    shedders: Mapping[str, Shedder] = field(default_factory=dict)
 
 
 class NodeStats(MetricCollector):
@@ -38,13 +60,8 @@ class NodeStats(MetricCollector):
         node: its id.
         log: its message log.
         delivery: its way to Kafka.
-        sources: names of the sources it collects.
-        upstreams: their state.
-        ready: whether the node is ready.
-        gate: of its HTTP.
-
-    Attributes:
-        shedders: by source, of those that may leave events out.
+        sources: what it collects.
+        ready: whether it is ready.
         gate: of its HTTP.
     """
 
@@ -52,20 +69,17 @@ class NodeStats(MetricCollector):
         self,
         node: str,
         log: MessageLog,
-        delivery: Delivery,
-        sources: Sequence[str],
-        upstreams: Callable[[], Iterable[UpstreamStatus]],
+        delivery: KafkaDelivery,
+        sources: CollectedSources,
         ready: Callable[[], bool],
-        gate: Gate | None = None,
+        gate: SenderGate | None = None,
     ) -> None:
         self._node = node
         self._log = log
         self._delivery = delivery
         self._sources = sources
-        self._upstreams = upstreams
         self._ready = ready
-        self.gate = gate or Gate()
-        self.shedders: Mapping[str, Shedder] = {}
+        self._gate = gate or SenderGate()
         self.registry = CollectorRegistry()
         self.registry.register(self)
         commits = Histogram(
@@ -76,14 +90,19 @@ class NodeStats(MetricCollector):
         )
         log.notify(observe=commits.observe)
 
+    @property
+    def replay(self) -> tuple[int, int]:
+        """Events of an earlier run that are still to be sent to Kafka, and their initial number."""
+        return self._delivery.to_replay, self._log.recovery.to_replay
+
     def stats(self) -> dict[str, Any]:
         """The document of ``/v1/stats``."""
-        upstreams = list(self._upstreams())
+        upstreams = list(self._sources.upstreams())
         recovery = self._log.recovery
         return {
             "node": self._node,
             "ready": self._ready(),
-            "sources": {name: self._source(name, upstreams) for name in self._sources},
+            "sources": {name: self._source(name, upstreams) for name in self._sources.names},
             "log": {
                 "bytes": self._log.used,
                 "limit": self._log.limit,
@@ -107,78 +126,86 @@ class NodeStats(MetricCollector):
         return {
             **{counter: sum(value(lane) for lane in lanes) for counter, _, value in _COUNTERS},
             "in_log": sum(lane.in_log for lane in lanes),
-            "not_kept": self.gate.not_kept[name],
-            "refused_requests": {code: n for (source, code), n in self.gate.refused.items() if source == name},
-            "shed_share": self.shedders[name].share if name in self.shedders else 0.0,
+            "not_kept": self._gate.not_kept[name],
+            "refused_requests": {code: n for (source, code), n in self._gate.refused.items() if source == name},
+            "shed_share": self._sources.shedders[name].share if name in self._sources.shedders else 0.0,
             "upstreams": [_upstream(status) for status in upstreams if status.lane in of_lane],
         }
 
     def collect(self) -> Iterator[Metric]:
-        """Prometheus asks: counters by source and lane, gauges of the log."""
-        lanes = self._log.lanes()
+        lanes, upstreams, gate = self._log.lanes(), list(self._sources.upstreams()), self._gate
+        by_lane = ("source", "lane")
         for name, text, value in _COUNTERS:
-            counter = CounterMetricFamily(f"millrace_collector_{name}", text, labels=("source", "lane"))
-            for lane in lanes:
-                counter.add_metric((lane.source, lane.name), value(lane))
-            yield counter
-        in_log = GaugeMetricFamily(
-            "millrace_collector_in_log", "Events that Kafka has not acknowledged", labels=("source", "lane")
-        )
-        for lane in lanes:
-            in_log.add_metric((lane.source, lane.name), lane.in_log)
-        yield in_log
-        connected = GaugeMetricFamily(
-            "millrace_collector_upstream_connected", "Whether the upstream is connected", labels=("lane",)
-        )
-        for status in self._upstreams():
-            connected.add_metric((status.lane,), float(status.connected))
-        yield connected
-        counts = GaugeMetricFamily(
-            "millrace_collector_upstream_count", "What this kind of collector counts", labels=("lane", "what")
-        )
-        for status in self._upstreams():
-            for what, count in status.counts.items():
-                counts.add_metric((status.lane, what), float(count))
-        yield counts
-        share = GaugeMetricFamily("millrace_collector_shed_share", "Share of events left out now", labels=("source",))
-        for name, shedder in self.shedders.items():
-            share.add_metric((name,), shedder.share)
-        yield share
-        yield from self._of_gate()
-        yield GaugeMetricFamily("millrace_collector_log_bytes", "Bytes of the message log", float(self._log.used))
-        yield GaugeMetricFamily("millrace_collector_log_limit_bytes", "Bound of the log", float(self._log.limit))
-        yield GaugeMetricFamily("millrace_collector_ready", "Whether the node is ready", float(self._ready()))
-
-    def _of_gate(self) -> Iterator[Metric]:
-        refused = CounterMetricFamily(
-            "millrace_collector_refused_requests", "Requests refused whole, of which nothing is kept",
-            labels=("source", "code"),
-        )  # fmt: skip
-        for labels, count in self.gate.refused.items():
-            refused.add_metric(labels, count)
-        yield refused
-        not_kept = CounterMetricFamily(
-            "millrace_collector_not_kept", "Refused events beyond what is kept of them", labels=("source",)
-        )
-        for source, count in self.gate.not_kept.items():
-            not_kept.add_metric((source,), count)
-        yield not_kept
-        yield GaugeMetricFamily("millrace_collector_connections", "Open connections by HTTP", self.gate.connections)
+            yield _counter(name, text, by_lane, [((lane.source, lane.name), value(lane)) for lane in lanes])
+        in_log = [((lane.source, lane.name), lane.in_log) for lane in lanes]
+        yield _gauge("in_log", "Events that Kafka has not acknowledged", by_lane, in_log)
+        connected = [((status.lane,), status.connected) for status in upstreams]
+        yield _gauge("upstream_connected", "Whether the upstream is connected", ("lane",), connected)
+        counts = [((status.lane, what), n) for status in upstreams for what, n in status.counts.items()]
+        yield _gauge("upstream_count", "Further counts of this kind of collector", ("lane", "what"), counts)
+        shares = [((name,), shedder.share) for name, shedder in self._sources.shedders.items()]
+        yield _gauge("shed_share", "Share of events shed now", ("source",), shares)
+        refused = list(gate.refused.items())
+        yield _counter("refused_requests", "Requests refused as a whole, not kept", ("source", "code"), refused)
+        not_kept = [((source,), n) for source, n in gate.not_kept.items()]
+        yield _counter("not_kept", "Refused events that were only counted", ("source",), not_kept)
+        yield _gauge("connections", "Open HTTP connections", (), [((), gate.connections)])
+        yield _gauge("log_bytes", "Bytes of the message log", (), [((), self._log.used)])
+        yield _gauge("log_limit_bytes", "Limit of the message log", (), [((), self._log.limit)])
+        yield _gauge("ready", "Whether the node is ready", (), [((), self._ready())])
 
     def describe(self) -> Iterable[Metric]:
-        """Names are known without collecting, which needs a running node."""
+        """Nothing: names must be known without collecting, which needs a running node."""
         return ()
 
 
+def _counter(name: str, text: str, labels: Sequence[str], values: Sequence[_Value]) -> Metric:
+    return _filled(CounterMetricFamily(f"millrace_collector_{name}", text, labels=labels), values)
+
+
+def _gauge(name: str, text: str, labels: Sequence[str], values: Sequence[_Value]) -> Metric:
+    return _filled(GaugeMetricFamily(f"millrace_collector_{name}", text, labels=labels), values)
+
+
+def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Sequence[_Value]) -> Metric:
+    for labels, value in values:
+        family.add_metric(labels, float(value))
+    return family
+
+
 def _upstream(status: UpstreamStatus) -> dict[str, Any]:
-    return {
-        "lane": status.lane,
-        "url": status.url,
-        "connected": status.connected,
-        "position": status.position,
-        "cursor": status.cursor,
-        "ended": status.ended,
-        "gap_count": status.gap_count,
-        "gaps": [{"since": gap.since, "until": gap.until, "reason": gap.reason} for gap in status.gaps],
-        **({"counts": dict(status.counts)} if status.counts else {}),
-    }
+    found = asdict(status)
+    return found if found["counts"] else {name: value for name, value in found.items() if name != "counts"}
+
+
+class RefineMetrics(MetricCollector):
+    """Counts of a refiner."""
+
+    def __init__(self, node: RefineNode) -> None:
+        self._node = node
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily("millrace_refine_events", "Events refined", labels=("source", "what"))
+        counts = self._node.counts.items()
+        yield _filled(family, [((source, what), n) for source, found in counts for what, n in found.items()])
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing, as above."""
+        return ()
+
+
+@contextmanager
+def serve_metrics(node: RefineNode, port: int) -> Iterator[None]:
+    """Serve ``/metrics`` on the loopback address inside the context; port 0 serves nothing."""
+    if not port:
+        yield
+        return
+    registry = CollectorRegistry()
+    registry.register(RefineMetrics(node))
+    server, thread = start_http_server(port, "127.0.0.1", registry)
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

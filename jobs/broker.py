@@ -8,12 +8,12 @@ import time
 from kafka import KafkaAdminClient
 from kafka.errors import KafkaError
 
-from ingest import publish
+from ingest import kafka as publish
+from ingest.border.admission import front_source, raw_topic
 from ingest.broker import EmbeddedBroker
 from ingest.broker_security import Grants
 from ingest.errors import BrokerUnavailable
-from ingest.front import front_source, raw_topic
-from ingest.publish import TopicRemark
+from ingest.kafka import TopicRemark
 from lakehouse.contract.errors import EnvironmentProblem
 from lakehouse.contract.kafkasecurity import PLAINTEXT, ClientSecurity
 from lakehouse.contract.lake import Lake

@@ -103,7 +103,7 @@ def collect(
     ] = False,
 ) -> None:
     """Run a collecting node: the pipeline's upstreams, UDP and HTTP, into the log and Kafka."""
-    from ingest.memory import calm_garbage_collector
+    from ingest.node import calm_garbage_collector
     from jobs.broker import resolve_kafka
     from jobs.collecting import collect_until
     from lakehouse.contract.pipeline import load_pipeline

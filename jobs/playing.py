@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ingest.simulate.play import RSVPS
 from ingest.simulate.scenes import SCENES
+from ingest.simulate.server import RSVPS
 from jobs.up import Stack, free_port, get_json
 from lakehouse.contract.collector import STREAM_KINDS
 from lakehouse.contract.pipeline import Pipeline, Source
@@ -150,7 +150,7 @@ def _played(pipeline: Pipeline, options: Options) -> list[str]:
     scene = SCENES.get(pipeline.name)
     if options.input is not None or scene is None or first == RSVPS:
         return [first]
-    from ingest.simulate.play import scene_players
+    from ingest.simulate.server import scene_players
 
     return list(scene_players(scene, pipeline, rate=1.0, count=None, seed=options.seed))
 

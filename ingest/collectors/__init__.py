@@ -1,35 +1,93 @@
-"""Collectors, one kind of upstream a module.
+"""Collectors: the contract of all kinds, and the registry of the kinds that ship with Millrace.
 
-A kind is a module with a function ``build(spec, place) -> Collector`` and a line in :data:`KINDS`; one that is not ours
-is named as ``module:function`` in the pipeline and needs no line. (``http`` is not here: the node's own port takes it.)
+A collector takes events from somewhere: ``run`` receives until cancelled, ``status`` tells the state of its upstream. A
+*position* is the index of the next message to read. A kind is a function ``build(spec, context) -> Collector`` and a
+line in :data:`KINDS`. A pipeline names any other kind as ``module:function``. The kind ``http`` is missing here because
+the node's own port takes it.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from ingest.source import Collector, Intake
+from ingest.intake import Intake
 from lakehouse.contract.collector import CollectorSpec
 from lakehouse.contract.errors import ConfigError
 
 KINDS: Mapping[str, str] = {
-    "websocket": "ingest.collectors.websocket:build",
-    "sse": "ingest.collectors.sse:build",
-    "lines": "ingest.collectors.lines:build",
-    "udp": "ingest.collectors.udp:build",
+    "websocket": "ingest.collectors.upstream:build_websocket",
+    "sse": "ingest.collectors.sse:build_sse",
+    "lines": "ingest.collectors.upstream:build_lines",
+    "udp": "ingest.collectors.udp:build_udp",
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """What a collector gets from its node.
+class Gap:
+    """A time without a connection to an upstream that cannot resume.
 
     Attributes:
-        intake: where its events go.
-        url: of its upstream: the pipeline's, or what the command line says instead.
-        backoff_max_s: the longest pause before a reconnect.
+        since: time of the last message before it, microseconds since the epoch.
+        until: time of the next connection.
+        reason: why the connection ended.
+    """
+
+    since: int
+    until: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class UpstreamStatus:
+    """The state of one upstream.
+
+    Attributes:
+        lane: name of its lane.
+        url: its address, without secrets.
+        connected: whether it is connected now.
+        position: index of the next message, or None.
+        gaps: the newest gaps.
+        gap_count: number of all gaps.
+        cursor: the upstream's id of the last message (Last-Event-ID), or None.
+        counts: further counts of this kind, such as lost datagrams.
+        ended: why it is not connected; empty while it is.
+    """
+
+    lane: str
+    url: str
+    connected: bool
+    position: int | None
+    gaps: tuple[Gap, ...]
+    gap_count: int
+    cursor: str | None = None
+    counts: Mapping[str, int] = field(default_factory=dict)
+    ended: str = ""
+
+
+class Collector(Protocol):
+    """Takes events from somewhere."""
+
+    async def run(self) -> None:
+        """Receive until cancelled; survives every error of the upstream."""
+
+    def status(self) -> UpstreamStatus:
+        """The state of its upstream now."""
+
+    def close(self) -> None:
+        """Release what it bound when it was made. It is not running."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollectorContext:
+    """What a node gives a collector.
+
+    Attributes:
+        intake: takes its events.
+        url: of its upstream, from the pipeline or the command line.
+        backoff_max_s: longest pause before a reconnect.
     """
 
     intake: Intake
@@ -37,19 +95,19 @@ class Place:
     backoff_max_s: float
 
 
-def make_collector(spec: CollectorSpec, place: Place) -> Collector:
-    """The collector that a pipeline declares; it does nothing before it is run.
+def make_collector(spec: CollectorSpec, context: CollectorContext) -> Collector:
+    """Make the collector that a pipeline declares.
 
     Raises:
         ConfigError: its kind cannot be imported, or refuses its options.
     """
     module, _, name = KINDS.get(spec.kind, spec.kind).partition(":")
     try:
-        build: Callable[[CollectorSpec, Place], Collector] = getattr(importlib.import_module(module), name)
+        build: Callable[[CollectorSpec, CollectorContext], Collector] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
             f"the collector kind {spec.kind!r} cannot be imported: {error}",
-            key=f"sources.{place.intake.border.source.name}.collectors",
-            remedy="Name an importable module:function(spec, place)",
+            key=f"sources.{context.intake.border.source.name}.collectors",
+            remedy="Name an importable module:function(spec, context)",
         ) from None
-    return build(spec, place)
+    return build(spec, context)

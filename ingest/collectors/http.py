@@ -1,76 +1,280 @@
-"""Events by HTTP: ``POST /v1/SOURCE`` takes one event or many and answers when they are safe.
+"""The HTTP side of a collecting node: ``POST /v1/SOURCE`` takes events, and the node tells its state.
 
 =============================  ====================================================================================
-``application/json``           one object is one event; of an array each element is one
+``application/json``           an object is one event; of an array each element is an event
 ``application/x-ndjson``       one event a line
 =============================  ====================================================================================
 
-Each is kept byte for byte. Answers are JSON; errors are problem documents (RFC 9457) whose ``type`` names the kind. An
-event that is refused is kept all the same (quarantine), so it has a token too.
+Each event is kept byte for byte. The answer comes when the events are safe. Answers are JSON; errors are problem
+documents (RFC 9457) whose ``type`` names the kind. A refused event is kept too (quarantine), so it has a token.
 
 ====  ==================================================================================================
 202   ``{"token"}`` for one event, ``{"tokens", "rejected": [{"index", "code", "detail"}]}`` for many
 400   the body is not JSON
-401   no key, or one that is not known, where one is asked for; 403: one that does not reach to this source
+401   a required key is missing or unknown; 403: the key is for other sources
 404   no such source, or it takes nothing by HTTP
-413   the body, the number of events, or the (only) event is too large
+413   the body, the number of events, or the only event is too large
 415   not a content type of this source
-422   the (only) event, or every event, is refused
-429   too many events a second, or too many connections; ``Retry-After`` says when to come back
-503   the node is not ready or its log is full; ``Retry-After`` says when to come back
+422   the only event, or every event, is refused
+429   too many events a second, or too many connections; ``Retry-After`` says when to retry
+503   the node is not ready or its log is full; ``Retry-After`` says when to retry
 ====  ==================================================================================================
 
-Most requests do not come here: :mod:`ingest.collectors.wire` takes what is plain below the web server.
+:mod:`ingest.collectors.wire` takes most requests, those that are plain, below the web server.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+import contextlib
+import dataclasses
+import ipaddress
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import parse_qsl
 
+import orjson
+import uvicorn
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
 from starlette.types import Receive, Scope, Send
+from uvicorn.server import ServerState
 
-from ingest.border import Admitted
-from ingest.collectors import door
-from ingest.collectors.door import RETRY_AFTER_S, Door, presented_key, problem_body
-from ingest.errors import EventRefused, IngestError, LogFull, LogUnavailable, TooManyWaiters
-from lakehouse.contract.pipeline import Source
+from ingest import intake
+from ingest.answers.acks import RecentEvents, ack_state
+from ingest.answers.tables import LakeState
+from ingest.border.access import SenderGate, SenderKeys
+from ingest.border.admission import Admitted
+from ingest.collectors.wire import Connections, EventPostProtocol, TimedHttpProtocol
+from ingest.errors import (
+    RETRY_AFTER_S,
+    BadToken,
+    EventRefused,
+    IngestError,
+    LogFull,
+    LogUnavailable,
+    TooManyWaiters,
+    problem_body,
+)
+from ingest.intake import RequestIntake, first_key, presented_key
+from ingest.stats import NodeStats
+from lakehouse.contract.errors import ConfigError, EnvironmentProblem
+from lakehouse.contract.lake import Lake
+from lakehouse.contract.pipeline import Pipeline, Source
+from lakehouse.contract.settings import CollectSettings
+
+_BACKLOG = 2_048
+
+
+def make_app(
+    *,
+    requests: RequestIntake,
+    stats: NodeStats,
+    recent: RecentEvents,
+    pipeline: Pipeline,
+    lake_root: Path,
+    responder: Responds | None = None,
+) -> Starlette:
+    """The ASGI application.
+
+    Args:
+        requests: takes requests with events.
+        stats: of the node.
+        recent: events that senders may ask about.
+        pipeline: what is collected.
+        lake_root: folder of the tables.
+        responder: answers events of sources with ``respond``, and brings its own routes.
+    """
+    lake = LakeState(Lake(lake_root))
+
+    async def healthz(_: Request) -> Response:
+        return _json_response({"alive": True})
+
+    async def readyz(_: Request) -> Response:
+        reason = requests.not_ready()
+        left, of = stats.replay
+        progress = {"replay": {"left": left, "of": of}} if left else {}
+        return unavailable(reason, **progress) if reason else _json_response({"ready": True})
+
+    async def metrics(request: Request) -> Response:
+        _guard(request, requests.gate)
+        return Response(generate_latest(stats.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def show_stats(request: Request) -> Response:
+        _guard(request, requests.gate)
+        return _json_response(stats.stats())
+
+    async def ack(request: Request) -> Response:
+        token = requests.signer.open(request.path_params["token"])
+        products = [product.name for product in pipeline.products_of(token.source)]
+        state = await asyncio.to_thread(ack_state, token, recent, lake, products)
+        found = {name: value for name, value in dataclasses.asdict(state).items() if value is not None}
+        found |= found.pop("coordinates", {})
+        return _json_response({"event_id": token.event_id, "source": token.source, **found})
+
+    return Starlette(
+        routes=[
+            *(responder.routes if responder is not None else ()),
+            Route("/v1/stats", show_stats, methods=["GET"]),
+            Route("/v1/acks/{token}", ack, methods=["GET"]),
+            Route("/v1/{source}", EventsEndpoint(requests, responder)),
+            Route("/healthz", healthz),
+            Route("/readyz", readyz),
+            Route("/metrics", metrics),
+        ],
+        exception_handlers={EventRefused: _refused, BadToken: _bad_token},
+    )
+
+
+def _guard(request: Request, gate: SenderGate) -> None:
+    """If senders need keys, show what the node counts to keys and to its own machine only."""
+    if not gate.keys_required or (request.client is not None and is_loopback(request.client.host)):
+        return
+    gate.key(first_key(request.headers.raw))
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    assert isinstance(error, EventRefused)
+    return refuse(error)
+
+
+async def _bad_token(_: Request, error: Exception) -> Response:
+    return problem(400, str(error), code="bad-token")
+
+
+def _json_response(value: object) -> Response:
+    return Response(orjson.dumps(value), media_type="application/json")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this address, or ``localhost``, is reachable from this machine only."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def check_exposure(settings: CollectSettings, keys: SenderKeys) -> None:
+    """Refuse to listen on a public address without keys.
+
+    Raises:
+        ConfigError: the address is public, and there are no keys.
+    """
+    if not (is_loopback(settings.host) or keys.required or settings.allow_anonymous):
+        raise ConfigError(
+            f"{settings.host} is reached from elsewhere, and there are no API keys",
+            key="collect.host",
+            remedy="Make one with `millrace keys new`, or set collect.allow_anonymous = true",
+        )
+
+
+class HttpServer:
+    """uvicorn on a bound socket, in the running event loop, without its own signal handlers.
+
+    Args:
+        app: serves everything except plain requests with events.
+        requests: takes these.
+        settings: address and limits.
+        ws: makes the protocol of a WebSocket connection; None: there are none.
+    """
+
+    def __init__(self, app: Starlette, requests: RequestIntake, settings: CollectSettings, *, ws: Any = None) -> None:
+        self._socket = _bind(settings.host, settings.port)
+        self.connections = Connections(requests.gate, settings.request_timeout_s, settings.idle_timeout_s)
+        self._requests = requests
+        config = uvicorn.Config(
+            app,
+            http=self._protocol,  # type: ignore[arg-type]
+            ws=ws or "none",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            date_header=False,
+            proxy_headers=False,
+            timeout_graceful_shutdown=5,
+        )
+        self._server = _UvicornServer(config)
+
+    def _protocol(
+        self, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any], **options: Any
+    ) -> EventPostProtocol:
+        def fallback() -> TimedHttpProtocol:
+            return TimedHttpProtocol(config, server_state, app_state, timed=self.connections, **options)
+
+        return EventPostProtocol(self._requests, self.connections, fallback, server_state.connections)
+
+    @property
+    def url(self) -> str:
+        host, port = self._socket.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    async def serve(self) -> None:
+        """Serve until :meth:`stop`."""
+        watch = asyncio.create_task(self.connections.watch())
+        try:
+            await self._server.serve(sockets=[self._socket])
+        finally:
+            watch.cancel()
+
+    def stop(self) -> None:
+        """Take no more requests and finish those in progress."""
+        self._server.should_exit = True
+
+
+class _UvicornServer(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+        bound.listen(_BACKLOG)  # clients may connect before uvicorn accepts
+    except OSError as error:
+        bound.close()
+        raise EnvironmentProblem(
+            f"{host}:{port} cannot be bound: {error.strerror}",
+            "Stop what uses it, or set MILLRACE_COLLECT_PORT",
+        ) from None
+    return bound
 
 
 class Responds(Protocol):
-    """Answers events; see :class:`ingest.respond.Responder`."""
+    """Answers events; see :class:`ingest.answers.respond.Responder`."""
+
+    @property
+    def routes(self) -> Sequence[BaseRoute]:
+        """Further routes."""
 
     def check(self, source: Source, query: Mapping[str, str]) -> str:
-        """Before the event is taken: the callback that it asks for."""
+        """The callback that a request asks for, checked before its event is taken."""
 
     async def respond(self, source: Source, event: Admitted, callback: str) -> Response:
         """The response to the event."""
 
 
 class EventsEndpoint:
-    """The ASGI application of ``POST /v1/{source}``.
+    """The ASGI application of ``POST /v1/{source}``."""
 
-    Args:
-        door: what the requests go through.
-        responder: answers the events of sources that say so.
-    """
-
-    def __init__(self, door: Door, responder: Responds | None = None) -> None:
-        self._door = door
+    def __init__(self, requests: RequestIntake, responder: Responds | None = None) -> None:
+        self._requests = requests
         self._responder = responder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Take a request."""
         try:
             answer = await self._take(scope, receive)
-        except (EventRefused, LogFull, LogUnavailable) as error:
+        except (EventRefused, LogFull, LogUnavailable, TooManyWaiters) as error:
             await refuse(error)(scope, receive, send)
-            return
-        except TooManyWaiters as error:
-            busy = EventRefused(str(error), 503, code="too-many-waiters", retry_after=RETRY_AFTER_S)
-            await refuse(busy)(scope, receive, send)
             return
         if isinstance(answer, Response):
             await answer(scope, receive, send)
@@ -86,24 +290,24 @@ class EventsEndpoint:
         if scope["method"] != "POST":
             raise EventRefused("events are sent with POST", 405)
         kind, length, key = _headers(scope)
-        passed = self._door.enter(source, kind, length, key)
+        passed = self._requests.enter(source, kind, length, key)
         query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
         declared = passed.intake.border.source
         callback = self._responder.check(declared, query) if self._responder and declared.respond else ""
-        self._door.gate.reserve(length or door.MAX_BODY_BYTES)
+        self._requests.gate.reserve(length or intake.MAX_BODY_BYTES)
         try:
             body = await _body(receive)
         finally:
-            self._door.gate.free(length or door.MAX_BODY_BYTES)
-        held = self._door.gate.hold(passed.intake.border.source, passed.caller, frozenset())
+            self._requests.gate.free(length or intake.MAX_BODY_BYTES)
+        held = self._requests.gate.hold(passed.intake.border.source, passed.sender, frozenset())
         try:
-            taken = self._door.take(passed, kind, body)
-            if query.get("ack") == "none":  # one way: before it is durable, whatever the border thinks of it
+            taken = self._requests.take(passed, kind, body)
+            if query.get("ack") == "none":  # one way: answered before it is durable, even if refused
                 return b""
             for group in taken.groups:
                 await group.wait()
         finally:
-            self._door.gate.release(held)
+            self._requests.gate.release(held)
         if taken.error is not None:
             raise taken.error
         if self._responder is not None and declared.respond and len(taken.events) == 1 and not taken.events[0].shed:
@@ -135,14 +339,13 @@ async def _body(receive: Receive) -> bytes:
             raise EventRefused("the request was cut off", 400)
         chunk, more = message.get("body", b""), message.get("more_body", False)
         size += len(chunk)
-        if size > door.MAX_BODY_BYTES:
-            raise EventRefused(f"the body has more than {door.MAX_BODY_BYTES} bytes", 413, code="body-too-large")
+        if size > intake.MAX_BODY_BYTES:
+            raise EventRefused(f"the body has more than {intake.MAX_BODY_BYTES} bytes", 413, code="body-too-large")
         chunks.append(chunk)
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
 def refuse(error: IngestError) -> Response:
-    """The problem document for what went wrong."""
     status, body, retry = problem_body(error)
     headers = {"Retry-After": str(retry)} if retry else {}
     if status == 401:
@@ -160,5 +363,5 @@ def problem(
 
 
 def unavailable(detail: str, **members: Any) -> Response:
-    """503 with the time to come back."""
+    """503 with the time to retry."""
     return refuse(EventRefused(detail, 503, code="not-ready", retry_after=RETRY_AFTER_S, **members))

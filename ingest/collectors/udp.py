@@ -1,10 +1,10 @@
 """Events by UDP, one way: nothing is acknowledged, losses are tolerated and counted, and it is cheap.
 
-A datagram is an event, or holds one a line. What the kernel dropped for want of buffer, what the message log had no
-room for, and (where the pipeline names a counter in the event, ``sequence``) what never came is counted for
-``/v1/stats`` and ``/metrics``. Losses are told from the counters as RTP's receivers do (RFC 3550, A.3): a sender's
-expected events are those between the lowest and highest counter seen, and those of them that did not come are lost;
-copies are told by a window of the last 64.
+A datagram is an event, or holds one event a line. Counted for ``/v1/stats`` and ``/metrics``: datagrams that the kernel
+dropped, events that the message log had no room for, and events that never came, if the pipeline names a counter in
+the event (``sequence``). Losses are derived from the counters like in RTP (RFC 3550, A.3): a sender's expected events
+are those between the lowest and the highest counter seen; those that did not come are lost; copies are detected in a
+window of the last 64.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 import orjson
 
-from ingest.collectors import Place
+from ingest.collectors import CollectorContext, UpstreamStatus
 from ingest.errors import LogFull, LogUnavailable
-from ingest.source import Intake, UpstreamStatus
+from ingest.intake import Intake
 from lakehouse.contract.collector import CollectorSpec
 from lakehouse.contract.errors import EnvironmentProblem
 from lakehouse.contract.source import Template
@@ -30,14 +30,13 @@ logger = logging.getLogger(__name__)
 
 MAX_DATAGRAM = 65_535
 MAX_SENDERS = 100_000
-RESTART = 100_000  # a counter that jumps by more is of a sender that was started again
-_AT_ONCE = 256  # datagrams a turn of the loop, then others go on
-_SO_MEMINFO, _DROPS = 55, 8  # Linux: what the kernel dropped is the ninth number
+RESTART = 100_000  # a counter that jumps by more belongs to a restarted sender
+_AT_ONCE = 256  # datagrams a turn of the event loop
+_SO_MEMINFO, _DROPS = 55, 8  # Linux: the ninth number counts dropped datagrams
 
 
-def build(spec: CollectorSpec, place: Place) -> UdpCollector:
-    """The collector that the pipeline declares."""
-    return UdpCollector(spec, place.intake)
+def build_udp(spec: CollectorSpec, context: CollectorContext) -> UdpCollector:
+    return UdpCollector(spec, context.intake)
 
 
 class UdpCollector:
@@ -45,7 +44,7 @@ class UdpCollector:
 
     Args:
         spec: address, framing, counter and buffer.
-        intake: where the events go.
+        intake: takes the events.
 
     Attributes:
         port: that is bound.
@@ -68,7 +67,7 @@ class UdpCollector:
         self.port = int(self._socket.getsockname()[1])
 
     def status(self) -> UpstreamStatus:
-        """What was counted since the collector was started."""
+        """Counts since the collector was started."""
         lane = self._intake.lane
         url = f"udp://{self._spec.host}:{self.port}"
         counts = {name: self._counts[name] for name in ("datagrams", "events", "no_room", "kernel_dropped")}
@@ -78,7 +77,6 @@ class UdpCollector:
         return UpstreamStatus(lane.name, url, self._reading, None, (), 0, counts=counts)
 
     async def run(self) -> None:
-        """Take datagrams until cancelled."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self._socket, self._read)
         self._reading = True
@@ -89,7 +87,6 @@ class UdpCollector:
             loop.remove_reader(self._socket)
 
     def close(self) -> None:
-        """Let go of the port."""
         if self._open:
             self._counts["kernel_dropped"] += self._kernel_drops()
             self._open = False
@@ -108,7 +105,7 @@ class UdpCollector:
                 f"Stop what uses it, or change the port of a collector of {self._intake.border.source.name}",
             ) from None
         bound.setblocking(False)
-        given = bound.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) // 2  # Linux says twice what it gives
+        given = bound.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) // 2  # Linux reports twice the size
         if given < self._spec.buffer_bytes:
             logger.warning(
                 "udp port %d has a buffer of %d bytes; net.core.rmem_max allows no more", bound.getsockname()[1], given
@@ -121,7 +118,7 @@ class UdpCollector:
                 size, address = self._socket.recvfrom_into(self._buffer)
             except BlockingIOError:
                 return
-            except OSError as error:  # e.g. an ICMP answer to somebody
+            except OSError as error:  # e.g. an ICMP error
                 logger.info("udp port %d: %s", self.port, error)
                 continue
             self._counts["datagrams"] += 1
@@ -173,7 +170,7 @@ class _Sender:
 
 
 class LossCount:
-    """Counts what did not come of numbered events, per sender; senders are bounded, the oldest are closed.
+    """Counts missing numbers per sender. Senders are bounded; the oldest are closed.
 
     Args:
         senders: remembered at a time.
@@ -190,11 +187,11 @@ class LossCount:
 
     @property
     def lost(self) -> int:
-        """Events that did not come, so far: one that is only late counts until it comes."""
+        """Events that have not come so far; a late event counts until it comes."""
         return self._closed + sum(_missing(sender) for sender in self._senders.values())
 
     def seen(self, name: str, number: int) -> None:
-        """An event with this counter came from this sender."""
+        """An event with this number came from this sender."""
         sender = self._senders.get(name)
         if sender is None or abs(number - sender.highest) > RESTART:
             if sender is not None:
@@ -210,7 +207,7 @@ class LossCount:
             sender.highest = number
             sender.came += 1
         elif -ahead >= 64 or sender.window >> -ahead & 1:
-            self.copies += 1  # or so late that it cannot be told from one
+            self.copies += 1  # or too late to tell
         else:
             sender.window |= 1 << -ahead
             sender.came += 1

@@ -1,8 +1,8 @@
-"""What the clients of an upstream share: reconnecting, resuming, gaps, and reading no faster than the log takes.
+"""Clients of stream upstreams: reconnect, resume, gaps, back-pressure. Here: WebSocket and JSON lines.
 
-A client connects and reads until the upstream ends it; then it pauses (exponential back-off, full jitter: Brooker,
-"Exponential Backoff And Jitter", AWS Architecture Blog, 2015) and connects again. Where the upstream can resume, it is
-asked for what follows the last event in the log, so that a reconnect or a crash loses nothing. With any other, the time
+A client connects and reads until the upstream ends the stream. It then pauses (exponential back-off with full jitter:
+Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015) and connects again. An upstream that can resume
+is asked for what follows the last event in the log, so a reconnect or a crash loses nothing. For any other, the time
 without a connection is reported as a gap. While the log is full nothing is read: TCP slows the upstream down.
 """
 
@@ -11,27 +11,42 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import os
 import random
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
-from ingest.border import Admitted
+import httpx
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, WebSocketException
+from websockets.frames import CloseCode
+
+from ingest.border.admission import Admitted
+from ingest.collectors import CollectorContext, Gap, UpstreamStatus
 from ingest.errors import LogFull, LogUnavailable, UpstreamEnded
-from ingest.source import Gap, Intake, UpstreamStatus
+from ingest.intake import Intake
+from lakehouse.contract.collector import CollectorSpec
 from lakehouse.contract.envelope import UPSTREAM_ID
+from lakehouse.contract.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES = 16 * 1024 * 1024  # larger ones than the source allows are kept as rejected, up to this
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024  # a message above the source's limit is rejected, one above this not even read
+CONNECT_S = 10.0
+SILENCE_S = 120.0  # an upstream that sends nothing for this long, not even a comment, is considered gone
+_CLOSE_S = 1.0  # a throttled upstream does not send its close frame in time anyway
 _FIRST_BACKOFF_S = 0.1
 _GAPS_KEPT = 20
+_LINES_TYPES = ("application/x-ndjson", "application/jsonl", "application/json", "application/json-seq", "text/plain")
 
 
 def shown_url(url: str) -> str:
-    """The address without what may be secret: user, password, and the query but for a mark that tells it apart."""
+    """The address without user, password and query; a digest of the query tells addresses apart."""
     parts = urlsplit(url)
     mark = f"?{hashlib.blake2b(parts.query.encode(), digest_size=4).hexdigest()}" if parts.query else ""
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}{mark}"
@@ -42,10 +57,9 @@ class UpstreamClient(ABC):
 
     Args:
         url: of the upstream.
-        intake: where the events go.
-        resume_param: query parameter that takes the index of the first message wanted; empty: it has none.
-        backoff_max_s: the longest pause before a reconnect.
-        on_gap: told of each gap.
+        intake: takes the events.
+        resume_param: query parameter for the index of the first message wanted; empty: none.
+        backoff_max_s: longest pause before a reconnect.
         clock: nanoseconds since the epoch.
         jitter: draws a pause between 0 and its argument.
     """
@@ -57,7 +71,6 @@ class UpstreamClient(ABC):
         *,
         resume_param: str = "",
         backoff_max_s: float = 10.0,
-        on_gap: Callable[[Gap], None] = lambda _: None,
         clock: Callable[[], int] = time.time_ns,
         jitter: Callable[[float], float] = lambda most: random.uniform(0, most),
     ) -> None:
@@ -67,7 +80,6 @@ class UpstreamClient(ABC):
         self._lane = intake.lane
         self._resume_param = resume_param
         self._backoff_max_s = backoff_max_s
-        self._on_gap = on_gap
         self._clock = clock
         self._jitter = jitter
         self._connected = False
@@ -78,10 +90,10 @@ class UpstreamClient(ABC):
 
     @abstractmethod
     async def _session(self) -> None:
-        """Connect, tell :meth:`_opened`, and read until the upstream ends it.
+        """Connect, call :meth:`_opened`, and read until the upstream ends the stream.
 
         Raises:
-            UpstreamEnded: why it ended, or why there was no connection.
+            UpstreamEnded: the stream ended with an error, or no connection was made.
         """
 
     @property
@@ -90,7 +102,6 @@ class UpstreamClient(ABC):
         return bool(self._resume_param)
 
     def status(self) -> UpstreamStatus:
-        """The state of the upstream now."""
         lane = self._lane
         return UpstreamStatus(
             lane.name,
@@ -104,11 +115,10 @@ class UpstreamClient(ABC):
         )
 
     def close(self) -> None:
-        """Nothing is held while it does not run."""
         self._connected = False
 
     async def run(self) -> None:
-        """Read, reconnect, read on, until cancelled."""
+        """Read and reconnect until cancelled."""
         while True:
             try:
                 await self._session()
@@ -124,7 +134,7 @@ class UpstreamClient(ABC):
             await asyncio.sleep(pause)
 
     def _address(self) -> str:
-        """The address, with the index of the message that is wanted next where the upstream takes one."""
+        """The address, with the index of the next message if the upstream takes one."""
         if not self._resume_param:
             return self._url
         parts = urlsplit(self._url)
@@ -132,24 +142,23 @@ class UpstreamClient(ABC):
         return urlunsplit(parts._replace(query=f"{parts.query}&{resume}" if parts.query else resume))
 
     def _opened(self) -> None:
-        """The connection stands."""
+        """Note that the connection is open; reports a gap if the upstream cannot resume."""
         self._connected = True
         if self._resumes:
             place = self._lane.cursor or f"message {self._lane.position or 0}"
             logger.info("upstream %s is connected, from %s", self._shown, place)
             return
-        if self._lane.last_at:  # something was heard before, so there is a time in which nothing was
+        if self._lane.last_at:  # events were received before, so there is a gap
             gap = Gap(self._lane.last_at, self._clock() // 1000, self._ended)
             self._gaps.append(gap)
             self._lane.gaps += 1
             seconds = (gap.until - gap.since) / 1e6
             logger.warning(
-                "upstream %s was not heard for %.1f s and cannot resume: %s", self._shown, seconds, gap.reason
+                "upstream %s cannot resume after %.1f s without a connection: %s", self._shown, seconds, gap.reason
             )
-            self._on_gap(gap)
 
     async def _received(self, payload: bytes) -> None:
-        """Take the next message of an upstream whose messages are counted, or of one that cannot resume."""
+        """Take the next message of an upstream without message ids."""
         border, lane = self._intake.border, self._lane
         if not self._resume_param:
             await self._take(border.admit(payload))
@@ -161,7 +170,7 @@ class UpstreamClient(ABC):
         self._failures = 0
 
     async def _received_named(self, payload: bytes, name: str) -> None:
-        """Take a message that its upstream gave a name, after which it can be asked to go on."""
+        """Take a message with an upstream id, after which the upstream can resume."""
         lane = self._lane
         suspect = lane.suspect_left > 0
         event = self._intake.border.admit(payload, suspect=suspect, origin=f"{lane.name}#{name}")
@@ -176,7 +185,7 @@ class UpstreamClient(ABC):
         suspect: bool = False,
         extra: tuple[tuple[str, str], ...] = (),
     ) -> None:
-        """Hand the event on; while the log is full nothing is read, so the upstream is slowed down by TCP."""
+        """Hand the event on. While the log is full this waits, and TCP slows the upstream down."""
         while True:
             try:
                 self._intake.take(event, position, extra)
@@ -188,10 +197,7 @@ class UpstreamClient(ABC):
             self._lane.suspect_left -= 1
 
     async def _skip_oversize(self, what: str = "message") -> None:
-        """Keep the place of a message that is too large to be read, as rejected.
-
-        Asked for again it would end the connection again.
-        """
+        """Reject a message that is too large to read, and skip it: repeated, it would end the connection again."""
         index = self._lane.position or 0
         name = f"{what} {index} of the upstream" if self._resume_param else f"a {what} of the upstream"
         event = self._intake.border.refuse(
@@ -203,3 +209,162 @@ class UpstreamClient(ABC):
     @property
     def _most_bytes(self) -> int:
         return MAX_MESSAGE_BYTES
+
+
+def build_websocket(spec: CollectorSpec, context: CollectorContext) -> WebSocketCollector:
+    return WebSocketCollector(
+        context.url, context.intake, resume_param=spec.resume_param, backoff_max_s=context.backoff_max_s
+    )
+
+
+class WebSocketCollector(UpstreamClient):
+    """Reads a WebSocket upstream: each message is an event."""
+
+    async def _session(self) -> None:
+        try:
+            async with connect(
+                self._address(),
+                max_size=MAX_MESSAGE_BYTES,
+                compression=None,
+                close_timeout=_CLOSE_S,
+                user_agent_header="millrace",
+            ) as connection:
+                self._opened()
+                await self._read(connection)
+        except ConnectionClosed as error:
+            if self._resume_param and error.sent is not None and error.sent.code == CloseCode.MESSAGE_TOO_BIG:
+                await self._skip_oversize()
+            raise UpstreamEnded(str(error)) from None
+        except (OSError, WebSocketException) as error:  # TimeoutError is an OSError
+            raise UpstreamEnded(f"{type(error).__name__}: {error}") from None
+
+    async def _read(self, connection: ClientConnection) -> None:
+        while True:
+            await self._received(await connection.recv(decode=False))
+
+
+@asynccontextmanager
+async def open_stream(
+    url: str, headers: Mapping[str, str], *, kinds: tuple[str, ...]
+) -> AsyncIterator[AsyncIterator[bytes]]:
+    """The body of a GET as it arrives. httpx's errors are translated here.
+
+    Args:
+        url: of the upstream; redirects are followed.
+        headers: of the request.
+        kinds: accepted content types.
+
+    Raises:
+        UpstreamEnded: no answer, another status than 200, another content type, or a broken connection.
+    """
+    timeout = httpx.Timeout(CONNECT_S, read=SILENCE_S)
+    try:
+        async with (
+            httpx.AsyncClient(timeout=timeout, follow_redirects=True, max_redirects=5) as client,
+            client.stream("GET", url, headers=_bytes({"Accept-Encoding": "identity", **headers})) as answer,
+        ):
+            kind = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if answer.status_code != 200:
+                raise UpstreamEnded(f"it answers {answer.status_code} {answer.reason_phrase}")
+            if kind not in kinds:
+                raise UpstreamEnded(f"it answers {kind or 'without a content type'}, not {kinds[0]}")
+            yield answer.aiter_bytes()
+    except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
+        raise UpstreamEnded(f"{type(error).__name__}: {error}") from None
+
+
+def _bytes(headers: Mapping[str, str]) -> dict[bytes, bytes]:
+    """In UTF-8, because a Last-Event-ID may be any text."""
+    return {name.encode(): value.encode() for name, value in headers.items()}
+
+
+def request_headers(declared: Mapping[str, str], *, source: str) -> dict[str, str]:
+    """The headers that a pipeline declares; ``$NAME`` is read from the environment, which keeps secrets out of files.
+
+    Raises:
+        ConfigError: a variable is not set.
+    """
+    found: dict[str, str] = {"User-Agent": "millrace"}
+    for name, value in declared.items():
+        if value.startswith("$"):
+            if value[1:] not in os.environ:
+                raise ConfigError(
+                    f"header {name} needs the variable {value[1:]}",
+                    key=f"sources.{source}.collectors",
+                    remedy=f"Set {value[1:]} in the environment",
+                )
+            value = os.environ[value[1:]]
+        found[name] = value
+    return found
+
+
+def build_lines(spec: CollectorSpec, context: CollectorContext) -> LinesCollector:
+    return LinesCollector(
+        context.url,
+        context.intake,
+        headers=request_headers(spec.headers, source=context.intake.border.source.name),
+        resume_param=spec.resume_param,
+        backoff_max_s=context.backoff_max_s,
+    )
+
+
+class LinesCollector(UpstreamClient):
+    """Reads an upstream of JSON lines (chunked HTTP): each line is an event; empty lines do not count.
+
+    Args:
+        headers: of the request.
+        options: of :class:`UpstreamClient`.
+    """
+
+    def __init__(self, url: str, intake: Intake, *, headers: Mapping[str, str] | None = None, **options: Any) -> None:
+        super().__init__(url, intake, **options)
+        self._headers = dict(headers or {})
+
+    async def _session(self) -> None:
+        splitter = LineSplitter(self._most_bytes)
+        async with open_stream(
+            self._address(), {**self._headers, "Accept": _LINES_TYPES[0]}, kinds=_LINES_TYPES
+        ) as body:
+            self._opened()
+            async for chunk in body:
+                for line in splitter.feed(chunk):
+                    if line is None:
+                        await self._skip_oversize("line")
+                    else:
+                        await self._received(line)
+
+
+class LineSplitter:
+    """Bytes in, lines out, without line ends and empty lines. An incomplete last line is dropped.
+
+    Args:
+        max_bytes: longest line; a longer one comes out as None.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max = max_bytes
+        self._rest: list[bytes] = []
+        self._size = 0
+        self._cut = False
+
+    def feed(self, chunk: bytes) -> list[bytes | None]:
+        """The lines that this chunk completes."""
+        first, *others = chunk.split(b"\n")
+        self._add(first)
+        found: list[bytes | None] = []
+        for piece in others:
+            line = b"".join(self._rest).strip(b"\r \t")
+            if self._cut:
+                found.append(None)
+            elif line:
+                found.append(line)
+            self._rest, self._size, self._cut = [], 0, False
+            self._add(piece)
+        return found
+
+    def _add(self, piece: bytes) -> None:
+        self._size += len(piece)
+        if self._size > self._max:
+            self._cut, self._rest = True, []
+        elif piece:
+            self._rest.append(piece)

@@ -1,87 +1,103 @@
 """The hot path of HTTP: plain requests with events are taken here, below the web server, on the same port.
 
-A connection begins here. As long as it brings nothing but ``POST /v1/SOURCE HTTP/1.1`` with a ``Content-Length`` and
-headers without surprises, its requests are answered from here: any number of them may wait for their answers at a time
-(pipelining, RFC 9112 §9.3.2), and answers go out in order, as many in one write as are ready. With the first request
-that is anything else the connection goes over to the web server for good, from that request's first byte on, so that
-only one parser ever judges a request that could be read in two ways: a request here has exactly one Content-Length, no
-Transfer-Encoding, no line that is folded or ends otherwise than CR LF.
+Every connection begins here. As long as it sends only ``POST /v1/SOURCE HTTP/1.1`` with a ``Content-Length`` and known
+headers, its requests are answered here. Any number of them may wait for their answers (pipelining, RFC 9112 §9.3.2).
+Answers go out in order, as many in one write as are ready. With the first request of another kind the connection moves
+to the web server for good, from that request's first byte on. So only one parser ever judges a request that could be
+read in two ways: a request here has exactly one Content-Length, no Transfer-Encoding, and no line that is folded or
+does not end with CR LF.
 
-Heads repeat: what a client says is parsed once and looked up after that.
+Heads repeat, so each distinct head is parsed once and then looked up. A client that sends slowly, or nothing, is cut
+off; one check a second covers all connections, so a request costs no timer.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, cast
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, TypeAlias, cast
 
-from ingest.collectors import door as doors
-from ingest.collectors.door import Door, Pass, problem_body
-from ingest.collectors.head import HEAD_END, MAX_HEAD_BYTES, Head, may_be_plain, parse_head
-from ingest.collectors.timed import Connections
-from ingest.errors import EventRefused, IngestError, LogFull, LogUnavailable
-from ingest.events import Group
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from ingest.border.access import SenderGate
+from ingest.errors import TITLES, EventRefused, IngestError, LogFull, LogUnavailable, problem_body
+from ingest.intake import AdmittedRequest, RequestIntake, presented_key
+from ingest.log.events import CommitGroup
 
 logger = logging.getLogger(__name__)
 
-MOST_WAITING = 1_000  # requests of one connection; while so many wait, nothing more is read
-_SMALL_BYTES = 65_536  # bodies up to here are not counted while they come in
+MOST_WAITING = 1_000  # pending requests of one connection above which nothing is read
+MAX_HEAD_BYTES = 16_384
+HEAD_END = b"\r\n\r\n"
+_MAX_FALLBACK_HEAD_BYTES = 65_536  # of requests that the web server takes
+_SMALL_BYTES = 65_536  # no memory is reserved for incoming bodies up to this size
+_CHECK_S = 1.0  # between two checks of the time limits
 
 _ACCEPTED = b"HTTP/1.1 202 Accepted\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
 _NO_ANSWER = b"HTTP/1.1 202 Accepted\r\ncontent-length: 0\r\n\r\n"
 _PROBLEM = b"HTTP/1.1 %d %b\r\ncontent-type: application/problem+json\r\ncontent-length: %d\r\n%b\r\n%b"
 
+_BEGIN = b"POST /v1/"
+_REQUEST_LINE = re.compile(rb"POST /v1/([A-Za-z0-9_]{1,63}) HTTP/1\.1")
+_HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):[ \t]*([\x21-\x7e](?:[\x20-\x7e\t]*[\x21-\x7e])?)?[ \t]*")
+_PLAIN_HEADERS = frozenset(
+    b"host user-agent accept accept-encoding accept-language content-type content-length authorization x-api-key "
+    b"origin referer cache-control pragma traceparent x-request-id".split()
+)
+_KEEP_ALIVE = (b"keep-alive", b"")
 
-class WireProtocol(asyncio.Protocol):
+TimedConnection: TypeAlias = "EventPostProtocol | TimedHttpProtocol"
+
+
+class EventPostProtocol(asyncio.Protocol):
     """One connection.
 
     Args:
-        door: what its requests go through.
+        requests: takes its requests.
         connections: of the server.
         fallback: makes the web server's protocol.
-        registry: the web server's own set of connections, which it ends when it stops.
+        registry: the web server's set of connections.
     """
 
     __slots__ = (
-        "_answers", "_buffer", "_closing", "_connections", "_deaf", "_door", "_fallback", "_handing", "_held",
-        "_need", "_paused", "_registry", "_reserved", "_transport", "_waits_for", "_writing", "busy_since",
+        "_answers", "_buffer", "_closing", "_connections", "_deaf", "_fallback", "_handing", "_held", "_need",
+        "_paused", "_registry", "_requests", "_reserved", "_transport", "_waits_for", "_writing", "busy_since",
         "idle_since",
     )  # fmt: skip
 
     def __init__(
         self,
-        door: Door,
+        requests: RequestIntake,
         connections: Connections,
         fallback: Callable[[], asyncio.Protocol],
         registry: set[Any],
     ) -> None:
-        self._door = door
+        self._requests = requests
         self._connections = connections
         self._fallback = fallback
         self._registry = registry
         self._transport: asyncio.Transport = cast(asyncio.Transport, None)
         self._buffer = bytearray()
-        self._need = 0  # bytes of the buffer before it is worth looking again
-        self._reserved = 0  # of them, for a body that is coming in
-        self._answers: deque[tuple[tuple[Group, ...], bytes]] = deque()
-        self._waits_for: Group | None = None
+        self._need = 0  # bytes in the buffer before the next attempt to parse
+        self._reserved = 0  # bytes reserved for an incoming body
+        self._answers: deque[tuple[tuple[CommitGroup, ...], bytes]] = deque()
+        self._waits_for: CommitGroup | None = None
         self._held: frozenset[tuple[str, str]] = frozenset()
         self._paused = False
         self._writing = True
         self._handing = False
         self._closing = False
-        self._deaf = False  # a request is refused whose body is still to come: nobody looks at what comes
-        self.busy_since = 0.0  # loop time at which the request that is coming in began; 0: none is
+        self._deaf = False  # a request was refused before its body: incoming bytes are ignored
+        self.busy_since = 0.0
         self.idle_since = 0.0
 
-    # --- the transport says
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A client has connected."""
         self._transport = cast(asyncio.Transport, transport)
         self._registry.add(self)
         self.idle_since = self._connections.now()
@@ -93,7 +109,6 @@ class WireProtocol(asyncio.Protocol):
             self._transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is gone; events whose acknowledgement nobody hears any more stay where they are."""
         self._closing = True
         self._answers.clear()
         self._registry.discard(self)
@@ -102,7 +117,6 @@ class WireProtocol(asyncio.Protocol):
         self._held = frozenset()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of requests."""
         if self._deaf:
             return
         buffer = self._buffer
@@ -112,28 +126,26 @@ class WireProtocol(asyncio.Protocol):
         self._take_requests()
 
     def eof_received(self) -> bool:
-        """The client sends no more; it still gets its answers."""
         self._closing = True
         return bool(self._answers)
 
     def pause_writing(self) -> None:
-        """The client does not read its answers: nothing more is read from it."""
+        """Read nothing while the client does not read its answers."""
         self._writing = False
         self._balance()
 
     def resume_writing(self) -> None:
-        """It reads again."""
         self._writing = True
         self._balance()
 
     def shutdown(self) -> None:
-        """The server stops: no further request, and the end when the answers are out."""
+        """Take no further request, and close when the answers are out."""
         self._closing = True
         if not self._answers and self._transport is not None:
             self._transport.close()
 
     def expire(self, *, late: bool) -> None:
-        """The time for a request is over (``late``), or the connection was idle for too long."""
+        """Close: a request took too long (``late``), or the connection was idle for too long."""
         if late and not self._answers and not self._deaf:
             self._transport.write(_render(EventRefused("the request took too long to come in", 408), close=True))
         self._transport.close()
@@ -181,12 +193,12 @@ class WireProtocol(asyncio.Protocol):
         self._settle()
 
     def _expect(self, head: Head) -> bool:
-        """Whether a body that is not there in whole may come; room is kept for those alone who may send it."""
+        """Whether a body that is incomplete may come; memory is reserved only for permitted senders."""
         if head.length <= _SMALL_BYTES:
             return True
         try:
-            with suppress(LogUnavailable):  # the node may take events again by the time that it is there
-                self._door.enter(head.source, head.kind, head.length, head.key)
+            with suppress(LogUnavailable):  # the node may be ready when the body is complete
+                self._requests.enter(head.source, head.kind, head.length, head.key)
             self._reserve(head.length)
         except EventRefused as error:
             self._closing = self._deaf = True
@@ -195,20 +207,20 @@ class WireProtocol(asyncio.Protocol):
         return True
 
     def _reserve(self, size: int) -> None:
-        self._door.gate.free(self._reserved)
+        self._requests.gate.free(self._reserved)
         self._reserved = 0
-        self._door.gate.reserve(size)
+        self._requests.gate.reserve(size)
         self._reserved = size
 
     def _is_special(self, source: str) -> bool:
-        intake = self._door.intakes.get(source)
+        intake = self._requests.intakes.get(source)
         return intake is not None and bool(intake.border.source.respond)
 
-    def _enter(self, head: Head) -> Pass | None:
-        """Judge the head of a request that is there in whole."""
+    def _enter(self, head: Head) -> AdmittedRequest | None:
+        """Judge the head of a complete request."""
         try:
-            passed = self._door.enter(head.source, head.kind, head.length, head.key)
-            self._held = self._door.gate.hold(passed.intake.border.source, passed.caller, self._held)
+            passed = self._requests.enter(head.source, head.kind, head.length, head.key)
+            self._held = self._requests.gate.hold(passed.intake.border.source, passed.sender, self._held)
         except (EventRefused, LogFull, LogUnavailable) as error:
             self._answers.append(((), _render(error)))
             return None
@@ -219,7 +231,7 @@ class WireProtocol(asyncio.Protocol):
         if passed is None:
             return
         try:
-            taken = self._door.take(passed, head.kind, body)
+            taken = self._requests.take(passed, head.kind, body)
         except (EventRefused, LogFull, LogUnavailable) as error:
             self._answers.append(((), _render(error)))
             return
@@ -234,7 +246,7 @@ class WireProtocol(asyncio.Protocol):
     # --- answers
 
     def _settle(self) -> None:
-        """Write every answer that is due, in order, and wait for what the next one waits for."""
+        """Write every answer that is due, in order, and wait for the group of the next one."""
         answers = self._answers
         out: list[bytes] = []
         while answers:
@@ -259,8 +271,8 @@ class WireProtocol(asyncio.Protocol):
         self._balance()
 
     def _end(self) -> None:
-        if self._deaf:  # closed at once the connection would be reset, and the refusal lost (RFC 9112 §9.6)
-            with suppress(OSError):  # it is gone already
+        if self._deaf:  # closing now would reset the connection and lose the refusal (RFC 9112 §9.6)
+            with suppress(OSError):  # already closed
                 self._transport.write_eof()
         else:
             self._transport.close()
@@ -271,7 +283,7 @@ class WireProtocol(asyncio.Protocol):
             self._settle()
 
     def _balance(self) -> None:
-        """Read only while the client reads its answers and not too many wait."""
+        """Read only while the client reads its answers and not too many are pending."""
         wanted = not self._writing or len(self._answers) >= MOST_WAITING or self._handing
         if wanted != self._paused and not self._transport.is_closing():
             self._paused = wanted
@@ -283,7 +295,7 @@ class WireProtocol(asyncio.Protocol):
     # --- the web server
 
     def _hand_over(self, at: int) -> None:
-        """From the byte ``at`` on the connection is the web server's, when the answers before it are out."""
+        """Move the connection to the web server from byte ``at`` on, once earlier answers are out."""
         del self._buffer[:at]
         self._handing = True
         self._settle()
@@ -304,7 +316,7 @@ class WireProtocol(asyncio.Protocol):
 
 
 def _copy(buffer: bytearray, start: int, end: int) -> bytes:
-    """A part of the buffer, copied once."""
+    """Copy a part of the buffer, once."""
     with memoryview(buffer) as view:
         return view[start:end].tobytes()
 
@@ -316,4 +328,173 @@ def _render(error: IngestError, *, close: bool = False) -> bytes:
         extra += b"www-authenticate: Bearer\r\n"
     if close:
         extra += b"connection: close\r\n"
-    return _PROBLEM % (status, doors.TITLES.get(status, "Error").encode(), len(body), extra, body)
+    return _PROBLEM % (status, TITLES.get(status, "Error").encode(), len(body), extra, body)
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The head of a plain request.
+
+    Attributes:
+        source: from the path.
+        kind: content type in lower case, without parameters.
+        length: of the body.
+        key: API key that was shown, or None.
+    """
+
+    source: str
+    kind: str
+    length: int
+    key: str | None
+
+
+@lru_cache(maxsize=4_096)
+def parse_head(head: bytes) -> Head | None:
+    """Parse the head of a plain request (without the empty line); None if it is not plain."""
+    line, *lines = head.split(b"\r\n")
+    target = _REQUEST_LINE.fullmatch(line)
+    if target is None:
+        return None
+    found: dict[bytes, bytes] = {}
+    for text in lines:
+        match = _HEADER.fullmatch(text)
+        if match is None:
+            return None
+        name, value = match[1].lower(), match[2] or b""
+        if name in found:
+            return None
+        if name == b"connection":
+            if value.lower() not in _KEEP_ALIVE:
+                return None
+        elif name not in _PLAIN_HEADERS:
+            return None
+        found[name] = value
+    length = found.get(b"content-length", b"")
+    if b"host" not in found or not length.isdigit() or len(length) > 10:
+        return None
+    kind = found.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
+    keys = [key for name, value in found.items() if (key := presented_key(name, value)) is not None]
+    return Head(target[1].decode(), kind, int(length), keys[-1] if keys else None)
+
+
+def may_be_plain(buffer: bytearray, at: int) -> bool:
+    """Whether the first bytes of an incomplete request may be the beginning of a plain one."""
+    return _BEGIN.startswith(bytes(buffer[at : at + len(_BEGIN)]))
+
+
+class Connections:
+    """All connections of one server.
+
+    Args:
+        gate: counts them.
+        request_s: longest time for a request to come in.
+        idle_s: longest time a connection may be idle; the web server's own have a limit there.
+    """
+
+    def __init__(self, gate: SenderGate, request_s: float, idle_s: float) -> None:
+        self._gate = gate
+        self._request_s = request_s
+        self._idle_s = idle_s
+        self._open: set[TimedConnection] = set()
+        self._loop = asyncio.get_running_loop()
+        self.now = self._loop.time
+        self.expired = 0
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def add(self, connection: TimedConnection, *, moved: bool = False) -> bool:
+        """Count a connection; False if there are too many and it must be closed.
+
+        Args:
+            connection: that was made.
+            moved: it was already counted, under another protocol.
+        """
+        if not moved and not self._gate.connect():
+            return False
+        self._open.add(connection)
+        return True
+
+    def discard(self, connection: TimedConnection, held: frozenset[tuple[str, str]], *, moved: bool = False) -> None:
+        """The connection has ended, or moves to another protocol (``moved``)."""
+        if connection not in self._open:
+            return
+        self._open.discard(connection)
+        if moved:
+            self._gate.release(held)
+        else:
+            self._gate.disconnect(held)
+
+    async def watch(self) -> None:
+        """Cut off slow connections, until cancelled."""
+        while True:
+            await asyncio.sleep(min(_CHECK_S, self._request_s / 4))
+            now = self.now()
+            for connection in list(self._open):
+                if connection.busy_since:
+                    if now - connection.busy_since > self._request_s:
+                        self.expired += 1
+                        connection.expire(late=True)
+                elif connection.idle_since and now - connection.idle_since > self._idle_s:
+                    connection.expire(late=False)
+
+    def shutdown(self) -> None:
+        for connection in list(self._open):
+            connection.shutdown()
+
+
+class TimedHttpProtocol(HttpToolsProtocol):
+    """uvicorn's protocol for requests off the hot path, with a time limit for each request."""
+
+    def __init__(self, *args: Any, timed: Connections, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._timed = timed
+        self.busy_since = 0.0
+        self.idle_since = 0.0  # between requests uvicorn has its own limit
+        self._head_bytes = 0
+        self._in_body = False
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._timed.add(self, moved=True)
+        self.busy_since = self._timed.now()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timed.discard(self, frozenset())
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Limit the size of a head."""
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if (
+            self._head_bytes > _MAX_FALLBACK_HEAD_BYTES
+            and self.busy_since
+            and not self._in_body
+            and self.parser is not None
+        ):
+            self.send_400_response("The head of the request is too large.")
+
+    def on_message_begin(self) -> None:
+        self.busy_since = self._timed.now()
+        self._in_body = False
+        super().on_message_begin()
+
+    def on_headers_complete(self) -> None:
+        self._in_body = True
+        self._head_bytes = 0
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self.busy_since = 0.0
+        self._head_bytes = 0
+        super().on_message_complete()
+
+    def handle_websocket_upgrade(self) -> None:
+        """The connection is now the WebSocket's, which has its own limits."""
+        self._timed.discard(self, frozenset())
+        super().handle_websocket_upgrade()
+
+    def expire(self, *, late: bool) -> None:
+        if not self.transport.is_closing():
+            self.transport.close()

@@ -1,14 +1,13 @@
-"""An upstream for demos and tests: recordings or invented RSVPs, played live."""
+"""A live upstream for demos and tests, which plays recordings or invented events."""
+
+from __future__ import annotations
 
 from ingest.simulate.generator import RsvpGenerator, generate
-from ingest.simulate.lines import FileLines, GeneratedLines, Lines, SceneLines, renew_rsvp
-from ingest.simulate.play import Play, play_pipeline, play_source, scene_players
-from ingest.simulate.player import Player, PlayerStatus
-from ingest.simulate.server import run_player
+from ingest.simulate.player import FileLines, Lines, Player, PlayerStatus, SceneLines, renew_rsvp
+from ingest.simulate.server import Play, play_pipeline, play_source, run_player, scene_players
 
 __all__ = [
     "FileLines",
-    "GeneratedLines",
     "Lines",
     "Play",
     "Player",

@@ -1,45 +1,58 @@
 """An endless stream of RSVPs in the shape of Meetup's, from a seed.
 
-Shapes are fitted to real recordings: topics by Zipf's law, a few countries with most groups, late and backward
-``mtime``, RSVPs that are changed or come again. Names are invented.
+The shapes are fitted to real recordings: topics by Zipf's law, most groups in a few countries, late and backward
+``mtime``, RSVPs that are changed or repeated. Names are invented.
 
-The stream is made in blocks of :data:`BLOCK` that do not depend on each other, so that any place of it can be had
-again at once: a player resumes a client from event 10,000,000 without keeping or making the ten million before.
+The stream is made in independent blocks of :data:`BLOCK` events, so any place of it can be produced at once: a player
+resumes a client at event 10,000,000 without making or storing the ten million before it.
 """
 
 from __future__ import annotations
 
 import functools
 import random
+import re
 import time
+from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
+
+import orjson
 
 from ingest.simulate import vocabulary as words
-from ingest.simulate.world import Event, World
 
 BLOCK = 1_024
+GROUPS = 2_000
+
 _EVENTS_CHANGE_EVERY = 64  # blocks
 _FIRST_RSVP_ID = 2_000_000_000
 _MEMBERS = 4_000_000
 _HOUR_MS = 3_600_000
 
+# Shares of RSVPs.
 _EXACT_REPEAT = 0.005
-_REPEAT = 0.155  # of an RSVP among those of a short while ago
-_FLIP = 0.14  # of those: yes becomes no, or no yes
-_BACKWARD = 0.4  # of those: mtime is earlier than it was
+_REPEAT = 0.155  # of a recent RSVP
+_FLIP = 0.14  # of repeats: yes becomes no, or no yes
+_BACKWARD = 0.4  # of repeats: mtime is earlier than before
 _SAME_MEMBER = 0.2  # answers for another event a moment later
 _YES = 0.73
-_WARM_UP = 30  # RSVPs of a block before any can come again, or the first would come again most
+_WARM_UP = 30  # RSVPs of a block before any is repeated, or the first would be repeated most
+
+# Number of topics of a group, and the share of groups with that number, per mille.
+_TOPIC_NUMBERS = (1, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16)
+_TOPIC_NUMBER_WEIGHTS = (10, 20, 27, 26, 37, 55, 53, 73, 50, 88, 90, 83, 120, 240, 28)
+_EVENTS_AT_ONCE = 2
+_WITHOUT_VENUE = 0.15
+_WITHOUT_TIME = 0.005
+_VENUE_UNPLACED = 0.06
 
 
 @dataclass(slots=True)
 class _Rsvp:
-    """What a repeat needs to know of an RSVP."""
-
     rsvp_id: int
     member: bytes
-    event: Event
+    event: MeetupEvent
     yes: bool
     guests: int
     mtime: int
@@ -50,10 +63,12 @@ class RsvpGenerator:
     """The stream of one seed.
 
     Args:
-        seed: equal arguments make equal streams.
-        start_ms: when the first event arrives, ms since the epoch; None: now.
-        rate: events a second that the stream is meant to be played at; ``mtime`` follows it.
+        seed: equal arguments give equal streams.
+        start_ms: arrival of the first event, ms since the epoch; None: now.
+        rate: events a second at which the stream will be played; ``mtime`` follows it.
     """
+
+    total: None = None  # endless
 
     def __init__(self, seed: int, start_ms: int | None = None, rate: float = 1_000.0) -> None:
         self._seed = seed
@@ -63,7 +78,7 @@ class RsvpGenerator:
         self._event = functools.lru_cache(maxsize=16_384)(self._make_event)
 
     def block(self, number: int) -> list[bytes]:
-        """Events ``number * BLOCK`` to ``(number + 1) * BLOCK - 1``, as JSON without line ends."""
+        """Events ``number * BLOCK`` to ``(number + 1) * BLOCK - 1`` as JSON without line ends."""
         rng = random.Random(f"block {self._seed} {number}")
         chance = rng.random
         recent: list[_Rsvp] = []
@@ -98,13 +113,13 @@ class RsvpGenerator:
             member = _member(int(_MEMBERS * chance()))
         return _Rsvp(rsvp_id, member, event, chance() < _YES, _guests(chance()), now - _lateness_ms(rng))
 
-    def _make_event(self, group: int, epoch: int, main: bool) -> Event:
+    def _make_event(self, group: int, epoch: int, main: bool) -> MeetupEvent:
         now = self._arrival_ms(max(0, epoch) * BLOCK)
         return self._world.event(group, epoch, 0.0 if main else 0.99, now)
 
 
 def generate(seed: int, start_ms: int | None = None, rate: float = 1_000.0) -> Iterator[bytes]:
-    """The stream of :class:`RsvpGenerator` from its beginning: JSON objects without line ends. It never ends."""
+    """The endless stream of :class:`RsvpGenerator` from its beginning, as JSON objects without line ends."""
     generator = RsvpGenerator(seed, start_ms, rate)
     number = 0
     while True:
@@ -113,7 +128,7 @@ def generate(seed: int, start_ms: int | None = None, rate: float = 1_000.0) -> I
 
 
 def _changed(old: _Rsvp, now: int, rng: random.Random) -> _Rsvp:
-    """The same RSVP again, with another ``mtime`` and perhaps another answer."""
+    """The same RSVP with another ``mtime`` and perhaps another answer."""
     chance = rng.random
     yes = old.yes != (chance() < _FLIP)
     guests = old.guests if chance() < 0.9 else _guests(chance())
@@ -126,7 +141,7 @@ def _changed(old: _Rsvp, now: int, rng: random.Random) -> _Rsvp:
 
 
 def _lateness_ms(rng: random.Random) -> int:
-    """How long before its arrival an RSVP was last changed: mostly a moment, now and then hours, rarely a month."""
+    """Time from an RSVP's last change to its arrival: mostly a moment, sometimes hours, rarely a month."""
     kind = rng.random()
     if kind < 0.90:
         return int(rng.expovariate(1 / 400))
@@ -149,7 +164,7 @@ def _guests(at: float) -> int:
 
 @functools.lru_cache(maxsize=4_096)
 def _member(number: int) -> bytes:
-    # Numbers are spread by a multiplication, so that neighbours have nothing in common.
+    # The multiplication spreads consecutive numbers.
     member_id = number * 2_654_435_761 % 900_000_007
     first = words.FIRST_NAMES[member_id % len(words.FIRST_NAMES)]
     last = words.LAST_NAMES[member_id // 64 % len(words.LAST_NAMES)]
@@ -168,3 +183,145 @@ def _render(rsvp: _Rsvp) -> bytes:
         rsvp.mtime,
         rsvp.event.tail,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class MeetupGroup:
+    """A group, with ``fragment``, its JSON for RSVPs. ``phase`` shifts when its events change."""
+
+    name: str
+    urlname: str
+    topic: str
+    latitude: float
+    longitude: float
+    phase: int
+    fragment: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MeetupEvent:
+    """An event of a group as two parts of an RSVP: ``"venue":{…},`` or nothing, and ``,"event":`` to the end."""
+
+    venue: bytes
+    tail: bytes
+
+
+class World:
+    """The groups and events of one seed. Equal seeds give equal worlds."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        rng = random.Random(f"world {seed}")
+        topics = _topics(rng)
+        # Zipf-Mandelbrot, fitted to the share of RSVPs whose group has the topic at rank 1, 10, 100 and 1,000.
+        weights = list(accumulate((rank + 4) ** -0.87 for rank in range(len(topics))))
+        countries = list(accumulate(country.weight for country in words.COUNTRIES))
+        cities = {country.code: _cities(country, rng) for country in words.COUNTRIES}
+        self._groups: list[MeetupGroup] = []
+        for number in range(GROUPS):
+            country = words.COUNTRIES[bisect(countries, rng.random() * countries[-1])]
+            self._groups.append(_group(number, country, cities[country.code], topics, weights, rng))
+
+    def group(self, at: float) -> int:
+        """Index of the group at ``at`` (0 to 1) in order of popularity; a tenth of them gets a quarter of all RSVPs."""
+        return int(GROUPS * at**1.45)
+
+    def event(self, group_number: int, block: int, at: float, now_ms: int) -> MeetupEvent:
+        """One of the group's events that are announced while ``block`` is generated.
+
+        Args:
+            group_number: from :meth:`group`.
+            block: index of the block of RSVPs.
+            at: chooses among the group's events, 0 to 1.
+            now_ms: start of the announcement, ms since the epoch.
+        """
+        group = self._groups[group_number]
+        slot = int(at * _EVENTS_AT_ONCE)
+        rng = random.Random(f"{self._seed} {group_number} {block} {slot}")
+        event_id = _event_id(rng)
+        form = rng.choice(words.EVENT_FORMS)
+        event = {
+            "event_name": form.format(topic=group.topic, day=rng.choice(words.DAYS), number=rng.randrange(1, 13)),
+            "event_id": event_id,
+        }
+        tail = orjson.dumps(event)[:-1]
+        if rng.random() >= _WITHOUT_TIME:
+            hours = 24 * min(rng.lognormvariate(1.25, 1.1), 300.0)
+            tail += b',"time":%d' % ((now_ms // 900_000) * 900_000 + int(hours * 4) * 900_000)
+        tail += b',"event_url":"https://meetup.invalid/%b/events/%b/"}' % (group.urlname.encode(), event_id.encode())
+        return MeetupEvent(_venue(group, rng), b',"event":' + tail + b',"group":' + group.fragment + b"}")
+
+    def epoch(self, group_number: int, block: int, blocks: int) -> int:
+        """First block of the group's current events, if they change every ``blocks`` blocks."""
+        phase = self._groups[group_number].phase % blocks
+        return (block + phase) // blocks * blocks - phase
+
+
+def _topics(rng: random.Random) -> list[str]:
+    made = [f"{kind} {thing}" for kind in words.TOPIC_KINDS for thing in words.TOPIC_THINGS]
+    rng.shuffle(made)
+    return [*words.PLAIN_TOPICS, *words.TOPIC_THINGS, *made]
+
+
+def _cities(country: words.Country, rng: random.Random) -> list[tuple[str, float, float]]:
+    names = list(country.cities)
+    if country.code in words.TOWN_COUNTRIES:
+        towns = [a + b for a in words.TOWN_BEGINS for b in words.TOWN_ENDS]
+        names += rng.sample(towns, min(len(towns), 3 * len(country.cities)))
+    spread = {"us": 9.0, "ca": 9.0, "au": 5.0}.get(country.code, 0.8)
+    return [
+        (name, country.latitude + rng.uniform(-spread, spread), country.longitude + rng.uniform(-spread, spread))
+        for name in names
+    ]
+
+
+def _group(
+    number: int,
+    country: words.Country,
+    cities: list[tuple[str, float, float]],
+    topics: list[str],
+    weights: list[float],
+    rng: random.Random,
+) -> MeetupGroup:
+    city, latitude, longitude = cities[int(len(cities) * rng.random() ** (1.6 if country.code == "us" else 4.0))]
+    count = rng.choices(_TOPIC_NUMBERS, _TOPIC_NUMBER_WEIGHTS)[0]
+    chosen: dict[str, None] = {}
+    while len(chosen) < count:
+        chosen[topics[bisect(weights, rng.random() * weights[-1])]] = None
+    main = next(iter(chosen))
+    name = rng.choice(words.GROUP_FORMS).format(city=city, topic=main)
+    if country.words and rng.random() < 0.5:
+        name = f"{rng.choice(country.words)} {city}"
+    urlname = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-") or f"group-{number}"
+    value = {
+        "group_topics": [{"urlkey": re.sub(r"[^a-z0-9]+", "-", t.lower()), "topic_name": t} for t in chosen],
+        "group_city": city,
+        "group_country": country.code,
+        "group_id": 1_000_000 + number * 9_973,
+        "group_name": name,
+        "group_lon": round(longitude, 2),
+        "group_urlname": urlname,
+    }
+    if country.code in words.STATES:
+        value["group_state"] = rng.choice(words.STATES[country.code])
+    value["group_lat"] = round(latitude, 2)
+    return MeetupGroup(name, urlname, main, latitude, longitude, rng.randrange(1_000), orjson.dumps(value))
+
+
+def _event_id(rng: random.Random) -> str:
+    if rng.random() < 0.6:
+        return str(rng.randrange(230_000_000, 290_000_000))
+    return "".join(rng.choices("bcdfghjklmnpqrstvwxyz", k=12))  # recurring events have letters
+
+
+def _venue(group: MeetupGroup, rng: random.Random) -> bytes:
+    if rng.random() < _WITHOUT_VENUE:
+        return b""
+    placed = rng.random() >= _VENUE_UNPLACED
+    venue = {
+        "venue_name": rng.choice(words.VENUE_FORMS).format(word=rng.choice(words.VENUE_WORDS)),
+        "lon": round(group.longitude + rng.uniform(-0.1, 0.1), 6) if placed else 0,
+        "lat": round(group.latitude + rng.uniform(-0.1, 0.1), 6) if placed else 0,
+        "venue_id": rng.randrange(1_000_000, 26_000_000),
+    }
+    return b'"venue":' + orjson.dumps(venue) + b","

@@ -1,38 +1,52 @@
-"""Plays events as a live upstream would send them: which events are due, which have been sent and when. No I/O.
+"""Plays events as a live upstream would send them: which are due, and which were sent when. No I/O but reading a file.
 
-The clock starts with the first client. From then on event ``i`` is due at ``t0 + i / rate``, whether anybody listens or
-not. A client has a place of its own in the sequence, so that a slow one holds up nobody.
+The clock starts with the first client. From then on event ``i`` is due at ``t0 + i / rate``, whether anyone listens or
+not. Each client has its own place in the sequence, so a slow one delays no other.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gzip
 import math
+import re
+import tempfile
 import time
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import IO, Protocol
 
 import orjson
 
-from ingest.simulate.lines import Lines, Reel, Renew
+from ingest.simulate.generator import BLOCK
+from ingest.simulate.scenes import Scene
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline import Template
 
+Renew = Callable[[bytes, int], bytes]
+
 _CHUNK = 65_536
 _CHUNKS_KEPT = 64
+_CACHED_BLOCKS = 16
+_ROUND_STEP = 10**10
+_RSVP_ID = re.compile(rb'(?<!\\)"rsvp_id"\s*:\s*(\d+)')
 
 
 @dataclass(frozen=True, slots=True)
 class PlayerStatus:
-    """How far a player is.
+    """Progress of a player.
 
     Attributes:
-        sent: events that have been sent to somebody.
-        live: events that have been due so far; more than ``sent`` while clients are away or slow.
-        total: how many there will be; None: no end.
-        done: all have been sent.
+        sent: events sent to at least one client.
+        live: events due so far; more than ``sent`` while clients are away or slow.
+        total: number of all events; None: endless.
+        done: all were sent.
         rate: events a second.
-        rounds: rounds of a loop that have been due in full.
+        rounds: completed rounds of a loop.
     """
 
     sent: int
@@ -49,15 +63,15 @@ class Player:
     Args:
         lines: the events.
         rate: events a second.
-        loop: play on after the end, in further rounds.
-        renew: gives an event of a later round an id of its own; see :class:`~ingest.simulate.lines.Reel`.
-        event_id: template of the pipeline's dedupe key, for :meth:`ids`.
-        limit: events at most; None: as many as there are.
-        clock: seconds, never going back.
+        loop: continue after the end with further rounds.
+        renew: gives an event of a later round its own id; see :class:`Reel`.
+        event_id: template of the dedupe key, for :meth:`ids`.
+        limit: most events; None: all.
+        clock: seconds, monotonic.
         wall: seconds since the epoch.
 
     Raises:
-        ConfigError: the rate is not a positive number.
+        ConfigError: the rate is not positive.
     """
 
     def __init__(
@@ -84,42 +98,41 @@ class Player:
         self._times = _SendTimes()
 
     def join(self) -> int:
-        """The live point, for a client that comes without a place; the first client starts the clock."""
+        """The live point, for a client without a place. The first client starts the clock."""
         if self._started_at is None:
             self._started_at = self._clock()
             return 0
         return self._live()
 
     def due_in(self, index: int) -> float | None:
-        """Seconds until the event is due, 0 or less once it is; None beyond the end."""
+        """Seconds until the event is due, 0 or less if it is; None beyond the end."""
         if self._started_at is None or (self._end is not None and index >= self._end):
             return None
         return self._started_at + index / self._rate - self._clock()
 
     def take(self, index: int, limit: int) -> list[bytes]:
-        """Events from ``index`` on that are due, ``limit`` at most. The caller sends them and tells :meth:`sent`."""
+        """At most ``limit`` due events from ``index`` on. The caller sends them and calls :meth:`sent`."""
         return self._reel.read(index, max(0, min(limit, self._live() - index)))
 
     def sent(self, index: int, count: int) -> None:
-        """Note that these events go out now."""
+        """Note that these events are sent now."""
         self._times.note(index, count, self._wall() * 1_000)
 
     def status(self) -> PlayerStatus:
-        """How far it is."""
         live = self._live()
         rounds = self._reel.round_of(live)
         return PlayerStatus(self._times.count, live, self._end, self._times.count == self._end, self._rate, rounds)
 
     def halt(self) -> None:
-        """End here: what is due by now is still sent, nothing after it."""
+        """End at the live point: what is due is still sent."""
         self._end = self._live()
 
     def times(self, index: int, limit: int) -> list[float | None]:
-        """When each event was sent first, ms since the epoch; None: never, or too long ago (4 million are kept)."""
+        """When each event was first sent, ms since the epoch; None if never, or too long ago (4 million are kept)."""
         return self._times.read(index, max(0, min(limit, self._times.end - index)))
 
     def ids(self, index: int, limit: int) -> list[str | None]:
-        """Each event's id by the template, up to a few hundred at a time; None: it has none, or is malformed."""
+        """Each event's id by the template, a few hundred at a time; None if it has none or is malformed."""
         if self._end is not None:
             limit = min(limit, max(0, self._end - index))
         return [self._id(event) for event in self._reel.read(index, limit)]
@@ -141,11 +154,11 @@ class Player:
 
 
 class _SendTimes:
-    """First times by index, in chunks, the oldest of which are dropped: bounded to 34 MB.
+    """First send times by index, in chunks of which the oldest are dropped: at most 34 MB.
 
     Attributes:
-        count: events that have a time, or had one.
-        end: one past the last of them.
+        count: events that have or had a time.
+        end: index after the last of them.
     """
 
     def __init__(self) -> None:
@@ -154,7 +167,7 @@ class _SendTimes:
         self._chunks: dict[int, array[float]] = {}
 
     def note(self, index: int, count: int, at_ms: float) -> None:
-        """Give these events this time unless they have one."""
+        """Set the time of events that have none."""
         last = index + count
         while index < last:
             number, offset = divmod(index, _CHUNK)
@@ -169,7 +182,6 @@ class _SendTimes:
         self.end = max(self.end, last)
 
     def read(self, index: int, count: int) -> list[float | None]:
-        """Times of these events."""
         found: list[float | None] = []
         for place in range(index, index + count):
             chunk: Sequence[float] = self._chunks.get(place // _CHUNK, ())
@@ -185,3 +197,165 @@ class _SendTimes:
             for old in [n for n in self._chunks if n <= newest - _CHUNKS_KEPT]:
                 del self._chunks[old]
         return chunk
+
+
+class Lines(Protocol):
+    """A sequence of events as bytes, in blocks."""
+
+    @property
+    def total(self) -> int | None:
+        """Number of events; None: endless."""
+
+    def block(self, number: int) -> list[bytes]:
+        """The :data:`~ingest.simulate.generator.BLOCK` events from ``number * BLOCK`` on, or fewer at the end."""
+
+
+class FileLines:
+    """Non-empty lines of a file, also of a gzip file, unchanged and unchecked.
+
+    The file is read once to index the blocks, 8 bytes each. A gzip file is unpacked into a temporary file. The file may
+    end inside a line.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file: IO[bytes] = path.open("rb") if path.suffix != ".gz" else _unpacked(path)
+        self._starts = array("Q")
+        self.total: int = 0
+        at = 0
+        for line in self._file:
+            if _content(line):
+                if self.total % BLOCK == 0:
+                    self._starts.append(at)
+                self.total += 1
+            at += len(line)
+
+    def block(self, number: int) -> list[bytes]:
+        found: list[bytes] = []
+        if number >= len(self._starts):
+            return found
+        self._file.seek(self._starts[number])
+        for line in self._file:
+            content = _content(line)
+            if content:
+                found.append(content)
+                if len(found) == BLOCK:
+                    break
+        return found
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class SceneLines:
+    """One source's events of a scene, as JSON. A scene is made in order; for a dropped block it starts anew.
+
+    Args:
+        scene: makes the events.
+        source: whose events are taken.
+        seed: of the scene.
+        start_ms: time of its first event, ms since the epoch.
+    """
+
+    total: None = None
+
+    def __init__(self, scene: Scene, source: str, seed: int, start_ms: int) -> None:
+        self._scene = scene
+        self._seed = seed
+        self._start_ms = start_ms
+        self._source = source
+        self._events = scene(seed, start_ms)
+        self._made = 0
+        self._kept: OrderedDict[int, list[bytes]] = OrderedDict()
+
+    def block(self, number: int) -> list[bytes]:
+        if number < self._made and number not in self._kept:
+            self._events, self._made = self._scene(self._seed, self._start_ms), 0
+            self._kept.clear()
+        while self._made <= number:
+            mine = (payload for source, payload in self._events if source == self._source)
+            self._kept[self._made] = [orjson.dumps(payload) for payload in islice(mine, BLOCK)]
+            self._made += 1
+            if len(self._kept) > 4 * _CACHED_BLOCKS:
+                self._kept.popitem(last=False)
+        return self._kept[number]
+
+
+class Reel:
+    """Events by index, over the rounds of a loop, with a few blocks in memory.
+
+    Args:
+        lines: one round.
+        loop: continue after the end with further rounds.
+        renew: ``renew(event, round)`` makes an event of round 1, 2, … from one of the first round, always the same.
+            None: rounds are equal.
+
+    Attributes:
+        round_total: events of a round; None: endless.
+        total: events of all rounds; None: endless.
+    """
+
+    def __init__(self, lines: Lines, *, loop: bool = False, renew: Renew | None = None) -> None:
+        self._lines = lines
+        self._renew = renew
+        self._cache: OrderedDict[tuple[int, int], list[bytes]] = OrderedDict()
+        self.round_total = lines.total
+        self.total = None if loop and lines.total else lines.total
+
+    def read(self, start: int, limit: int) -> list[bytes]:
+        """At most ``limit`` events from ``start`` on, at least one before the end."""
+        if self.total is not None and start >= self.total:
+            return []
+        turn, index = divmod(start, self.round_total) if self.round_total else (0, start)
+        block, offset = divmod(index, BLOCK)
+        return self._block(turn, block)[offset : offset + limit]
+
+    def round_of(self, index: int) -> int:
+        """Round of an event, from 0."""
+        return index // self.round_total if self.round_total else 0
+
+    def _block(self, turn: int, number: int) -> list[bytes]:
+        key = (turn, number)
+        block = self._cache.get(key)
+        if block is None:
+            block = self._lines.block(number)
+            if turn and self._renew is not None:
+                block = [self._renew(event, turn) for event in block]
+            self._cache[key] = block
+            if len(self._cache) > _CACHED_BLOCKS:
+                self._cache.popitem(last=False)
+        else:
+            self._cache.move_to_end(key)
+        return block
+
+
+def renew_rsvp(event: bytes, turn: int) -> bytes:
+    """An RSVP with another ``rsvp_id`` for this round; anything else unchanged."""
+    try:
+        value = orjson.loads(event)
+    except orjson.JSONDecodeError:
+        return event
+    rsvp_id = value.get("rsvp_id") if isinstance(value, dict) else None
+    for match in _RSVP_ID.finditer(event):
+        if rsvp_id == int(match[1]):
+            return event[: match.start(1)] + b"%d" % (rsvp_id + turn * _ROUND_STEP) + event[match.end(1) :]
+    return event
+
+
+def _content(line: bytes) -> bytes:
+    return line.rstrip(b"\r\n")
+
+
+def _unpacked(path: Path) -> IO[bytes]:
+    unpacked = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the reader
+    try:
+        with gzip.open(path, "rb") as packed, contextlib.suppress(EOFError):  # truncated: the data before is valid
+            while some := packed.read1(65_536):
+                unpacked.write(some)
+    except BaseException:
+        unpacked.close()
+        raise
+    unpacked.seek(0)
+    return unpacked

@@ -2,28 +2,34 @@
 
 ::
 
-    ws://HOST:PORT/stream[?from=N]      a text frame an event, a binary one where it is not UTF-8
+    ws://HOST:PORT/stream[?from=N]      a text frame an event; a binary one if it is not UTF-8
     GET /sse[?from=N]                   id is the event's index; Last-Event-ID resumes after it
     GET /lines[?from=N]                 chunked JSON lines
     GET /status                         {"sent", "live", "total", "done", "rate", "rounds"}
     GET /times?from=N[&limit=M]         {"from", "at_ms": when each event was first sent, ms since the epoch, or null}
     GET /ids?from=N[&limit=M]           {"from", "ids": id of each event by the pipeline's template, or null}
 
-With several players (the sources of a scene) ``source=NAME`` says which one is meant; without it, the first.
-Without ``from`` a client starts at the live point. ``from`` behind it: what was missed at once, then live.
-Streams stay open at the end, as those of a live upstream do.
+``source=NAME`` selects one of several players (the sources of a scene); the default is the first. Without ``from`` a
+client starts at the live point; with it, it gets missed events at once and then live ones. Streams stay open at the
+end, like those of a live upstream.
 
-The handshake and control frames are those of ``websockets``'s protocol without I/O; events due in one tick go out in
-one write. A task and a queue a client, or one ASGI message an event, cost four times as much.
+``websockets``' sans-I/O protocol does the handshake and control frames; events due in one tick go out in one write. A
+task and a queue per client, or an ASGI message per event, cost four times as much.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
+import signal
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -32,23 +38,29 @@ from websockets.http11 import Request
 from websockets.protocol import State
 from websockets.server import ServerProtocol
 
-from ingest.simulate.player import Player
+from ingest.simulate.generator import RsvpGenerator
+from ingest.simulate.player import FileLines, Lines, Player, SceneLines, renew_rsvp
+from ingest.simulate.scenes import SCENES, Scene
+from lakehouse.contract.errors import ConfigError, EnvironmentProblem
+from lakehouse.contract.pipeline import Pipeline, Source
 from lakehouse.contract.text import is_utf8
 
+logger = logging.getLogger(__name__)
+
+RSVPS = "rsvps"  # source of the RSVP generator
+_SAMPLE = 2_000  # events of a scene from which the shares of its sources are estimated
 _TICK_S = 0.005
-_BATCH = 256  # events a write, at most
-_BUFFER_BYTES = 262_144  # unsent bytes of a client from which on it is waited for
+_BATCH = 256  # most events in a write
+_BUFFER_BYTES = 262_144  # unsent bytes above which the player waits for a client
 _REQUEST_TIMEOUT_S = 10.0
 _LIMIT = 10_000
-_IDS_AT_ONCE = 200  # each is parsed: 2 ms, then let others go on
-
-logger = logging.getLogger(__name__)
+_IDS_AT_ONCE = 200  # parsing them takes 2 ms
 
 Encode = Callable[[int, list[bytes]], bytes]
 
 
 class BadRequest(ValueError):
-    """A query that cannot be understood."""
+    pass
 
 
 async def run_player(
@@ -66,7 +78,7 @@ async def run_player(
         host: address to bind.
         port: port to bind; 0: any free one.
         ready: called with the bound port once clients can connect.
-        stop: ends it; clients are told (WebSocket close code 1001).
+        stop: ends the server; clients are told (WebSocket close code 1001).
 
     Raises:
         OSError: the port cannot be bound.
@@ -99,7 +111,7 @@ async def run_player(
 
 
 class _Client:
-    """One connection: one request, answered or streamed."""
+    """One connection: a request that is answered or streamed."""
 
     def __init__(
         self, players: Mapping[str, Player], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -220,7 +232,7 @@ class _Client:
                 self._writer.write(_chunk(b""))
 
     async def _until_closed(self, start: int, encode: Encode) -> None:
-        """Play until the peer goes away or this task is cancelled."""
+        """Play until the client disconnects or this task is cancelled."""
         tasks = {asyncio.create_task(self._play(start, encode)), asyncio.create_task(self._listen())}
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -245,10 +257,10 @@ class _Client:
                 index += len(events)
                 await self._writer.drain()
                 if len(events) == _BATCH:
-                    await asyncio.sleep(0)  # one that catches up lets the others go on
+                    await asyncio.sleep(0)  # let other clients run while this one catches up
 
     async def _listen(self) -> None:
-        """Answer pings, take the close; what else a client says is of no interest."""
+        """Answer pings and the close; ignore everything else."""
         upgraded = self._protocol.state is State.OPEN
         while data := await self._reader.read(65_536):
             if upgraded:
@@ -275,7 +287,7 @@ def _whole_number(name: str, text: str) -> int:
 
 
 def _sse(index: int, events: list[bytes]) -> bytes:
-    # A carriage return ends a line in SSE; in JSON it is white space like the line feed that the client gets for it.
+    # A carriage return ends a line in SSE. In JSON it is white space, like the line feed that replaces it.
     texts = (event.replace(b"\r", b"\ndata: ") for event in events)
     return b"".join(b"id: %d\ndata: %b\n\n" % (number, text) for number, text in enumerate(texts, index))
 
@@ -286,3 +298,141 @@ def _ndjson(index: int, events: list[bytes]) -> bytes:
 
 def _chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+@dataclass(frozen=True, slots=True)
+class Play:
+    """What is played, and where.
+
+    Attributes:
+        input: JSON-lines file, also gzipped; None: endless invented events.
+        rate: events a second, of all sources together.
+        loop: repeat the file, with new ids for RSVPs.
+        count: end after this many events, of all sources together.
+        seed: of invented events.
+        host: address to bind.
+        port: port to bind; 0: any free one.
+    """
+
+    input: Path | None = None
+    rate: float = 100.0
+    loop: bool = False
+    count: int | None = None
+    seed: int = 1
+    host: str = "127.0.0.1"
+    port: int = 8402
+
+
+Ready = Callable[[str], None]
+
+
+async def play_pipeline(
+    pipeline: Pipeline, play: Play, *, ready: Ready | None = None, stop: asyncio.Event | None = None
+) -> None:
+    """Play a recording for the first source, or invented events for all sources, until ``stop`` is set.
+
+    SIGUSR1 makes the events due by then the last.
+
+    Args:
+        pipeline: ``/ids`` uses the ``event_id`` of its sources.
+        play: what, and where.
+        ready: called with the base URL once clients can connect.
+        stop: ends it.
+
+    Raises:
+        ConfigError: there is neither a recording nor a scene for this pipeline.
+        EnvironmentProblem: the file cannot be read or the port is taken.
+    """
+    first = next(iter(pipeline.sources.values()))
+    if play.input is not None or (pipeline.name not in SCENES and first.name == RSVPS):
+        await play_source(first, play, ready=ready, stop=stop)
+        return
+    scene = SCENES.get(pipeline.name)
+    if scene is None:
+        raise ConfigError(
+            f"there is no scene for the pipeline {pipeline.name!r}",
+            key="pipeline",
+            remedy=f"Give a recording with --input; scenes: {', '.join(sorted([*SCENES, 'meetup']))}",
+        )
+    players = scene_players(scene, pipeline, rate=play.rate, count=play.count, seed=play.seed)
+    await _play(players, play, ready, stop)
+
+
+def scene_players(
+    scene: Scene, pipeline: Pipeline, *, rate: float, count: int | None, seed: int, start_ms: int | None = None
+) -> dict[str, Player]:
+    """A player for each source of the scene, with rates in the proportions of the scene.
+
+    Raises:
+        ConfigError: the scene has events of a source that the pipeline lacks.
+    """
+    start_ms = int(time.time() * 1000) if start_ms is None else start_ms
+    mix = Counter(source for source, _ in islice(scene(seed, start_ms), _SAMPLE))
+    unknown = mix.keys() - pipeline.sources.keys()
+    if unknown:
+        raise ConfigError(
+            f"the scene has events of {min(unknown)!r}",
+            key="sources",
+            remedy=f"Sources of {pipeline.name}: {', '.join(pipeline.sources)}",
+            file=pipeline.path,
+        )
+    players = {}
+    for name in (name for name in pipeline.sources if name in mix):
+        share = mix[name] / mix.total()
+        limit = None if count is None else max(1, round(count * share))
+        lines = SceneLines(scene, name, seed, start_ms)
+        template = pipeline.sources[name].event_id_template
+        players[name] = Player(lines, rate * share, event_id=template, limit=limit)
+    return players
+
+
+async def play_source(
+    source: Source, play: Play, *, ready: Ready | None = None, stop: asyncio.Event | None = None
+) -> None:
+    """Play a recording, or invented RSVPs, for one source; see :func:`play_pipeline`.
+
+    Raises:
+        EnvironmentProblem: the file cannot be read or the port is taken.
+    """
+    if play.loop and play.input is not None and "rsvp_id" not in source.event_id:
+        logger.warning("only RSVPs get new ids: further rounds repeat the ids of the first")
+    lines = _open_lines(play)
+    player = Player(
+        lines, play.rate, loop=play.loop, renew=renew_rsvp, event_id=source.event_id_template, limit=play.count
+    )
+    try:
+        await _play({source.name: player}, play, ready, stop)
+    finally:
+        if isinstance(lines, FileLines):
+            lines.close()
+
+
+async def _play(players: Mapping[str, Player], play: Play, ready: Ready | None, stop: asyncio.Event | None) -> None:
+    def halt() -> None:
+        for player in players.values():
+            player.halt()
+
+    def told(bound: int) -> None:
+        if ready is not None:
+            ready(f"http://{play.host}:{bound}")
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, halt)
+    try:
+        await run_player(players, host=play.host, port=play.port, ready=told, stop=stop)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        problem = f"port {play.port} is taken"
+        raise EnvironmentProblem(problem, "Stop what listens there, or choose another port") from None
+    finally:
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGUSR1)
+
+
+def _open_lines(play: Play) -> Lines:
+    if play.input is None:
+        return RsvpGenerator(play.seed, rate=play.rate)
+    try:
+        return FileLines(play.input)
+    except OSError as error:
+        problem = f"{play.input} cannot be read: {error.strerror or error}"
+        raise EnvironmentProblem(problem, "Check the path") from None

@@ -1,4 +1,4 @@
-"""Words that the generator makes its world of. All invented or everyday; places are real or plausible."""
+"""Words for the generator's world. All are invented or everyday; places are real or plausible."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Country:
-    """A country that groups are in.
+    """A country of groups.
 
     Attributes:
         code: two letters, as in an RSVP's ``group_country``.
-        weight: its share among groups, relative to the others.
-        latitude: of its middle, degrees.
-        longitude: of its middle, degrees.
+        weight: relative share among groups.
+        latitude, longitude: of its center, degrees.
         cities: names, the largest first.
-        words: what local groups call themselves where that is not English; empty: English.
+        words: names of local groups if not English.
     """
 
     code: str
@@ -128,16 +127,19 @@ COUNTRIES: tuple[Country, ...] = (
     _country("om", 0.1, (23.6, 58.3), "Muscat"),
 )  # fmt: skip
 
-# Towns of English-speaking countries: one of each list, joined.
+# Towns of English-speaking countries join one word of each list.
 TOWN_BEGINS = _split("Oak|Maple|Cedar|River|Lake|Mill|Ash|Fair|Green|Spring|West|East|North|Clear|Stone|Brook")
+
 TOWN_ENDS = _split("dale|ville|ton|field|port|wood|bridge|ford|ham|haven|view|crest")
+
 TOWN_COUNTRIES = frozenset({"us", "gb", "au", "ca", "nz", "ie"})
+
 STATES = {
     "us": _split("CA|NY|TX|FL|IL|MA|WA|VA|PA|CO|GA|NC|OR|MD|NJ|OH|AZ|MN|MI|TN"),
     "ca": _split("ON|BC|QC|AB|MB|NS"),
 }
 
-# Topics: the first are the commonest by themselves; the rest are one word of each list, joined.
+# Topics: the commonest stand alone; the others join one word of each list.
 PLAIN_TOPICS = _split(
     "Hiking|Social|Fun Times|Outdoors|Fitness|New In Town|Dining Out|Adventure|Board Games|Language Exchange|"
     "Travel|Photography|Walking|Coffee|Yoga|Singles Over 30|Cycling|Live Music|Wine|Startups|Programming|"
@@ -145,6 +147,7 @@ PLAIN_TOPICS = _split(
     "Cooking|Nightlife|Theatre|Web Developers|Data Science|Food Lovers|Creative Writing|Film|Parents|Dogs|"
     "Learning|Small Business|Weekend Trips"
 )
+
 TOPIC_KINDS = _split(
     "Beginner|Weekend|Urban|Outdoor|Indoor|Modern|Classical|Vintage|Digital|Open Source|Family|Women's|Men's|"
     "Senior|Young Professional|Creative|Practical|Advanced|Casual|Competitive|Local|International|Spanish|French|"
@@ -152,6 +155,7 @@ TOPIC_KINDS = _split(
     "Spiritual|Healthy|Morning|Evening|Night|Winter|Summer|Coastal|Mountain|Lakeside|Garden|Street|Studio|Solo|"
     "Group|Charity|Student|Alumni|Expat|Newcomer|Analytical|Experimental"
 )
+
 TOPIC_THINGS = _split(
     "Hiking|Cycling|Running|Swimming|Sailing|Climbing|Kayaking|Skiing|Tennis|Football|Volleyball|Badminton|Golf|"
     "Chess|Card Games|Role Playing|Painting|Drawing|Pottery|Knitting|Sewing|Woodwork|Photography|Film|Theatre|"
@@ -166,6 +170,7 @@ GROUP_FORMS = _split(
     "{city} {topic} & Friends|Greater {city} {topic} Circle|{city}'s {topic} Enthusiasts|"
     "{topic} for Everyone: {city}"
 )
+
 EVENT_FORMS = _split(
     "{day} {topic} and a drink after|Monthly {topic} gathering: all levels welcome|"
     "{topic}: an introduction for newcomers|{day} evening {topic}|Let's talk about {topic} over coffee|"
@@ -174,11 +179,14 @@ EVENT_FORMS = _split(
     "{topic} workshop, part {number} of 12|{day} morning {topic}, rain or shine ☔|{topic} for the curious|"
     "New members' {topic} night|Annual {topic} picnic 🎉"
 )
+
 DAYS = _split("Monday|Tuesday|Wednesday|Thursday|Friday|Saturday|Sunday")
+
 VENUE_FORMS = _split(
     "The {word} Café|{word} Community Centre|{word} Park, north gate|{word} Street Library|{word} House|"
     "The {word} & Crown|{word} Hall|Studio {word}|{word} Square|The Old {word}"
 )
+
 VENUE_WORDS = _split(
     "Anchor|Bramble|Copper|Dover|Elm|Falcon|Granary|Harbour|Ivory|Juniper|Kestrel|Linden|Meridian|Nettle|Orchard|"
     "Plum|Quarry|Raven|Saffron|Thistle|Union|Velvet|Willow|Yarrow|Zephyr"
@@ -189,6 +197,7 @@ FIRST_NAMES = _split(
     "Uwe|Vera|Will|Xenia|Yusuf|Zoë|José|Łukasz|Søren|Françoise|Jürgen|Åsa|Nuño|Chloé|Mária|Ömer|Zdeněk|Thảo|"
     "Дмитрий|Ольга|Сергей|Νίκος|Ελένη|יעל|דוד|أحمد|ليلى|健太|美咲|小明|芳|지훈|서연|राहुल|प्रिया|สมชาย|Aroha|Kwame|Chidi"
 )
+
 LAST_NAMES = _split(
     "A.|B.|C.|D.|E.|F.|G.|H.|J.|K.|L.|M.|N.|O.|P.|R.|S.|T.|V.|W.|Z.|Fisher|Novak|Silva|Haddad|Okafor|Lindqvist|"
     "Moreau|Tanaka|Kim|Rossi|Becker|Walsh|Garcia|Nguyen|Singh|Kowalska|Иванова|Παππάς|כהן|田中|王|김|शर्मा|Ångström"

@@ -17,7 +17,7 @@ from lakehouse.contract.lake import Lake
 from lakehouse.contract.settings import Settings, load_settings
 
 if TYPE_CHECKING:
-    from ingest.audit import SourceAudit, Step
+    from ingest.audit import SourceAudit, TraceStep
     from lakehouse.maintain.backlog import Backlog
 
 
@@ -123,7 +123,7 @@ def _show(one: SourceAudit, backlog: Backlog | None) -> None:
         out.print("the topic began anew: bronze's offsets say nothing of it", style="red")
 
 
-def _show_way(steps: list[Step], event: str, as_json: bool) -> None:
+def _show_way(steps: list[TraceStep], event: str, as_json: bool) -> None:
     if as_json:
         print_json([dataclasses.asdict(step) for step in steps])
     elif steps:

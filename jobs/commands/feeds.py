@@ -25,7 +25,7 @@ def make(
     as_json: JsonOption = False,
 ) -> None:
     """Write feed files of pipeline ``offers``: versions in any order, some rows again, a few malformed."""
-    from ingest.simulate.scenes.offers import FORMATS, write_feeds
+    from ingest.simulate.offers import FORMATS, write_feeds
 
     formats = tuple(format or FORMATS)
     if unknown := [kind for kind in formats if kind not in FORMATS]:

@@ -49,7 +49,7 @@ def keys_new(
         limits = (rate, connections)
         made: Any = ReaderKey("0" * 64, name, tenant, *limits, "", "", tuple(table or ()), conditions, queries)
     else:
-        from ingest.keys import ApiKey
+        from ingest.border.access import ApiKey
 
         made = ApiKey("0" * 64, name, tenant, rate, connections, "", "", tuple(source or ()), max_event_bytes)
     text = file.new(made)
@@ -91,7 +91,7 @@ def _file(settings: Settings, reader: bool) -> KeyFile[Any]:
         from serve.security.gate import reader_keys
 
         return reader_keys(settings)
-    from ingest.keys import ApiKey, keys_path
+    from ingest.border.access import ApiKey, keys_path
 
     return KeyFile(keys_path(settings), ApiKey)
 

@@ -27,7 +27,7 @@ _SHOWN = 60  # characters of a payload
 @app.command("ls")
 def log_ls(lake: LakeOption = None, as_json: JsonOption = False) -> None:
     """List every node's log: events under way, failed events with reasons, damage found."""
-    from ingest.logbook import look, nodes
+    from ingest.log.inspection import look, nodes
 
     folder = _logs(lake)
     found = [look(folder / node) for node in nodes(folder)]
@@ -100,8 +100,8 @@ def log_retry(
     """Send failed events to Kafka once more, under their own ids; the node must not run. Exit status 1: some failed."""
     import asyncio
 
-    from ingest.logbook import Retried, log_of, retry
-    from ingest.publish import make_publisher
+    from ingest.kafka import make_publisher
+    from ingest.log.inspection import Retried, log_of, retry
     from jobs.broker import resolve_kafka
     from lakehouse.contract.pipeline import load_pipeline
 
@@ -137,7 +137,7 @@ def _logs(lake: Path | None) -> Path:
 
 
 def _items(lake: Path | None, node: str, under_way: bool) -> Iterator[dict[str, Any]]:
-    from ingest.logbook import failed, log_of, transient
+    from ingest.log.inspection import failed, log_of, transient
 
     folder = log_of(_logs(lake), node)
     return transient(folder) if under_way else failed(folder)

@@ -20,7 +20,7 @@ def refine(
 ) -> None:
     """Validate and enrich what front collectors took in (TOPIC.raw), and put it into the sources' topics."""
     from ingest.refine import RefineNode
-    from ingest.refine_metrics import serve_metrics
+    from ingest.stats import serve_metrics
     from jobs.broker import resolve_kafka
     from lakehouse.contract.pipeline import load_pipeline
 

@@ -21,7 +21,7 @@ def simulate(
     pipeline: PipelineOption = None,
 ) -> None:
     """Play a recording as a live upstream: WebSocket (/stream), SSE (/sse) and chunked JSON lines (/lines)."""
-    from ingest.simulate.play import Play, play_pipeline
+    from ingest.simulate.server import Play, play_pipeline
     from lakehouse.contract.pipeline import load_pipeline
 
     settings = load_settings(pipeline=pipeline)

@@ -26,7 +26,7 @@ def topics(
     as_json: JsonOption = False,
 ) -> None:
     """Compare the topics with what the pipeline declares. Exit status 1: events would be lost or never taken."""
-    from ingest.publish.topics import ALARM, check_topics
+    from ingest.kafka.topics import ALARM, check_topics
     from jobs.broker import apply_topics, resolve_kafka
     from lakehouse.contract.pipeline import load_pipeline
 

@@ -35,12 +35,12 @@ from typing import Any
 
 from kafka import KafkaConsumer, TopicPartition
 
-from ingest.border import Border
+from ingest.border.admission import Border
 from ingest.broker import EmbeddedBroker
-from ingest.delivery import Delivery
-from ingest.log import MessageLog
-from ingest.memory import calm_garbage_collector
-from ingest.publish import ensure_topics, make_publisher
+from ingest.delivery import KafkaDelivery
+from ingest.kafka import ensure_topics, make_publisher
+from ingest.log.message_log import MessageLog
+from ingest.node import calm_garbage_collector
 from lakehouse.contract.envelope import Envelope
 from lakehouse.contract.settings import KafkaSettings
 from tests.bench.collect_load import event
@@ -146,7 +146,7 @@ async def _through_the_seam(bootstrap: str, folder: Path, client: str, total: in
         nonlocal known
         known += 1
 
-    delivery = Delivery(log, publisher, count)
+    delivery = KafkaDelivery(log, publisher, count)
     await asyncio.to_thread(publisher.start, delivery.deliver)
     task = asyncio.create_task(delivery.run())
     started, cpu = time.perf_counter(), time.process_time()

@@ -43,7 +43,7 @@ from deltalake import DeltaTable
 from rich.console import Console
 
 from ingest.broker import EmbeddedBroker
-from ingest.publish import ensure_topics
+from ingest.kafka import ensure_topics
 from jobs.status import DRIVER
 from lakehouse.contract import lake as names
 from lakehouse.contract.lake import Lake

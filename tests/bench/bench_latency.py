@@ -40,7 +40,7 @@ from rich.console import Console
 from rich.table import Table
 
 from ingest.broker import EmbeddedBroker
-from ingest.publish import ensure_topics
+from ingest.kafka import ensure_topics
 from ingest.simulate.generator import generate
 from jobs.outcome import WARM_S, percentiles
 from jobs.status import parts

@@ -27,7 +27,7 @@ import duckdb
 from deltalake import DeltaTable
 from rich.console import Console
 
-from ingest.simulate.scenes.offers import offer
+from ingest.simulate.offers import offer
 from lakehouse.checkpoint import version_of
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import load_pipeline

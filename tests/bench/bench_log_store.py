@@ -28,9 +28,9 @@ from typing import Protocol
 import lmdb
 from rocksdict import Options, Rdict, WriteBatch, WriteOptions
 
-from ingest.events import Segment
-from ingest.records import SEGMENT_MAGIC, frame_chunks
-from ingest.segments import Part, SegmentWriter
+from ingest.log.events import LogSegment
+from ingest.log.records import SEGMENT_MAGIC, frame_chunks
+from ingest.log.segments import SegmentPart, SegmentWriter
 
 EVENT_BYTES = 1300
 GROUP_S = 0.005
@@ -115,27 +115,27 @@ class RocksDb:
 
 
 class SegmentLog:
-    """The files of ``ingest.segments``, framed as ``ingest.records`` does."""
+    """The files of ``ingest.log.segments``, framed as ``ingest.log.records`` does."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files = SegmentWriter(folder)
-        self._segments: deque[tuple[int, Segment]] = deque()  # with the sequence number after its last event
-        self._active = Segment(1, folder / "1.seg")
+        self._segments: deque[tuple[int, LogSegment]] = deque()  # with the sequence number after its last event
+        self._active = LogSegment(1, folder / "1.seg")
 
     def write(self, first: int, events: Sequence[bytes], forget: int) -> None:
-        parts: list[Part] = []
+        parts: list[SegmentPart] = []
         seq = first
         segment = self._active
         if segment.size > SEGMENT_BYTES:
             self._segments.append((first, segment))
-            segment = self._active = Segment(segment.number + 1, self._folder / f"{segment.number + 1}.seg")
+            segment = self._active = LogSegment(segment.number + 1, self._folder / f"{segment.number + 1}.seg")
         chunks = [] if segment.size else [SEGMENT_MAGIC]
         for event in events:
             chunks += frame_chunks(seq, event)
             seq += 1
-        parts.append(Part(segment, segment.size, chunks))
-        gone: list[Segment] = []
+        parts.append(SegmentPart(segment, segment.size, chunks))
+        gone: list[LogSegment] = []
         while self._segments and self._segments[0][0] <= forget:
             gone.append(self._segments.popleft()[1])
         (size,) = self._files.write(parts, gone)

@@ -29,9 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from ingest.broker import EmbeddedBroker
-from ingest.memory import calm_garbage_collector
-from ingest.node import run_collector
-from ingest.publish import ensure_topics
+from ingest.kafka import ensure_topics
+from ingest.node import calm_garbage_collector, run_collector
 from lakehouse.contract.pipeline import Pipeline
 from lakehouse.contract.settings import CollectSettings, Settings
 from tests.bench.bench_collect import COLLECTOR_CORE, OTHER_CORE, ids_in

@@ -15,20 +15,18 @@ from pathlib import Path
 
 import uvloop
 
-from ingest.acks import RecentEvents
-from ingest.app import HttpServer, make_app
-from ingest.border import Border
-from ingest.collectors.door import Door
-from ingest.delivery import Delivery
-from ingest.events import Segment
-from ingest.limits import Gate
-from ingest.log import MessageLog
-from ingest.memory import calm_garbage_collector
-from ingest.protocols import HybridLogging
-from ingest.publish import make_publisher
-from ingest.source import Intake
-from ingest.stats import NodeStats
-from ingest.tokens import Signer
+from ingest.answers.acks import RecentEvents, Signer
+from ingest.border.access import SenderGate
+from ingest.border.admission import Border
+from ingest.collectors.http import HttpServer, make_app
+from ingest.delivery import KafkaDelivery
+from ingest.intake import Intake, RequestIntake
+from ingest.kafka import make_publisher
+from ingest.log.events import LogSegment
+from ingest.log.message_log import MessageLog
+from ingest.log.protocols import HybridLogging
+from ingest.node import calm_garbage_collector
+from ingest.stats import CollectedSources, NodeStats
 from lakehouse.contract.pipeline import CollectorSpec, Pipeline, Source
 from lakehouse.contract.settings import CollectSettings, KafkaSettings
 
@@ -50,7 +48,7 @@ class NoLogging(HybridLogging):
     def durable_seq(self, seq: int) -> None:
         pass
 
-    def add(self, segment: Segment, chunks: list[bytes], size: int) -> int:
+    def add(self, segment: LogSegment, chunks: list[bytes], size: int) -> int:
         """Counts the bytes."""
         offset = segment.size
         segment.size = segment.durable = offset + size
@@ -62,7 +60,7 @@ class NoLogging(HybridLogging):
     def write_now(self) -> None:
         """Nothing."""
 
-    def remove(self, segments: list[Segment]) -> None:
+    def remove(self, segments: list[LogSegment]) -> None:
         """There are no files."""
 
 
@@ -89,14 +87,16 @@ async def run(folder: Path, bootstrap: str, topic: str, protocol: str, client: s
         folder / "log", "bench", limit=LOG_BYTES, protocol=NoLogging if protocol == "none" else protocol
     )
     recent = RecentEvents(topics)
-    delivery = Delivery(log, publisher, recent.known)
+    delivery = KafkaDelivery(log, publisher, recent.known)
     lane = log.lane("clicks/http/0", "clicks")
     intake = Intake(Border(source, tenant="default", collector="bench"), lane, log, delivery, recent)
-    door = Door({"clicks": intake}, lambda: log.problem, Gate(), Signer.of_lake(folder))
-    stats = NodeStats("bench", log, delivery, ["clicks"], list, lambda: True)
-    app = make_app(door=door, stats=stats, recent=recent, pipeline=Pipeline({"clicks": source}), lake_root=folder)
+    requests = RequestIntake({"clicks": intake}, lambda: log.problem, SenderGate(), Signer.of_lake(folder))
+    stats = NodeStats("bench", log, delivery, CollectedSources(["clicks"]), lambda: True)
+    app = make_app(
+        requests=requests, stats=stats, recent=recent, pipeline=Pipeline({"clicks": source}), lake_root=folder
+    )
     settings = CollectSettings(port=0, protocol="hml" if protocol == "none" else protocol)
-    server = HttpServer(app, door, settings)
+    server = HttpServer(app, requests, settings)
     await asyncio.to_thread(publisher.start, delivery.deliver)
     tasks = [asyncio.create_task(delivery.run()), asyncio.create_task(server.serve())]
     stop = asyncio.Event()

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ingest.border import Border
+from ingest.border.admission import Border
 from lakehouse.contract.envelope import RECEIVED_AT
 from lakehouse.contract.pipeline import load_pipeline
 from tests.bench.kafka_wire import Connection, RecordBatch

@@ -16,7 +16,7 @@ from deltalake import DeltaTable, write_deltalake
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.productrows import ProductRows
+from ingest.answers.tables import ProductRows
 from lakehouse.contract import rows as contract
 from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.lake import PROPERTY_FOLD, PROPERTY_KEY, PROPERTY_ORDER, Lake

@@ -17,8 +17,8 @@ from kafka.consumer.fetcher import ConsumerRecord
 from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 
-from ingest.events import Lane, LoggedEvent
-from ingest.log import MessageLog
+from ingest.log.events import LoggedEvent, SourceLane
+from ingest.log.message_log import MessageLog
 from ingest.node import run_collector
 from lakehouse.contract.envelope import Envelope, fingerprint
 from lakehouse.contract.pipeline import CollectorSpec, Pipeline, Source
@@ -32,7 +32,7 @@ def envelope(number: int, payload: bytes, source: str = "rsvps", reject: str | N
     return Envelope(f"e{number}", source, "default", 1_000_000 + number, "n1", fingerprint(payload), reject=reject)
 
 
-def append(log: MessageLog, lane: Lane, number: int, size: int = 100, position: int | None = None) -> LoggedEvent:
+def append(log: MessageLog, lane: SourceLane, number: int, size: int = 100, position: int | None = None) -> LoggedEvent:
     """Append an event whose payload starts with its number."""
     payload = f"{number}:".encode().ljust(size, b"x")
     return log.append(lane, envelope(number, payload), f"k{number % 7}".encode(), payload, position)

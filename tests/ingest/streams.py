@@ -8,13 +8,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from ingest.border import Border
-from ingest.delivery import Delivery
-from ingest.events import LoggedEvent
-from ingest.log import MessageLog
-from ingest.publish import Outcome
+from ingest.border.admission import Border
+from ingest.collectors import Collector
+from ingest.delivery import KafkaDelivery
+from ingest.intake import Intake
+from ingest.kafka import SendOutcome
+from ingest.log.events import LoggedEvent
+from ingest.log.message_log import MessageLog
 from ingest.simulate import FileLines, Player, run_player
-from ingest.source import Collector, Intake
 from lakehouse.contract.pipeline import Source
 from tests.ingest.conftest import pipeline_of
 
@@ -26,11 +27,11 @@ class Kafka:
 
     def __init__(self) -> None:
         self.got: list[LoggedEvent] = []
-        self.delivery: Delivery
+        self.delivery: KafkaDelivery
         self.acks = True
         self.acked = 0
 
-    def start(self, deliver: Callable[[Sequence[Outcome]], None]) -> None: ...
+    def start(self, deliver: Callable[[Sequence[SendOutcome]], None]) -> None: ...
 
     def send(self, events: Sequence[LoggedEvent], *, afresh: bool = False) -> None:
         self.got += events
@@ -38,7 +39,7 @@ class Kafka:
             self.ack()
 
     def ack(self) -> None:
-        outcomes = [Outcome(event, 0, event.seq) for event in self.got[self.acked :]]
+        outcomes = [SendOutcome(event, 0, event.seq) for event in self.got[self.acked :]]
         self.acked = len(self.got)
         asyncio.get_running_loop().call_soon(self.delivery.deliver, outcomes)
 
@@ -54,7 +55,7 @@ async def collecting(
 ) -> AsyncIterator[tuple[Collector, Kafka]]:
     """A collector on a lane ``clicks/test/0`` of the log, running."""
     kafka = Kafka()
-    kafka.delivery = Delivery(log, kafka, lambda _: None)
+    kafka.delivery = KafkaDelivery(log, kafka, lambda _: None)
     border = Border(source, tenant="default", collector="n1")
     collector = make(Intake(border, log.lane("clicks/test/0", "clicks"), log, kafka.delivery))
     tasks = [asyncio.create_task(kafka.delivery.run()), asyncio.create_task(collector.run())]

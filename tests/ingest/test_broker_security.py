@@ -22,9 +22,9 @@ from deltalake import DeltaTable
 
 from ingest.broker import EmbeddedBroker
 from ingest.broker_security import USERS
+from ingest.enrich import TopicReader
 from ingest.errors import BrokerUnavailable
-from ingest.publish import ensure_topics
-from ingest.reference_topic import TopicReader
+from ingest.kafka import ensure_topics
 from ingest.refine import RefineNode
 from jobs.broker import apply_topics, embedded, resolve_kafka
 from jobs.broker import ensure_topics as ensure_from_jobs
@@ -240,7 +240,7 @@ async def test_one_id_from_the_socket_to_the_product_by_spark(
         for number in (bad + 2, bad + 3):
             assert [record for record in caplog.records if getattr(record, "event_id", "") == str(number)]
         told = [record for record in caplog.records if getattr(record, "event_id", "") == str(bad)]
-        assert [(record.name, record.source) for record in told] == [("ingest.source", "clicks")]  # type: ignore[attr-defined]
+        assert [(record.name, record.source) for record in told] == [("ingest.intake", "clicks")]  # type: ignore[attr-defined]
         log = b"".join(file.read_bytes() for file in (Lake(settings.lake).state / "log" / "traced").glob("*.seg"))
         assert str(good).encode() in log and str(bad).encode() in log
         for number, payload in ((good, event(good)), (bad, b'{"id":%d}' % bad)):

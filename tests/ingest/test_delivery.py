@@ -11,10 +11,10 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from ingest.delivery import Delivery
-from ingest.events import LoggedEvent
-from ingest.log import AHEAD, MessageLog
-from ingest.publish import Outcome
+from ingest.delivery import DeliveryLimits, KafkaDelivery
+from ingest.kafka import SendOutcome
+from ingest.log.events import LoggedEvent
+from ingest.log.message_log import AHEAD, MessageLog
 from tests.ingest.conftest import append, eventually
 
 OpenLog = Callable[..., MessageLog]
@@ -28,7 +28,7 @@ class ByHand:
         self.seen: list[int] = []
         self.suspects: set[int] = set()
 
-    def start(self, deliver: Callable[[Sequence[Outcome]], None]) -> None:
+    def start(self, deliver: Callable[[Sequence[SendOutcome]], None]) -> None:
         raise AssertionError("the node starts it")
 
     def send(self, events: Sequence[LoggedEvent], *, afresh: bool = False) -> None:
@@ -44,14 +44,14 @@ class ByHand:
         return taken
 
 
-def sent(events: Sequence[LoggedEvent]) -> list[Outcome]:
-    return [Outcome(event, 0, event.seq) for event in events]
+def sent(events: Sequence[LoggedEvent]) -> list[SendOutcome]:
+    return [SendOutcome(event, 0, event.seq) for event in events]
 
 
 @asynccontextmanager
-async def delivering(log: MessageLog, **limits: int) -> AsyncIterator[tuple[Delivery, ByHand, list[Outcome]]]:
-    publisher, known = ByHand(), list[Outcome]()
-    delivery = Delivery(log, publisher, known.append, hand_over_s=0, **limits)
+async def delivering(log: MessageLog, **limits: int) -> AsyncIterator[tuple[KafkaDelivery, ByHand, list[SendOutcome]]]:
+    publisher, known = ByHand(), list[SendOutcome]()
+    delivery = KafkaDelivery(log, publisher, known.append, DeliveryLimits(hand_over_s=0, **limits))
     task = asyncio.create_task(delivery.run())
     yield delivery, publisher, known
     task.cancel()
@@ -104,7 +104,7 @@ async def test_no_more_than_so_many_go_ahead_of_the_disk(open_log: OpenLog, monk
         sync(handle)
 
     log = open_log()
-    monkeypatch.setattr("ingest.segments.os.fdatasync", when_the_disk_is_ready)
+    monkeypatch.setattr("ingest.log.segments.os.fdatasync", when_the_disk_is_ready)
     lane = log.lane("rsvps/http/0", "rsvps")
     async with delivering(log) as (delivery, publisher, _):
         try:
@@ -129,7 +129,7 @@ async def test_what_failed_is_sent_again_before_anything_newer(open_log: OpenLog
             delivery.offer(append(log, lane, n))
         await eventually(lambda: len(publisher.got) == 10)
         first = publisher.take()
-        failed = [Outcome(event, -1, -1, "epoch bump") for event in (first[5], first[2])]
+        failed = [SendOutcome(event, -1, -1, "epoch bump") for event in (first[5], first[2])]
         delivery.deliver([*sent(first[:2]), *failed])
         for n in range(10, 20):
             delivery.offer(append(log, lane, n))
@@ -152,7 +152,7 @@ async def test_what_kafka_will_never_take_goes_to_the_failed_store(open_log: Ope
             delivery.offer(append(log, lane, n))
         await eventually(lambda: len(publisher.got) == 3)
         one, two, three = publisher.take()
-        delivery.deliver([*sent([one]), Outcome(two, -1, -1, "MessageSizeTooLarge", final=True), *sent([three])])
+        delivery.deliver([*sent([one]), SendOutcome(two, -1, -1, "MessageSizeTooLarge", final=True), *sent([three])])
         await asyncio.wait_for(delivery.drained(), 60)
         assert [(item.seq, item.reason) for item in log.failed] == [(2, "MessageSizeTooLarge")]
         assert (lane.received, lane.published, lane.failed, lane.in_log) == (3, 2, 1, 0)

@@ -13,12 +13,12 @@ import pytest
 from kafka import KafkaProducer
 from websockets.asyncio.client import connect
 
-from ingest import enrich, reference_topic
-from ingest.border import Border
+from ingest import enrich
+from ingest.answers.stream import PATH
+from ingest.border.admission import Border
 from ingest.broker import EmbeddedBroker
 from ingest.enrich import Enricher, read_rows
-from ingest.publish import ensure_topics
-from ingest.pubsub import PATH
+from ingest.kafka import ensure_topics
 from lakehouse.contract.collector import EnrichSpec
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline import Pipeline
@@ -97,7 +97,7 @@ async def test_a_file_that_changes_is_read_again(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.broker
 async def test_a_compacted_topic(broker: EmbeddedBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference_topic, "_POLL_MS", 1)  # too short for the first records to be there
+    monkeypatch.setattr(enrich, "_POLL_MS", 1)  # too short for the first records to be there
     topic = "enrich-people"
     await asyncio.to_thread(ensure_topics, broker.bootstrap, [replace(SOURCE, topic=topic)])
     producer = await asyncio.to_thread(lambda: KafkaProducer(bootstrap_servers=broker.bootstrap, metrics_enabled=False))

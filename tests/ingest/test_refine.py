@@ -22,8 +22,8 @@ from kafka import KafkaAdminClient, KafkaProducer
 from kafka.admin import ConfigResource, ConfigResourceType
 
 from ingest import refine
+from ingest.border.admission import front_source
 from ingest.broker import EmbeddedBroker
-from ingest.front import front_source
 from ingest.refine import RefineNode
 from lakehouse.contract.collector import EnrichSpec
 from lakehouse.contract.envelope import Envelope

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from ingest.broker import EmbeddedBroker
-from ingest.node import CollectorNode, run_collector
-from ingest.sources import changed, with_upstream
+from ingest.node import CollectorNode, changed, run_collector, with_upstream
 from lakehouse.contract.collector import CollectorSpec
 from lakehouse.contract.envelope import Envelope
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem
@@ -140,7 +139,7 @@ def test_an_upstream_that_is_asked_for(url: str, kinds: list[str]) -> None:
 
 
 def test_a_kind_of_ones_own_must_be_there(tmp_path: Path) -> None:
-    from ingest.collectors import Place, make_collector
+    from ingest.collectors import CollectorContext, make_collector
     from tests.ingest.streams import SOURCE
 
     class Intake:
@@ -149,7 +148,7 @@ def test_a_kind_of_ones_own_must_be_there(tmp_path: Path) -> None:
 
     for kind in ("no_such_module:build", "ingest.node:build"):
         with pytest.raises(ConfigError, match="cannot be imported"):
-            make_collector(CollectorSpec(kind), Place(Intake, "", 1.0))  # type: ignore[arg-type]
+            make_collector(CollectorSpec(kind), CollectorContext(Intake, "", 1.0))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("size", "least"), [(1_000_000, 1_026_651), (10, 86_016)])

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from ingest.broker import EmbeddedBroker
-from ingest.log import MessageLog
+from ingest.log.message_log import MessageLog
 from jobs.collecting import collect_until
 from lakehouse.contract.lake import Lake
 from tests.ingest.conftest import LIMIT, append, consume, pipeline_of, settings_of

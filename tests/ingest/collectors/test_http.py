@@ -13,9 +13,9 @@ import orjson
 import pytest
 import pytest_asyncio
 
+from ingest import intake
+from ingest.answers.acks import Signer, Token
 from ingest.broker import EmbeddedBroker
-from ingest.collectors import door
-from ingest.tokens import Signer, Token
 from lakehouse.contract.envelope import Envelope
 from lakehouse.contract.expectations import Expectation
 from tests.ingest.conftest import consume, event, get, pipeline_of, request, running_node, settings_of
@@ -157,8 +157,8 @@ async def test_requests_that_are_refused_whole(node: tuple[str, str, str], monke
     assert (await refused(content_type="application/json", content_encoding="gzip"))[0] == 415
     assert await refused(body=b" \n", **LINES) == (400, "there is no event in the body")
     assert await refused(body=b"[]") == (400, "there is no event in the body")
-    assert (await refused(body=b"[" + b"{}," * door.MAX_EVENTS + b"{}]"))[0] == 413
-    monkeypatch.setattr(door, "MAX_BODY_BYTES", 1000)
+    assert (await refused(body=b"[" + b"{}," * intake.MAX_EVENTS + b"{}]"))[0] == 413
+    monkeypatch.setattr(intake, "MAX_BODY_BYTES", 1000)
     assert await refused(body=b"x" * 1001) == (413, "the body has more than 1000 bytes")
     _, _, stats = await get(node[0], "/v1/stats")
     assert stats["sources"]["clicks"]["received"] == 0
@@ -167,7 +167,7 @@ async def test_requests_that_are_refused_whole(node: tuple[str, str, str], monke
 async def test_a_body_without_a_length_is_bounded_too(
     node: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(intake, "MAX_BODY_BYTES", 1000)
     host, port = node[0].removeprefix("http://").split(":")
 
     def post() -> bytes:

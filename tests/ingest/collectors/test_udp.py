@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ingest.collectors.udp import LossCount, UdpCollector
-from ingest.log import MessageLog
+from ingest.log.message_log import MessageLog
 from lakehouse.contract.collector import CollectorSpec
 from lakehouse.contract.errors import EnvironmentProblem
 from tests.ingest.conftest import event, eventually

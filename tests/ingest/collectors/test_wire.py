@@ -16,23 +16,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.acks import RecentEvents
-from ingest.app import HttpServer, check_exposure, make_app
-from ingest.border import Border
-from ingest.collectors import door as doors
+from ingest import intake
+from ingest.answers.acks import RecentEvents, Signer
+from ingest.border.access import ApiKey, SenderGate, SenderKeys
+from ingest.border.admission import Border
 from ingest.collectors import wire
-from ingest.collectors.door import Door
-from ingest.collectors.head import Head, parse_head
-from ingest.delivery import Delivery
-from ingest.events import LoggedEvent
-from ingest.keys import ApiKey, KeyRing, new_key
-from ingest.limits import Gate
-from ingest.log import MessageLog
-from ingest.publish import Outcome
-from ingest.source import Intake
-from ingest.stats import NodeStats
-from ingest.tokens import Signer
+from ingest.collectors.http import HttpServer, check_exposure, make_app
+from ingest.collectors.wire import Head, parse_head
+from ingest.delivery import DeliveryLimits, KafkaDelivery
+from ingest.intake import Intake, RequestIntake
+from ingest.kafka import SendOutcome
+from ingest.log.events import LoggedEvent
+from ingest.log.message_log import MessageLog
+from ingest.stats import CollectedSources, NodeStats
 from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.keys import KeyFile
 from lakehouse.contract.settings import CollectSettings
 from tests.ingest.conftest import LIMIT, event, eventually, pipeline_of, request
 
@@ -45,14 +43,14 @@ class Taking:
 
     def __init__(self) -> None:
         self.got: list[LoggedEvent] = []
-        self.deliver: Callable[[Sequence[Outcome]], None] = lambda _: None
+        self.deliver: Callable[[Sequence[SendOutcome]], None] = lambda _: None
 
-    def start(self, deliver: Callable[[Sequence[Outcome]], None]) -> None:
+    def start(self, deliver: Callable[[Sequence[SendOutcome]], None]) -> None:
         self.deliver = deliver
 
     def send(self, events: Sequence[LoggedEvent], *, afresh: bool = False) -> None:
         self.got += events
-        outcomes = [Outcome(found, 0, found.seq) for found in events]
+        outcomes = [SendOutcome(found, 0, found.seq) for found in events]
         asyncio.get_running_loop().call_soon(self.deliver, outcomes)
 
     def close(self, timeout_s: float) -> None: ...
@@ -63,7 +61,7 @@ class Served:
     url: str
     port: int
     log: MessageLog
-    gate: Gate
+    gate: SenderGate
     publisher: Taking
     server: HttpServer
     stats: NodeStats
@@ -76,7 +74,7 @@ class Served:
 @contextlib.asynccontextmanager
 async def serving(
     folder: Path,
-    gate: Gate | None = None,
+    gate: SenderGate | None = None,
     settings: CollectSettings | None = None,
     log: MessageLog | None = None,
     **source: Any,
@@ -84,16 +82,16 @@ async def serving(
     pipeline = pipeline_of("t", "http", **{"max_event_bytes": 100_000, **source})
     log = log or MessageLog.open(folder / "log", "n1", limit=LIMIT)
     publisher, recent = Taking(), RecentEvents({"clicks": "t"})
-    delivery = Delivery(log, publisher, recent.known, hand_over_s=0)
+    delivery = KafkaDelivery(log, publisher, recent.known, DeliveryLimits(hand_over_s=0))
     publisher.start(delivery.deliver)
     lane = log.lane("clicks/http/0", "clicks")
     border = Border(pipeline.sources["clicks"], tenant="default", collector="n1")
-    gate = gate or Gate()
+    gate = gate or SenderGate()
     intakes = {"clicks": Intake(border, lane, log, delivery, recent)}
-    door = Door(intakes, lambda: log.problem or ("full" if log.full else ""), gate, Signer.of_lake(folder))
-    stats = NodeStats("n1", log, delivery, ["clicks"], list, lambda: True, gate=gate)
-    app = make_app(door=door, stats=stats, recent=recent, pipeline=pipeline, lake_root=folder)
-    server = HttpServer(app, door, settings or CollectSettings(port=0))
+    requests = RequestIntake(intakes, lambda: log.problem or ("full" if log.full else ""), gate, Signer.of_lake(folder))
+    stats = NodeStats("n1", log, delivery, CollectedSources(["clicks"]), lambda: True, gate=gate)
+    app = make_app(requests=requests, stats=stats, recent=recent, pipeline=pipeline, lake_root=folder)
+    server = HttpServer(app, requests, settings or CollectSettings(port=0))
     tasks = [asyncio.create_task(delivery.run()), asyncio.create_task(server.serve())]
     try:
         yield Served(server.url, int(server.url.rpartition(":")[2]), log, gate, publisher, server, stats)
@@ -317,8 +315,8 @@ def test_rubbish_never_breaks_the_server(pieces: list[bytes]) -> None:
         def discard(self, *_: Any, **__: Any) -> None: ...
 
     transport, server = Transport(), Server()
-    door = Door({}, lambda: "", Gate(), Signer(b"k" * 32))
-    protocol = wire.WireProtocol(door, Open(), lambda: server, set())  # type: ignore[arg-type, return-value]
+    requests = RequestIntake({}, lambda: "", SenderGate(), Signer(b"k" * 32))
+    protocol = wire.EventPostProtocol(requests, Open(), lambda: server, set())  # type: ignore[arg-type, return-value]
     protocol.connection_made(transport)  # type: ignore[arg-type]
     for piece in pieces:
         if transport.protocol is None and not transport.closed:
@@ -327,7 +325,7 @@ def test_rubbish_never_breaks_the_server(pieces: list[bytes]) -> None:
             server.data_received(piece)
     sent = b"".join(pieces)
     plain = sent.startswith(post(event(1)))
-    assert not plain or transport.out.startswith(b"HTTP/1.1 404"), "the door has no source"
+    assert not plain or transport.out.startswith(b"HTTP/1.1 404"), "the requests has no source"
     assert not server.got or sent.endswith(server.got), "what is handed over is the rest of what came"
 
 
@@ -372,7 +370,7 @@ async def test_a_client_that_does_not_read_its_answers_is_not_read_any_more(tmp_
                 before = sent
                 await asyncio.sleep(0.1)
             (connection,) = served.server.connections._open
-            assert isinstance(connection, wire.WireProtocol)
+            assert isinstance(connection, wire.EventPostProtocol)
             assert connection._paused
             assert connection._transport.get_write_buffer_size() < 4_000_000
             assert len(connection._buffer) < 1_000_000
@@ -402,9 +400,9 @@ async def test_slow_clients_are_cut_off(tmp_path: Path) -> None:
 
 async def test_who_may_not_send_takes_no_room_from_those_who_may(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
-    key = new_key(path, ApiKey("0" * 64)).encode()
-    async with serving(tmp_path, gate=Gate(KeyRing(path)), max_event_bytes=100_000) as served:
-        head = post(b"").replace(b"Content-Length: 0", b"Content-Length: %d" % doors.MAX_BODY_BYTES)
+    key = KeyFile(path, ApiKey).new(ApiKey("0" * 64)).encode()
+    async with serving(tmp_path, gate=SenderGate(SenderKeys(path)), max_event_bytes=100_000) as served:
+        head = post(b"").replace(b"Content-Length: 0", b"Content-Length: %d" % intake.MAX_BODY_BYTES)
         strangers = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(33)]
         for _, writer in strangers:
             writer.write(head)
@@ -424,9 +422,9 @@ async def test_who_may_not_send_takes_no_room_from_those_who_may(tmp_path: Path)
 
 
 async def test_too_large_too_many_and_heads_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving(tmp_path, gate=Gate(max_connections=2)) as served:
+    async with serving(tmp_path, gate=SenderGate(max_connections=2)) as served:
         large = b"POST /v1/clicks HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
-        ((status, body),) = await talk(served.port, large % (doors.MAX_BODY_BYTES + 1), answers=2)
+        ((status, body),) = await talk(served.port, large % (intake.MAX_BODY_BYTES + 1), answers=2)
         assert (status, orjson.loads(body)["type"]) == (413, "urn:millrace:problem:body-too-large")
         endless = b"POST /v1/clicks HTTP/1.1\r\nX: " + b"y" * 16_384
         assert [status for status, _ in await talk(served.port, endless, answers=2)] == [431]
@@ -434,7 +432,7 @@ async def test_too_large_too_many_and_heads_without_end(tmp_path: Path, monkeypa
         found = await talk(served.port, endless, b"y" * 70_000, answers=2, pause_s=0.2)
         assert [status for status, _ in found] == [400], "by the web server, which has it by then"
         await eventually(lambda: served.gate.connections == 0)
-        monkeypatch.setattr("ingest.limits.MOST_INCOMING_BYTES", 100_000)
+        monkeypatch.setattr("ingest.border.access.MOST_INCOMING_BYTES", 100_000)
         ((status, body),) = await talk(served.port, large % 200_000, answers=2)
         assert (status, orjson.loads(body)["type"]) == (503, "urn:millrace:problem:busy")
         assert served.gate.reserved == 0
@@ -453,9 +451,11 @@ async def test_too_large_too_many_and_heads_without_end(tmp_path: Path, monkeypa
 
 async def test_keys_tenants_and_limits(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
-    good = new_key(path, ApiKey("0" * 64, tenant="acme", sources=("clicks",), max_event_bytes=500, connections=1))
-    other = new_key(path, ApiKey("0" * 64, sources=("others",)))
-    async with serving(tmp_path, gate=Gate(KeyRing(path))) as served:
+    good = KeyFile(path, ApiKey).new(
+        ApiKey("0" * 64, tenant="acme", sources=("clicks",), max_event_bytes=500, connections=1)
+    )
+    other = KeyFile(path, ApiKey).new(ApiKey("0" * 64, sources=("others",)))
+    async with serving(tmp_path, gate=SenderGate(SenderKeys(path))) as served:
 
         async def send(body: bytes, **headers: str) -> tuple[int, dict[str, str], Any]:
             return await request(served.url, "POST", "/v1/clicks", body, **JSON, **headers)
@@ -502,7 +502,7 @@ async def test_content_types_of_a_source(tmp_path: Path) -> None:
 
 
 async def test_refused_events_beyond_the_limit_are_counted_only(tmp_path: Path) -> None:
-    async with serving(tmp_path, gate=Gate(rejects_per_s=5, clock=lambda: 1.0)) as served:
+    async with serving(tmp_path, gate=SenderGate(rejects_per_s=5, clock=lambda: 1.0)) as served:
         body = b"\n".join([b"{"] * 50 + [event(1)])
         status, _, answer = await request(served.url, "POST", "/v1/clicks", body, **LINES)
         assert status == 202
@@ -563,10 +563,10 @@ async def test_nasty_payloads_are_named_and_kept(tmp_path: Path) -> None:
 def test_another_address_needs_keys(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     for host in ("127.0.0.1", "127.8.9.1", "::1", "localhost"):
-        check_exposure(CollectSettings(host=host), KeyRing(path))
+        check_exposure(CollectSettings(host=host), SenderKeys(path))
     for host in ("0.0.0.0", "::", "10.0.0.1", "example.org"):
         with pytest.raises(ConfigError, match="millrace keys new"):
-            check_exposure(CollectSettings(host=host), KeyRing(path))
-        check_exposure(CollectSettings(host=host, allow_anonymous=True), KeyRing(path))
-    new_key(path, ApiKey("0" * 64))
-    check_exposure(CollectSettings(host="0.0.0.0"), KeyRing(path))
+            check_exposure(CollectSettings(host=host), SenderKeys(path))
+        check_exposure(CollectSettings(host=host, allow_anonymous=True), SenderKeys(path))
+    KeyFile(path, ApiKey).new(ApiKey("0" * 64))
+    check_exposure(CollectSettings(host="0.0.0.0"), SenderKeys(path))

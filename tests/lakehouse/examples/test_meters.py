@@ -13,8 +13,7 @@ import pytest
 from deltalake import DeltaTable
 from pyspark.sql import SparkSession
 
-from ingest.simulate.scenes import SCENES
-from ingest.simulate.scenes.meters import CUSTOMERS
+from ingest.simulate.scenes import CUSTOMERS, SCENES
 from tests.lakehouse.examples.play import START_MS, Event, Example, at, parts
 from tests.lakehouse.lakes import eventually
 

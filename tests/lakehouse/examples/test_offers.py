@@ -17,7 +17,7 @@ from deltalake import DeltaTable
 from pyspark.sql import SparkSession
 
 from ingest.broker import EmbeddedBroker
-from ingest.simulate.scenes.offers import Offer, feed_rows, offer, write_feeds
+from ingest.simulate.offers import Offer, feed_rows, offer, write_feeds
 from jobs.broker import ensure_topics
 from lakehouse.bronze.table import progress
 from lakehouse.checkpoint import version_of

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from deltalake import DeltaTable
 
-from ingest.simulate.scenes.offers import MERCHANTS, feed_rows, write_feeds
+from ingest.simulate.offers import MERCHANTS, feed_rows, write_feeds
 from lakehouse.feeds.files import find
 from lakehouse.feeds.load import load
 from lakehouse.feeds.model import FileReport, Step

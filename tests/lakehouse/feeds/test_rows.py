@@ -8,8 +8,8 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest import border
-from ingest.border import Border
+from ingest.border import admission as border
+from ingest.border.admission import Border
 from lakehouse.contract.envelope import fingerprint
 from lakehouse.contract.pipeline import Source, Template
 from lakehouse.feeds.ledger import Done

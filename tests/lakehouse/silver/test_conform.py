@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 from pyspark.sql import SparkSession
 
-from ingest.border import Border
+from ingest.border.admission import Border
 from lakehouse.batch import rejected_rows
 from lakehouse.bronze.query import to_bronze
 from lakehouse.contract.collector import EnrichSpec

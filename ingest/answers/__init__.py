@@ -1,0 +1,1 @@
+"""What senders are told: acknowledgement tokens, answers computed from an event, look-ups, publish/subscribe."""

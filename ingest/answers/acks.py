@@ -1,0 +1,255 @@
+"""Acknowledgement tokens, and what became of the event behind one.
+
+A token carries the event's identity (source, tenant, event id, time), so any node can answer for it, also after a
+restart: from memory while the event is recent, else from the bronze table. Tokens are signed with a keyed BLAKE2b of
+128 bits, which needs one pass where HMAC needs two. All nodes of a lake share the key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import binascii
+import dataclasses
+import hashlib
+import hmac
+import os
+import secrets
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+
+from ingest.answers.tables import Coordinates, LakeState
+from ingest.border.admission import RAW_SUFFIX
+from ingest.errors import BadToken
+from ingest.kafka import SendOutcome
+from ingest.log.events import Fate, LoggedEvent
+from lakehouse.contract.envelope import Envelope
+from lakehouse.contract.errors import EnvironmentProblem
+
+REMEMBERED = 100_000
+KEY_BYTES = 32
+
+_MAC_BYTES = 16
+_MAX_CHARS = 4_096  # of a token: source, tenant and id are bounded
+_TO_URL = bytes.maketrans(b"+/", b"-_")
+_FROM_URL = bytes.maketrans(b"-_", b"+/")
+_BLANKS = (b"", b"  ", b" ")  # padding by the length modulo 3
+
+
+class RecentEvents:
+    """The newest events and where they are, in bounded memory.
+
+    Args:
+        topics: topic of each source.
+        size: number of remembered events.
+    """
+
+    def __init__(self, topics: dict[str, str], size: int = REMEMBERED) -> None:
+        self._topics = topics
+        self._size = size
+        self._events: OrderedDict[tuple[str, str, str], Fate] = OrderedDict()
+        self._waiting: dict[tuple[str, str, str], asyncio.Future[None]] = {}
+
+    def logged(self, envelope: Envelope) -> Fate:
+        """Remember an event that was appended to the log; a repeated event keeps the entry of the first."""
+        key = (envelope.source, envelope.tenant, envelope.event_id)
+        fate = self._events.get(key)  # a repeated event shares the entry of the first
+        if fate is None:
+            fate = self._events[key] = Fate(envelope.reject)
+            if len(self._events) > self._size:
+                self._events.popitem(last=False)
+        return fate
+
+    def logged_all(self, events: Sequence[LoggedEvent]) -> None:
+        """Remember appended events and set the fate of each."""
+        remembered, size = self._events, self._size
+        for event in events:
+            envelope = event.envelope
+            key = (envelope.source, envelope.tenant, envelope.event_id)
+            fate = remembered.get(key)
+            if fate is None:
+                fate = remembered[key] = Fate(envelope.reject)
+            event.fate = fate
+        while len(remembered) > size:
+            remembered.popitem(last=False)
+
+    def known(self, outcome: SendOutcome) -> None:
+        """Kafka has taken an event, or refused it for good."""
+        envelope = outcome.event.envelope
+        found = outcome.event.fate or self._events.get((envelope.source, envelope.tenant, envelope.event_id))
+        if found is None:
+            return
+        if outcome.error:
+            found.failed = outcome.error
+        elif not found.topic:
+            found.topic = self._topics[envelope.source]
+            found.partition, found.offset = outcome.partition, outcome.offset
+        if self._waiting:
+            waiting = self._waiting.pop((envelope.source, envelope.tenant, envelope.event_id), None)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(None)
+
+    async def decided(self, token: Token) -> None:
+        """Return when Kafka has taken or refused the token's event; at once if the event is not remembered."""
+        found = self.get(token)
+        if found is None or found.topic or found.failed:
+            return
+        key = (token.source, token.tenant, token.event_id)
+        future = self._waiting.setdefault(key, asyncio.get_running_loop().create_future())
+        await asyncio.shield(future)  # a cancelled waiter must not cancel the future of others
+
+    def get(self, token: Token) -> Fate | None:
+        return self._events.get((token.source, token.tenant, token.event_id))
+
+
+@dataclass(frozen=True, slots=True)
+class AckState:
+    """What became of an event.
+
+    Attributes:
+        state: ``logged``, ``queued``, ``in_bronze``, ``in_product``, ``rejected`` or ``unknown``.
+        coordinates: its place in Kafka, once known.
+        products: current version of each product that holds it.
+        reason: why it was rejected.
+    """
+
+    state: str
+    coordinates: Coordinates | None = None
+    products: dict[str, int] | None = None
+    reason: str | None = None
+
+
+def ack_state(token: Token, recent: RecentEvents, lake: LakeState, products: Sequence[str]) -> AckState:
+    """What became of the token's event. Reads the lake, so it blocks.
+
+    Args:
+        token: of the event.
+        recent: memory of this node.
+        lake: the tables.
+        products: names of the products of its source.
+    """
+    remembered = recent.get(token)
+    if remembered is not None and remembered.failed:
+        return AckState("rejected", reason=remembered.failed)
+    coordinates = _coordinates(remembered)
+    reject = remembered.reject if remembered else None
+    if remembered is None:
+        found = lake.find_event(token.source, token.tenant, token.event_id, token.received_at)
+        if found is None:
+            return AckState("unknown")
+        coordinates, reject = found.coordinates, found.reject
+    if coordinates is not None and coordinates.topic.endswith(RAW_SUFFIX):  # from a front node
+        refined = lake.find_refined(token.source, coordinates, token.received_at)
+        if refined is None or refined.coordinates is None:
+            return AckState("queued", coordinates)
+        coordinates, reject = refined.coordinates, refined.reject
+        token = dataclasses.replace(token, event_id=refined.event_id)
+    if reject is None and (remembered is None or coordinates is not None):
+        reject = lake.quarantine_reason(token.source, token.tenant, token.event_id)
+    if reject is not None:
+        return AckState("rejected", coordinates, reason=reject)
+    if coordinates is None:
+        return AckState("in_bronze" if remembered is None else "logged")
+    held = {name: version for name in products if (version := lake.product_version(name, coordinates)) is not None}
+    if held:
+        return AckState("in_product", coordinates, held)
+    if remembered is None or lake.in_bronze(token.source, coordinates):
+        return AckState("in_bronze", coordinates)
+    return AckState("queued", coordinates)
+
+
+def _coordinates(fate: Fate | None) -> Coordinates | None:
+    return Coordinates(fate.topic, fate.partition, fate.offset) if fate is not None and fate.topic else None
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """The content of an acknowledgement token; ``received_at`` is in microseconds since the epoch."""
+
+    source: str
+    tenant: str
+    event_id: str
+    received_at: int
+
+
+class Signer:
+    """Makes and reads tokens with a key of :data:`KEY_BYTES` bytes."""
+
+    def __init__(self, key: bytes) -> None:
+        self._keyed = hashlib.blake2b(key=key, digest_size=_MAC_BYTES)  # copied for each token
+
+    @classmethod
+    def of_lake(cls, state: Path) -> Signer:
+        """The signer with the key in ``state/ack.key``, which is created if absent; several nodes may do so at once.
+
+        Raises:
+            EnvironmentProblem: other users may read the key, or its size is wrong.
+        """
+        return cls(_shared_key(state / "ack.key"))
+
+    def __repr__(self) -> str:
+        return "Signer(key=…)"
+
+    def sign(self, envelope: Envelope) -> bytes:
+        """The token of an event, URL-safe."""
+        return self.sign_all((envelope,))[2:-2]
+
+    def sign_all(self, envelopes: Iterable[Envelope]) -> bytes:
+        """The tokens of events as a JSON array of strings."""
+        tokens: list[bytes] = []
+        dumps, base64, keyed = orjson.dumps, binascii.b2a_base64, self._keyed.copy
+        for envelope in envelopes:
+            body = dumps((envelope.source, envelope.tenant, envelope.event_id, envelope.received_at))
+            body += _BLANKS[(_MAC_BYTES + len(body)) % 3]  # legal at the end of JSON, and saves base64 its padding
+            mac = keyed()
+            mac.update(body)
+            tokens.append(base64(mac.digest() + body, newline=False))
+        return b'["%b"]' % b'","'.join(tokens).translate(_TO_URL)
+
+    def open(self, text: str) -> Token:
+        """Verify and read a token.
+
+        Raises:
+            BadToken: it was not made with this key.
+        """
+        if len(text) > _MAX_CHARS:
+            raise BadToken(text)
+        try:
+            coded = text.encode("ascii").translate(_FROM_URL)
+            data = binascii.a2b_base64(coded + b"=" * (-len(coded) % 4), strict_mode=True)
+            mac, body = data[:_MAC_BYTES], data[_MAC_BYTES:]
+            if not hmac.compare_digest(mac, self._mac(body)):
+                raise BadToken(text)
+            source, tenant, event_id, received_at = orjson.loads(body)
+        except ValueError:  # of base64 or ASCII; a signed body is always JSON
+            raise BadToken(text) from None
+        return Token(source, tenant, event_id, received_at)
+
+    def _mac(self, body: bytes) -> bytes:
+        mac = self._keyed.copy()
+        mac.update(body)
+        return mac.digest()
+
+
+def _shared_key(path: Path) -> bytes:
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+        handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(handle, "wb") as file:
+            file.write(secrets.token_bytes(KEY_BYTES))
+            file.flush()
+            os.fsync(handle)
+        with suppress(FileExistsError):  # another node was faster, and its key counts
+            os.link(draft, path)
+        draft.unlink()
+    if path.stat().st_mode & 0o077:
+        raise EnvironmentProblem(f"others may read the key {path}", f"chmod 600 {path}")
+    key = path.read_bytes()
+    if len(key) != KEY_BYTES:
+        raise EnvironmentProblem(f"{path} is not a key of {KEY_BYTES} bytes", "Remove it; tokens given out end with it")
+    return key

@@ -1,0 +1,377 @@
+"""The tables as the collecting side reads them: progress, events in bronze, rows of products. No JVM, no service.
+
+Bronze commits carry ``userMetadata`` ``{"offsets": {"TOPIC/PARTITION": next offset}}``. Product commits carry
+``millrace.through`` of the same form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import deltalake
+import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+from deltalake.exceptions import TableNotFoundError
+
+from ingest.border.admission import RAW_PLACE
+from ingest.errors import LookupRefused
+from lakehouse.contract.deltalog import DeltaLog, TableGone
+from lakehouse.contract.lake import COMMIT_THROUGH, Lake, TableRef
+from lakehouse.contract.rows import KeyedRows, UnknownColumn
+
+logger = logging.getLogger(__name__)
+
+MAX_ROWS = 1_000
+_LOOK_BACK = 1_000  # commits searched for the newest offsets when a table is first read
+_TIMES = ("window_start", "window_end")
+
+Reached = Callable[[int, Mapping[str, int]], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Coordinates:
+    """The place of an event in Kafka."""
+
+    topic: str
+    partition: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class BronzeEvent:
+    """An event in bronze.
+
+    Attributes:
+        coordinates: its place in Kafka; None for an event from a file.
+        reject: why the border refused it, or None.
+    """
+
+    coordinates: Coordinates | None
+    reject: str | None
+    payload: bytes | None = None
+    event_id: str = ""
+
+
+class LakeState:
+    """Progress of tables, and events found in them. Thread-safe; blocks."""
+
+    def __init__(self, lake: Lake) -> None:
+        self._lake = lake
+        self._progress: dict[Path, _TableProgress] = {}
+        self._lock = threading.Lock()
+
+    def in_bronze(self, source: str, at: Coordinates) -> bool:
+        """Whether bronze has committed the event at these coordinates."""
+        return self._of(self._lake.bronze(source)).holds(at) is not None
+
+    def product_version(self, name: str, at: Coordinates) -> int | None:
+        """Current version of the product if it holds the event at these coordinates, else None."""
+        table = find_product(self._lake, name)
+        return None if table is None else self._of(table).holds(at)
+
+    def progress(self, name: str) -> tuple[int, dict[str, int]]:
+        """Current version of a product (-1 if absent), and its next offset by ``TOPIC/PARTITION``."""
+        table = find_product(self._lake, name)
+        return (-1, {}) if table is None else self._of(table).now()
+
+    def find_event(self, source: str, tenant: str, event_id: str, received_at: int) -> BronzeEvent | None:
+        """Find an event in bronze by its id; reads about a day of the table."""
+        row = self._first_row(
+            self._lake.bronze(source),
+            ["topic", "partition", "offset", "reject", "payload"],
+            {"event_id": event_id, "source": source, "tenant": tenant},
+            received_at,
+        )
+        if row is None:
+            return None
+        at = None if row["offset"] is None else Coordinates(row["topic"], row["partition"], row["offset"])
+        return BronzeEvent(at, row["reject"], row.get("payload"), event_id)
+
+    def find_refined(self, source: str, raw: Coordinates, received_at: int) -> BronzeEvent | None:
+        """Find the event in bronze that was refined from the raw one at these coordinates; reads about a day."""
+        columns = ["event_id", "topic", "partition", "offset", "reject", "headers"]
+        rows = self._scan(self._lake.bronze(source), columns, {"source": source}, received_at)
+        if rows is None:
+            return None
+        place = f"{raw.topic}/{raw.partition}/{raw.offset}".encode()
+        for batch in rows:
+            found = batch.filter(pc.equal(pc.map_lookup(batch["headers"], RAW_PLACE, "first"), place))
+            if found.num_rows:
+                row = found.slice(0, 1).drop_columns(["headers"]).to_pylist()[0]
+                at = Coordinates(row["topic"], row["partition"], row["offset"])
+                return BronzeEvent(at, row["reject"], event_id=row["event_id"])
+        return None
+
+    def quarantine_reason(self, source: str, tenant: str, event_id: str) -> str | None:
+        """Why the event is in quarantine, or None."""
+        wanted = {"event_id": event_id, "source": source, "tenant": tenant}
+        row = self._first_row(self._lake.quarantine(), ["reason"], wanted)
+        return None if row is None else str(row["reason"])
+
+    def _of(self, table: TableRef) -> _TableProgress:
+        with self._lock:
+            return self._progress.setdefault(table.path, _TableProgress(table))
+
+    def _first_row(
+        self, table: TableRef, columns: list[str], wanted: dict[str, str], received_at: int | None = None
+    ) -> dict[str, Any] | None:
+        batches = self._scan(table, columns, wanted, received_at)
+        for batch in batches or ():
+            if batch.num_rows:
+                return dict(batch.slice(0, 1).to_pylist()[0])
+        return None
+
+    def _scan(
+        self, table: TableRef, columns: list[str], wanted: dict[str, str], received_at: int | None
+    ) -> Iterable[pa.RecordBatch] | None:
+        """Rows with these values, or None if the table is absent."""
+        try:
+            data = deltalake.DeltaTable(str(table.path)).to_pyarrow_dataset()
+        except TableNotFoundError:
+            return None
+        names = set(data.schema.names)
+        match = None
+        for column, value in wanted.items():
+            if column in names:
+                test = ds.field(column) == value
+                match = test if match is None else match & test
+        if received_at is not None and "date" in names:
+            day = datetime.fromtimestamp(received_at / 1e6, UTC).date()
+            match = match & ds.field("date").isin(_days(data.schema.field("date").type, day))
+        chosen = [column for column in columns if column in names]
+        batches: Iterable[pa.RecordBatch] = data.scanner(columns=chosen, filter=match).to_batches()
+        return batches
+
+
+class _TableProgress:
+    """Version and end offsets of a table, read from its new commits only."""
+
+    def __init__(self, table: TableRef) -> None:
+        self._log = DeltaLog(table.path)
+        self._version = -1
+        self._offsets: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def holds(self, at: Coordinates) -> int | None:
+        """The current version if it is past these coordinates, else None."""
+        with self._lock:
+            self._refresh()
+            return self._version if at.offset < self._offsets.get(f"{at.topic}/{at.partition}", 0) else None
+
+    def now(self) -> tuple[int, dict[str, int]]:
+        """The current version and its end offsets."""
+        with self._lock:
+            self._refresh()
+            return self._version, dict(self._offsets)
+
+    def _refresh(self) -> None:
+        if self._version >= 0 and not self._log.has(self._version):  # the table was dropped and created again
+            self._version, self._offsets = -1, {}
+        if self._version < 0:
+            for version, info in islice(self._log.infos(newest_first=True), _LOOK_BACK):
+                self._version = max(self._version, version)
+                if offsets := end_offsets(info):
+                    self._offsets = offsets
+                    self._version = version  # later commits are read below
+                    break
+        with suppress(TableGone):  # no further commit
+            while True:
+                for name, offset in end_offsets(self._log.info(self._version + 1)).items():
+                    self._offsets[name] = max(offset, self._offsets.get(name, 0))
+                self._version += 1
+
+
+class ProductWatch:
+    """Wakes tasks that wait for a version of a product: one poll per product with waiters, none otherwise.
+
+    Args:
+        lake: reads the progress of tables.
+        poll_s: pause between two polls.
+    """
+
+    def __init__(self, lake: LakeState, poll_s: float) -> None:
+        self._lake = lake
+        self._poll_s = poll_s
+        self._waiting: dict[str, list[tuple[Reached, asyncio.Future[int]]]] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    async def holds(self, product: str, at: Coordinates) -> int:
+        """Wait until the product holds the event at these coordinates; returns its version."""
+        place = f"{at.topic}/{at.partition}"
+        return await self._until(product, lambda _, offsets: offsets.get(place, 0) > at.offset)
+
+    async def newer(self, product: str, than: int) -> int:
+        """Wait for a version above ``than``; returns the current one."""
+        return await self._until(product, lambda version, _: version > than)
+
+    def close(self) -> None:
+        """Stop polling and cancel all waiters."""
+        for task in self._tasks.values():
+            task.cancel()
+        for waiting in self._waiting.values():
+            for _, future in waiting:
+                future.cancel()
+
+    async def _until(self, product: str, reached: Reached) -> int:
+        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        entry = (reached, future)
+        waiting = self._waiting.setdefault(product, [])
+        waiting.append(entry)
+        if product not in self._tasks:
+            self._tasks[product] = asyncio.create_task(self._look(product), name=f"watch {product}")
+        try:
+            return await future
+        finally:
+            if entry in waiting:
+                waiting.remove(entry)
+
+    async def _look(self, product: str) -> None:
+        """Poll while tasks wait."""
+        try:
+            while waiting := self._waiting.get(product):
+                try:
+                    version, offsets = await asyncio.to_thread(self._lake.progress, product)
+                except (OSError, ValueError) as error:  # the table is being created or dropped
+                    logger.warning("the log of %s cannot be read: %s", product, error)
+                else:
+                    for reached, future in list(waiting):
+                        if not future.done() and reached(version, offsets):
+                            future.set_result(version)
+                waiting[:] = [entry for entry in waiting if not entry[1].done()]
+                if waiting:
+                    await asyncio.sleep(self._poll_s)
+        finally:
+            del self._tasks[product]
+            if not self._waiting[product]:
+                del self._waiting[product]
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRows:
+    """Rows of one key: newest window first, at most :data:`MAX_ROWS`, without binary columns (sketches)."""
+
+    version: int
+    rows: list[dict[str, Any]]
+
+    def json(self, **members: Any) -> bytes:
+        """As a JSON object with further members."""
+        return orjson.dumps(
+            {**members, "version": self.version, "rows": self.rows}, default=str, option=orjson.OPT_UTC_Z
+        )
+
+
+class ProductRows:
+    """Rows of products by key (:mod:`lakehouse.contract.rows`). Thread-safe; blocks."""
+
+    def __init__(self, lake: Lake) -> None:
+        self._lake = lake
+        self._tables: dict[Path, KeyedRows] = {}
+        self._widths: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def by_key(self, product: str, values: Sequence[str]) -> FoundRows:
+        """Rows with these values in the key columns, not counting the window's.
+
+        Raises:
+            LookupRefused: no such table (404), or too many values (400).
+        """
+        names = self._names(product)
+        if len(values) > len(names) or not values:
+            raise LookupRefused(f"{product} is looked up by {', '.join(names) or 'no column'}", 400)
+        return self.where(product, dict(zip(names, values, strict=False)))
+
+    def where(self, product: str, match: Mapping[str, str]) -> FoundRows:
+        """Rows with these values, given as text, in these columns.
+
+        Raises:
+            LookupRefused: no such table (404) or column (400).
+        """
+        try:
+            version, rows = self._table(product).find({column: [value] for column, value in match.items()})
+        except UnknownColumn as error:
+            raise LookupRefused(f"{product} has no column {error.column!r}", 400) from None
+        return FoundRows(version, _newest_first(rows).slice(0, MAX_ROWS).to_pylist())
+
+    def by_keys(self, product: str, keys: Collection[tuple[str, ...]]) -> tuple[int, dict[tuple[str, ...], bytes]]:
+        """Rows of the newest window of each key as a JSON array; none for a key with too many values.
+
+        Args:
+            product: whose rows.
+            keys: as in :meth:`by_key`; they may differ in length.
+
+        Returns:
+            A version that no row is older than, and the rows.
+
+        Raises:
+            LookupRefused: no such table (404).
+        """
+        table = self._table(product)
+        names = self._names(product)
+        rows: dict[tuple[str, ...], list[dict[str, Any]]] = {key: [] for key in keys}
+        version = table.version()
+        for width in {len(key) for key in keys if len(key) <= len(names)}:
+            same = [key for key in keys if len(key) == width]
+            _, found = table.find({name: sorted({key[n] for key in same}) for n, name in enumerate(names[:width])})
+            for row in _newest_first(found).to_pylist():
+                mine = rows.get(tuple(_key_text(row[name]) for name in names[:width]))
+                if mine is not None and (not mine or row.get(_TIMES[0]) == mine[0].get(_TIMES[0])):
+                    mine.append(row)
+        return version, {key: orjson.dumps(mine, default=str, option=orjson.OPT_UTC_Z) for key, mine in rows.items()}
+
+    def width(self, product: str) -> int | None:
+        """Most values in a key of the product; None if it has not been read. Does not block."""
+        return self._widths.get(product)
+
+    def _names(self, product: str) -> list[str]:
+        """The key columns without those of the window."""
+        names = [name for name in self._table(product).key() if name not in _TIMES]
+        self._widths[product] = len(names)
+        return names
+
+    def _table(self, product: str) -> KeyedRows:
+        ref = find_product(self._lake, product)
+        if ref is None:
+            raise LookupRefused(f"there is no product {product!r} yet", 404)
+        with self._lock:
+            return self._tables.setdefault(ref.path, KeyedRows(ref.path))
+
+
+def find_product(lake: Lake, name: str) -> TableRef | None:
+    """The table of a product, gold before silver; None if absent."""
+    tables = (lake.table(layer, name) for layer in ("gold", "silver"))
+    return next((table for table in tables if table.exists()), None)
+
+
+def end_offsets(info: Mapping[str, Any]) -> dict[str, int]:
+    """Next offset by ``TOPIC/PARTITION`` that a commitInfo names; empty for a commit without events."""
+    through = info.get(COMMIT_THROUGH)
+    if through is not None:
+        return dict(orjson.loads(through) if isinstance(through, str) else through)
+    try:
+        return dict(orjson.loads(info["userMetadata"])["offsets"])
+    except (KeyError, TypeError, orjson.JSONDecodeError):  # written by another application, or maintenance
+        return {}
+
+
+def _days(kind: Any, day: Any) -> list[Any]:
+    days = [day + timedelta(days=shift) for shift in (-1, 0, 1)]
+    return days if str(kind).startswith("date") else [d.isoformat() for d in days]
+
+
+def _newest_first(rows: pa.Table) -> pa.Table:
+    return rows.sort_by([(_TIMES[0], "descending")]) if _TIMES[0] in rows.schema.names else rows
+
+
+def _key_text(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

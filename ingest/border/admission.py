@@ -1,0 +1,458 @@
+"""Admits events: checks each event at the border and gives it an envelope.
+
+The border checks that a payload is a JSON object of bounded size and depth, its event id and key, that the required
+fields are present and of the JSON type that the schema asks for, and the expectations that the source wants judged
+here (:mod:`ingest.border.expectations`). The readers of bronze check the whole schema and every expectation with
+Spark. Nothing is dropped: a refused event continues with ``envelope.reject`` set and ends in quarantine.
+
+A two-step collection splits this. A *front* node (:class:`FrontBorder`) takes payloads in unread and writes them to
+``TOPIC.raw``; it has no business logic, so it is fast, rarely changes, and any number of them can stand behind a load
+balancer. :mod:`ingest.refine` validates and enriches ``TOPIC.raw`` in a consumer group of its own. The front chooses
+the event id, at random or from the place in the upstream; if the source names an id in the payload, the second step
+replaces it. The order of a stream upstream is kept. The order of events by HTTP is kept only if a client awaits each
+acknowledgement from the same node and the source has one partition.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from ingest.border.ddl import Field, find_field, parse_ddl
+from ingest.border.expectations import compile_expectations
+from ingest.border.shed import TAKEN, Shedder
+from lakehouse.contract.envelope import Envelope, fingerprint, new_event_id
+from lakehouse.contract.pipeline import Pipeline, Source, Template
+
+MAX_ID_BYTES = 512
+MAX_DEPTH = 100  # of nested objects and arrays
+KEPT_BYTES = 65_536  # kept of an event that is too large
+RAW_SUFFIX = ".raw"
+RAW_PLACE = "raw"  # extra header of a refined event: its place in the raw topic
+
+_SHORT = MAX_ID_BYTES // 4  # a text of this many characters never has more bytes
+_SHALLOW = 2 * MAX_DEPTH  # a payload of this size cannot be nested deeper
+_EXACT = 2**53  # from here on a float may stand for several integers
+_UNSURE: tuple[str | None, str | None] = (None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why an event is refused: a reason for its sender and for quarantine, an HTTP status, and a code for programs."""
+
+    reason: str
+    status: int
+    code: str
+
+
+@dataclass(slots=True)
+class Admitted:
+    """An event with its envelope. Not frozen: freezing would triple the cost of making one.
+
+    Attributes:
+        envelope: with ``reject`` if there is a ``refusal``.
+        key: Kafka key.
+        payload: untouched; only the beginning of an event that is too large.
+        refusal: why it is refused, or None.
+        shed: load shedding drops it (:mod:`ingest.border.shed`).
+    """
+
+    envelope: Envelope
+    key: bytes
+    payload: bytes
+    refusal: Refusal | None
+    shed: bool = False
+
+
+class Border:
+    """Admits the events of one source.
+
+    Args:
+        source: with its templates and limits.
+        tenant: default tenant of its events.
+        collector: id of this node.
+        clock: nanoseconds since the epoch.
+        file: of the pipeline, for errors.
+        shedder: drops events under overload; None: never.
+
+    Raises:
+        ConfigError: an expectation cannot be judged at the border.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        tenant: str,
+        collector: str,
+        clock: Callable[[], int] = time.time_ns,
+        file: Path | None = None,
+        shedder: Shedder | None = None,
+    ) -> None:
+        self.source = source
+        self._shedder = shedder
+        self._name = source.name
+        self._tenant = tenant
+        self._collector = collector
+        self._clock = clock
+        self._id_of = None if source.event_id_template is None else _renderer(source.event_id_template)
+        self._key_of = None if source.key_template is None else _renderer(source.key_template)
+        declared = parse_ddl(source.schema)
+        self._required = [(path, *_step_names(path, declared)) for path in source.required]
+        self._identify_good = _good_identity(source.event_id_template, source.key_template)
+        self._good_fields = [(path, types or _ANY) for path, steps, types in self._required if len(steps) == 1]
+        self._failed = compile_expectations(source, file)
+        self._flaw = self._lacks if self._required else None
+        # The remaining check of an event with these fields, or None.
+        self._flaw_of_good = self._lacks if len(self._good_fields) < len(self._required) else None
+        if self._failed is not None:
+            self._flaw = self._lacks_or_fails if self._required else self._fails
+            self._flaw_of_good = self._lacks_or_fails if self._flaw_of_good else self._fails
+
+    def admit(
+        self,
+        payload: bytes,
+        *,
+        suspect: bool = False,
+        origin: str | None = None,
+        tenant: str | None = None,
+        max_bytes: int | None = None,
+    ) -> Admitted:
+        """Check one event and give it an envelope. Never raises because of the payload.
+
+        Args:
+            payload: as received.
+            suspect: Kafka may have the event already.
+            origin: lane and index of an event that its upstream can repeat, so that a generated id is the same then.
+            tenant: owner of the event; None: the node's tenant.
+            max_bytes: a limit below the source's, or None.
+        """
+        event_id = key = None
+        fields: dict[str, Any] | None = None
+        refusal: Refusal | None
+        limit = self.source.max_event_bytes
+        if max_bytes is not None and max_bytes < limit:
+            limit = max_bytes
+        if len(payload) > limit:
+            refusal = _too_large(len(payload), limit)
+            payload = payload[:KEPT_BYTES]
+        else:
+            fields, refusal = _parse(payload)
+            if fields is not None:
+                event_id, key, refusal = self._identify(fields)
+                if refusal is None and self._flaw is not None:
+                    refusal = self._flaw(fields)
+        if event_id is None:
+            event_id = new_event_id() if origin is None else repeatable_id(origin, payload)
+        fate = TAKEN
+        if self._shedder is not None and refusal is None and fields is not None:
+            fate = self._shedder.judge(event_id, fields)
+        envelope = Envelope(
+            event_id,
+            self._name,
+            tenant or self._tenant,
+            self._clock() // 1000,
+            self._collector,
+            fingerprint(payload),
+            suspect,
+            None if refusal is None else refusal.reason,
+            fate.extra,
+        )
+        return Admitted(envelope, (key or event_id).encode(), payload, refusal, fate.shed)
+
+    def admit_all(
+        self, payloads: Sequence[bytes], *, tenant: str | None = None, max_bytes: int | None = None
+    ) -> list[Admitted]:
+        """Check events that came together, like :meth:`admit` of each at half the cost.
+
+        One pass accepts what is clearly good; :meth:`admit` judges the rest.
+        """
+        if self._shedder is not None:
+            return [self.admit(payload, tenant=tenant, max_bytes=max_bytes) for payload in payloads]
+        name, collector, whose = self._name, self._collector, tenant or self._tenant
+        limit = min(self.source.max_event_bytes, max_bytes or self.source.max_event_bytes)
+        identify, wanted, at = self._identify_good, self._good_fields, self._clock() // 1000
+        loads, mark, flaw = orjson.loads, fingerprint, self._flaw_of_good
+        found: list[Admitted] = []
+        fields: Any
+        for payload in payloads:
+            try:
+                fields = loads(payload) if len(payload) <= limit else None
+            except orjson.JSONDecodeError:
+                fields = None
+            good = type(fields) is dict and (
+                len(payload) <= _SHALLOW or payload.count(b"{") + payload.count(b"[") <= MAX_DEPTH
+            )
+            event_id, key = identify(fields) if good else _UNSURE
+            if key is not None and event_id is not None:
+                for path, types in wanted:
+                    if type(fields.get(path)) not in types:
+                        break
+                else:
+                    if flaw is None or flaw(fields) is None:
+                        envelope = Envelope(event_id, name, whose, at, collector, mark(payload))
+                        found.append(Admitted(envelope, key.encode(), payload, None))
+                        continue
+            found.append(self.admit(payload, tenant=tenant, max_bytes=max_bytes))
+        return found
+
+    def refuse(self, reason: str, *, origin: str) -> Admitted:
+        """Reject an event of which only its place in the upstream is known."""
+        event_id = repeatable_id(origin, b"")
+        at = self._clock() // 1000
+        envelope = Envelope(event_id, self._name, self._tenant, at, self._collector, fingerprint(b""), reject=reason)
+        return Admitted(envelope, event_id.encode(), b"", Refusal(reason, 413, "too-large"))
+
+    def _identify(self, fields: dict[str, Any]) -> tuple[str | None, str | None, Refusal | None]:
+        """Event id, key and refusal; the id is None if the payload has no usable one."""
+        event_id = key = None
+        if self._id_of is not None:
+            event_id = self._id_of(fields)
+            if event_id is None:
+                return None, None, _missing("event id", self.source.event_id)
+            if len(event_id) > _SHORT and len(event_id.encode()) > MAX_ID_BYTES:
+                return None, None, _too_long("event id")
+            if "e+" in event_id and _inexact(self.source.event_id_template, fields):
+                return None, None, _ambiguous("event id")
+        if self._key_of is not None:
+            key = self._key_of(fields)
+            if key is None:
+                return event_id, None, _missing("key", self.source.key)
+            if len(key) > _SHORT and len(key.encode()) > MAX_ID_BYTES:
+                return event_id, None, _too_long("key")
+        return event_id, key, None
+
+    def _lacks(self, fields: dict[str, Any]) -> Refusal | None:
+        """Refuse the first required field that is absent, null, or of a type that the schema rules out."""
+        path = ""
+        try:
+            for path, steps, types in self._required:
+                value: Any = fields
+                for step in steps:
+                    value = value[step]
+                if value is None:
+                    raise KeyError
+                if types and type(value) not in types:
+                    kind = _JSON_NAMES.get(type(value), "an object")
+                    return Refusal(f"does not fit the schema: {path} is {kind}", 422, "schema")
+        except (KeyError, TypeError):
+            return Refusal(f"missing {path}", 422, "missing-field")
+        return None
+
+    def _fails(self, fields: dict[str, Any]) -> Refusal | None:
+        """Refuse the first failed expectation, in the words of bronze's readers."""
+        name = self._failed(fields) if self._failed is not None else None
+        return None if name is None else Refusal(f"expectation {name} failed", 422, "expectation")
+
+    def _lacks_or_fails(self, fields: dict[str, Any]) -> Refusal | None:
+        return self._lacks(fields) or self._fails(fields)
+
+
+def _step_names(path: str, declared: Mapping[str, Field]) -> tuple[tuple[str, ...], frozenset[type]]:
+    steps = tuple(path.split("."))
+    found = find_field(declared, steps)
+    return steps, found.json if found is not None else frozenset()
+
+
+def _parse(payload: bytes) -> tuple[dict[str, Any] | None, Refusal | None]:
+    try:
+        fields = orjson.loads(payload)
+    except orjson.JSONDecodeError as error:
+        return None, Refusal(f"not JSON: {error}", 400, "not-json")
+    if not isinstance(fields, dict):
+        name = _JSON_NAMES.get(type(fields), "that")
+        return None, Refusal(f"an event is a JSON object, not {name}", 422, "not-an-object")
+    if len(payload) > _SHALLOW and _may_be_deep(payload) and _depth(fields) > MAX_DEPTH:
+        return None, Refusal(f"nested more than {MAX_DEPTH} deep", 422, "too-deep")
+    return fields, None
+
+
+def _may_be_deep(payload: bytes) -> bool:
+    """Counting brackets is cheap and gives an upper bound of the depth."""
+    return payload.count(b"{") + payload.count(b"[") > MAX_DEPTH
+
+
+def _depth(value: Any) -> int:
+    """Nesting depth of objects and arrays, counted to one past the limit."""
+    level, depth = [value], 0
+    while level and depth <= MAX_DEPTH:
+        depth += 1
+        inner: list[Any] = []
+        for item in level:
+            inner += item.values() if isinstance(item, dict) else item
+        level = [item for item in inner if isinstance(item, (dict, list))]
+    return depth
+
+
+def _renderer(template: Template) -> Callable[[dict[str, Any]], str | None]:
+    """:meth:`Template.render`, without its loop if the template is a single top-level field."""
+    path = _only_field(template)
+    if not path:
+        return template.render
+
+    def render_field(fields: dict[str, Any]) -> str | None:
+        value = fields.get(path)
+        kind = type(value)
+        if kind is str:
+            return value
+        return str(value) if kind is int else template.render(fields)
+
+    return render_field
+
+
+def _only_field(template: Template | None) -> str:
+    """The top-level field that the whole template consists of, or empty."""
+    path = template.fields[0] if template is not None else ""
+    return path if template is not None and template.text == "{" + path + "}" and "." not in path else ""
+
+
+def _good_identity(
+    id_template: Template | None, key_template: Template | None
+) -> Callable[[dict[str, Any]], tuple[str | None, str | None]]:
+    """A function that returns id and key of an event if both are clearly valid, else None for one of them."""
+    id_field, key_field = _only_field(id_template), _only_field(key_template)
+    if id_field and key_field:
+
+        def identify_by_fields(fields: dict[str, Any]) -> tuple[str | None, str | None]:
+            event_id, key = fields.get(id_field), fields.get(key_field)
+            if type(event_id) is int:
+                event_id = str(event_id)
+            elif type(event_id) is not str or len(event_id) > _SHORT:
+                return None, None
+            if type(key) is int:
+                key = str(key)
+            elif type(key) is not str or len(key) > _SHORT:
+                return None, None
+            return event_id, key
+
+        return identify_by_fields
+    id_of = None if id_template is None else _renderer(id_template)
+    key_of = None if key_template is None else _renderer(key_template)
+
+    def identify(fields: dict[str, Any]) -> tuple[str | None, str | None]:
+        event_id = new_event_id() if id_of is None else id_of(fields)
+        if event_id is None or len(event_id) > _SHORT or (id_of is not None and "e+" in event_id):
+            return None, None
+        if key_of is None:
+            return event_id, event_id
+        key = key_of(fields)
+        return event_id, key if key is not None and len(key) <= _SHORT else None
+
+    return identify
+
+
+def _inexact(template: Template | None, fields: dict[str, Any]) -> bool:
+    """Whether a number in the template is a float that stands for several integers, so that two events would be one."""
+    for path in template.fields if template is not None else ():
+        value: Any = fields
+        for step in path.split("."):
+            value = value[step]
+        if isinstance(value, float) and abs(value) >= _EXACT:
+            return True
+    return False
+
+
+def _too_large(size: int, limit: int) -> Refusal:
+    return Refusal(f"the event has {size} bytes, more than the {limit} that are allowed", 413, "too-large")
+
+
+def _too_long(what: str) -> Refusal:
+    return Refusal(f"the {what} is longer than {MAX_ID_BYTES} bytes", 422, "bad-id")
+
+
+def _ambiguous(what: str) -> Refusal:
+    return Refusal(f"the {what} has a number that is too large to be exact; send it as a string", 422, "bad-id")
+
+
+def _missing(what: str, template: str) -> Refusal:
+    return Refusal(f"the {what} {template} needs fields that are absent, null or not plain values", 422, "bad-id")
+
+
+def repeatable_id(origin: str, payload: bytes) -> str:
+    digest = hashlib.blake2b(payload, digest_size=16, key=hashlib.blake2b(origin.encode(), digest_size=32).digest())
+    return f"~{digest.hexdigest()}"
+
+
+_ANY = frozenset({dict, list, str, int, float, bool})  # present and not null
+
+_JSON_NAMES = {
+    list: "an array",
+    str: "a string",
+    int: "a number",
+    float: "a number",
+    bool: "a boolean",
+    type(None): "null",
+}
+
+
+def raw_topic(source: Source) -> str:
+    """Topic that a front node writes the source's payloads to."""
+    return source.topic + RAW_SUFFIX
+
+
+def front_pipeline(pipeline: Pipeline) -> Pipeline:
+    """The pipeline with its sources as a front node sees them."""
+    return dataclasses.replace(pipeline, sources={name: front_source(s) for name, s in pipeline.sources.items()})
+
+
+def front_source(source: Source) -> Source:
+    """The source as a front node sees it: raw topic, no schema, no templates, no answers."""
+    return dataclasses.replace(
+        source,
+        topic=raw_topic(source),
+        schema="",
+        event_id="",
+        key="",
+        required=(),
+        expectations={},
+        respond="",
+        answer=None,
+        enrich={},
+        latest_topic=False,
+    )
+
+
+class FrontBorder(Border):
+    """Admits every payload that is not too large, without parsing it."""
+
+    def admit(
+        self,
+        payload: bytes,
+        *,
+        suspect: bool = False,
+        origin: str | None = None,
+        tenant: str | None = None,
+        max_bytes: int | None = None,
+    ) -> Admitted:
+        limit = min(self.source.max_event_bytes, max_bytes or self.source.max_event_bytes)
+        refusal = None
+        if len(payload) > limit:
+            reason = f"the event has {len(payload)} bytes, more than the {limit} that are allowed"
+            refusal = Refusal(reason, 413, "too-large")
+            payload = payload[:KEPT_BYTES]
+        event_id = new_event_id() if origin is None else repeatable_id(origin, payload)
+        envelope = Envelope(
+            event_id,
+            self.source.name,
+            tenant or self._tenant,
+            self._clock() // 1000,
+            self._collector,
+            fingerprint(payload),
+            suspect,
+            None if refusal is None else refusal.reason,
+        )
+        # The lane as key keeps the order of a stream upstream.
+        key = event_id if origin is None else origin.rpartition("#")[0]
+        return Admitted(envelope, key.encode(), payload, refusal)
+
+    def admit_all(
+        self, payloads: Sequence[bytes], *, tenant: str | None = None, max_bytes: int | None = None
+    ) -> list[Admitted]:
+        return [self.admit(payload, tenant=tenant, max_bytes=max_bytes) for payload in payloads]

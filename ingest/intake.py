@@ -1,0 +1,379 @@
+"""The way of events into the message log and on to Kafka.
+
+:class:`Intake` is that way for one lane: border, log, delivery. :class:`RequestIntake` puts a whole request through it,
+whichever protocol brought it: who sends, how much, border, log, answer. Neither waits: a result names the commit groups
+that the answer has to wait for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import orjson
+
+from ingest.answers.acks import RecentEvents, Signer
+from ingest.border.access import Sender, SenderGate
+from ingest.border.admission import Admitted, Border
+from ingest.delivery import KafkaDelivery
+from ingest.enrich import Enricher
+from ingest.errors import EventRefused, LogFull, NotReady, refusal_code
+from ingest.log.events import CommitGroup, LoggedEvent, LogSegment, SourceLane
+from ingest.log.message_log import MessageLog
+from lakehouse.contract.envelope import UPSTREAM_ID, Envelope
+from lakehouse.contract.trace import EventLines
+
+MAX_BODY_BYTES = 8 * 1024 * 1024
+MAX_EVENTS = 5_000
+JSON = "application/json"
+
+Extra = tuple[tuple[str, str], ...]
+T = TypeVar("T")
+
+_NOWHERE = LogSegment(-1, Path())  # of shed events
+_MOST_LEVELS = 1_024  # of nesting that orjson accepts
+_lines = EventLines(logging.getLogger(__name__))
+
+
+class _Publication(msgspec.Struct):
+    event: msgspec.Raw = msgspec.Raw(b"null")
+
+
+_ELEMENTS = msgspec.json.Decoder(list[msgspec.Raw])
+_PUBLICATION = msgspec.json.Decoder(_Publication)
+
+
+class Intake:
+    """The way of one lane's events: border, log, delivery.
+
+    Args:
+        border: of the lane's source.
+        lane: in the log.
+        log: makes the events durable.
+        delivery: sends them to Kafka.
+        recent: remembers events that senders may ask about; None for one-way lanes.
+        enricher: adds reference data to the headers.
+    """
+
+    def __init__(
+        self,
+        border: Border,
+        lane: SourceLane,
+        log: MessageLog,
+        delivery: KafkaDelivery,
+        recent: RecentEvents | None = None,
+        enricher: Enricher | None = None,
+    ) -> None:
+        self.border = border
+        self.lane = lane
+        self.log = log
+        self._delivery = delivery
+        self._recent = recent
+        self._enricher = enricher
+
+    def not_ready(self) -> str:
+        """Why no events are taken now, or empty."""
+        missing = self._enricher.missing if self._enricher is not None else ""
+        return f"the reference data of source {self.border.source.name!r} is being read: {missing}" if missing else ""
+
+    async def until_ready(self) -> None:
+        """Return when its reference data is complete."""
+        if self._enricher is not None:
+            await self._enricher.complete()
+
+    def take(self, event: Admitted, position: int | None = None, extra: Extra = ()) -> LoggedEvent:
+        """Append an event and send it on.
+
+        Args:
+            event: from the border.
+            position: the upstream's next message.
+            extra: additional headers.
+
+        Returns:
+            The event in the log. A shed event is not in the log: its sequence number is -1 and it has no group.
+
+        Raises:
+            LogFull: the event was not taken.
+            LogUnavailable: the disk refuses writes; the event was not taken.
+        """
+        envelope = event.envelope
+        if event.shed:
+            return self._skip_shed(event, position, extra)
+        if event.refusal is not None:
+            _log_refused(envelope)
+        if self._enricher is not None and event.refusal is None:
+            extra += self._enricher(event)
+        if extra:
+            envelope = dataclasses.replace(envelope, extra=envelope.extra + extra)
+        logged = self.log.append(self.lane, envelope, event.key, event.payload, position)
+        if self._recent is not None:
+            logged.fate = self._recent.logged(envelope)
+        self._delivery.offer(logged)
+        return logged
+
+    def take_all(self, events: Sequence[Admitted]) -> list[LoggedEvent]:
+        """Append events that came together and send them on, like :meth:`take` of each.
+
+        All are taken or none, unless the source enriches or sheds.
+
+        Raises:
+            LogFull: the log has reached its limit.
+            LogUnavailable: the disk refuses writes.
+        """
+        if self._enricher is not None or [event for event in events if event.shed]:
+            return [self.take(event) for event in events]
+        rejected = self.lane.rejected
+        logged = self.log.append_all(self.lane, events)
+        if self.lane.rejected > rejected:
+            for event in events:
+                if event.refusal is not None:
+                    _log_refused(event.envelope)
+        if self._recent is not None:
+            self._recent.logged_all(logged)
+        self._delivery.offer_all(logged)
+        return logged
+
+    def _skip_shed(self, event: Admitted, position: int | None, extra: Extra) -> LoggedEvent:
+        lane = self.lane
+        lane.shed += 1
+        if position is not None:
+            lane.position = position
+        lane.cursor = dict(extra).get(UPSTREAM_ID, lane.cursor)
+        return LoggedEvent(-1, lane, event.envelope, event.key, event.payload, _NOWHERE, 0, None)
+
+
+@dataclass(frozen=True, slots=True)
+class AdmittedRequest:
+    """A request whose sender may send to the source of ``intake``."""
+
+    intake: Intake
+    sender: Sender
+
+
+@dataclass(frozen=True, slots=True)
+class RequestResult:
+    """The events of a request, in the log.
+
+    Attributes:
+        groups: commit groups that the answer waits for.
+        answer: body of the answer.
+        error: the answer instead, if every event was refused.
+        events: all events of the request, in order.
+    """
+
+    groups: tuple[CommitGroup, ...]
+    answer: bytes
+    error: EventRefused | None = None
+    events: Sequence[Admitted] = ()
+
+
+@dataclass(slots=True)
+class RequestIntake:
+    """Takes requests for the sources of one node.
+
+    Attributes:
+        intakes: by source, of sources that take events by HTTP.
+        not_ready: returns why the node takes no events now, or empty.
+        gate: keys and limits.
+        signer: of acknowledgement tokens.
+        one_way: sources that acknowledge nothing.
+    """
+
+    intakes: Mapping[str, Intake]
+    not_ready: Callable[[], str]
+    gate: SenderGate
+    signer: Signer
+    one_way: Collection[str] = field(default_factory=tuple)
+
+    def enter(self, source: str, kind: str, length: int, key: str | None) -> AdmittedRequest:
+        """Judge a request by its head.
+
+        Args:
+            source: from the path.
+            kind: content type in lower case, without parameters.
+            length: of the body in bytes; 0 if unknown.
+            key: API key that was shown, or None.
+
+        Raises:
+            EventRefused: the request is not taken.
+            NotReady: no events of the source are taken now.
+        """
+        intake = self.intakes.get(source)
+        try:
+            if intake is None:
+                raise EventRefused(
+                    f"there is no source {source!r} that takes events by HTTP", 404, code="unknown-source"
+                )
+            sender = self.gate.admit(intake.border.source, key)
+            if length > MAX_BODY_BYTES:
+                raise EventRefused(f"the body has more than {MAX_BODY_BYTES} bytes", 413, code="body-too-large")
+            if kind not in intake.border.source.content_types:
+                wanted = " or ".join(intake.border.source.content_types)
+                raise EventRefused(f"send {wanted}", 415)
+        except EventRefused as refused:
+            self.count(source if intake is not None else "", refused)
+            raise
+        self.check_ready(intake)
+        return AdmittedRequest(intake, sender)
+
+    def check_ready(self, intake: Intake) -> None:
+        """Raise :class:`NotReady` if the node is not ready or the source's reference data is incomplete."""
+        if reason := self.not_ready():
+            raise NotReady(reason)
+        if reason := intake.not_ready():
+            raise NotReady(reason, intake.until_ready)
+
+    def take(self, request: AdmittedRequest, kind: str, body: bytes) -> RequestResult:
+        """Put the events of a body into the log and send them on.
+
+        Raises:
+            EventRefused: the body is not taken, or the rate is exceeded.
+            LogFull: the log has reached its limit.
+            LogUnavailable: the disk refuses writes.
+        """
+        intake, sender = request.intake, request.sender
+        source = intake.border.source
+        try:
+            one, bodies = split(kind, body)
+            self.gate.spend(source, sender, len(bodies))
+        except EventRefused as refused:
+            self.count(source.name, refused)
+            raise
+        if not intake.log.has_room(len(body), len(bodies)):
+            raise LogFull(intake.log.used, intake.log.limit)
+        if one:
+            return self._take_one(intake, sender, body)
+        admitted = intake.border.admit_all(bodies, tenant=sender.tenant, max_bytes=sender.max_event_bytes)
+        good = not [event for event in admitted if event.refusal is not None or event.shed]
+        kept = [good or event.refusal is None or self.gate.keep_reject(source.name) for event in admitted]
+        taken = admitted if good else [event for event, keep in zip(admitted, kept, strict=True) if keep]
+        logged = intake.take_all(taken)
+        if source.name in self.one_way:
+            return RequestResult((), b"", events=admitted)
+        groups = tuple({id(event.group): event.group for event in logged if event.group is not None}.values())
+        if good:
+            tokens = self.signer.sign_all([event.envelope for event in admitted])
+            return RequestResult(groups, b'{"tokens":%b,"rejected":[]}' % tokens, None, admitted)
+        kept = [keep and not event.shed for event, keep in zip(admitted, kept, strict=True)]
+        answer, error = self._answer(admitted, kept)
+        return RequestResult(groups, answer, error, admitted)
+
+    def _take_one(self, intake: Intake, sender: Sender, body: bytes) -> RequestResult:
+        event = intake.border.admit(body, tenant=sender.tenant, max_bytes=sender.max_event_bytes)
+        name, refusal = intake.border.source.name, event.refusal
+        keep = refusal is None or self.gate.keep_reject(name)
+        group = intake.take(event).group if keep else None
+        if name in self.one_way:
+            return RequestResult((), b"", events=(event,))
+        groups = () if group is None else (group,)
+        if event.shed:
+            answer = orjson.dumps({"shed": True, "event_id": event.envelope.event_id})
+            return RequestResult(groups, answer, None, (event,))
+        token = self.signer.sign(event.envelope) if keep else b""
+        if refusal is None:
+            return RequestResult(groups, b'{"token":"%b"}' % token, None, (event,))
+        members: dict[str, Any] = {"token": token.decode()} if token else {}
+        error = EventRefused(refusal.reason, refusal.status, code=refusal.code, **members)
+        return RequestResult(groups, b"", error, (event,))
+
+    def _answer(self, events: Sequence[Admitted], kept: Sequence[bool]) -> tuple[bytes, EventRefused | None]:
+        sign = self.signer.sign
+        tokens = [sign(event.envelope).decode() if keep else None for event, keep in zip(events, kept, strict=True)]
+        rejected = [
+            {"index": index, "code": event.refusal.code, "detail": event.refusal.reason}
+            for index, event in enumerate(events)
+            if event.refusal is not None
+        ]
+        if len(rejected) < len(events):
+            answer: dict[str, Any] = {"tokens": tokens, "rejected": rejected}
+            if shed := [index for index, event in enumerate(events) if event.shed]:
+                answer["shed"] = shed
+            return orjson.dumps(answer), None
+        return b"", EventRefused("every event is refused", 422, code="all-refused", tokens=tokens, rejected=rejected)
+
+    def count(self, source: str, refused: EventRefused) -> None:
+        """Count a request that is refused as a whole; nothing of it is kept."""
+        self.gate.refused[source, refusal_code(refused)] += 1
+
+
+def split(kind: str, body: bytes) -> tuple[bool, Sequence[bytes]]:
+    """Whether the body is a single event, and the events.
+
+    Raises:
+        EventRefused: there are no events, or too many.
+    """
+    if kind == JSON:
+        if body.lstrip()[:1] != b"[":
+            return True, (body,)
+        try:
+            _check_count(len(orjson.loads(body)))
+        except orjson.JSONDecodeError:
+            return True, (body,)  # the border refuses and keeps it
+        return False, elements(body)
+    events = [line for line in map(bytes.strip, body.split(b"\n")) if line]
+    _check_count(len(events))
+    return False, events
+
+
+def elements(text: bytes) -> list[bytes]:
+    """The elements of an array, byte for byte. ``text`` is an array that orjson accepts.
+
+    Parsing an event and serializing it again would change it: numbers are rounded to doubles, white space and escapes
+    are lost.
+    """
+    return [bytes(element) for element in _decode(_ELEMENTS, text)]
+
+
+def published_event(text: bytes) -> bytes:
+    """The member ``event`` of an object that orjson accepts, byte for byte; ``null`` if absent, last if repeated."""
+    return bytes(_decode(_PUBLICATION, text).event)
+
+
+def presented_key(name: bytes, value: bytes) -> str | None:
+    """The API key in a header (name in lower case), or None."""
+    if name == b"authorization" and value[:7].lower() == b"bearer ":
+        return value[7:].strip().decode("latin-1")
+    if name == b"x-api-key":
+        return value.strip().decode("latin-1")
+    return None
+
+
+def first_key(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """The first API key in headers, or None."""
+    return next((key for name, value in headers if (key := presented_key(name.lower(), value))), None)
+
+
+def _decode(decoder: msgspec.json.Decoder[T], text: bytes) -> T:
+    try:
+        return decoder.decode(text)
+    except RecursionError:  # msgspec stops at Python's limit, below what orjson accepts
+        limit = sys.getrecursionlimit()
+        sys.setrecursionlimit(limit + _MOST_LEVELS)
+        try:
+            return decoder.decode(text)
+        finally:
+            sys.setrecursionlimit(limit)
+
+
+def _check_count(events: int) -> None:
+    if not events:
+        raise EventRefused("there is no event in the body", 400, code="empty")
+    if events > MAX_EVENTS:
+        raise EventRefused(f"the body has {events} events, more than {MAX_EVENTS}", 413, code="too-many-events")
+
+
+def _log_refused(envelope: Envelope) -> None:
+    _lines.say(
+        logging.INFO,
+        "is refused",
+        envelope.reject or "",
+        event_id=envelope.event_id,
+        source=envelope.source,
+        tenant=envelope.tenant,
+    )

@@ -1,0 +1,252 @@
+"""The bytes of the message log: frames, and the events and marks inside them. No I/O here.
+
+A segment file is ``SEGMENT_MAGIC`` and then frames, all numbers little-endian::
+
+    frame   magic u32 · length of body u32 · crc32 of (seq, body) u32 · seq u64 · body
+    body    kind u8 · …
+    EVENT   lane u16 · position i64 · received_at i64 · lengths of event id, tenant, key and reject (u16 each) ·
+            those four · payload
+    EVENT_X an EVENT with further headers: length u16 and JSON of them stand before the payload
+    MARK    JSON: cumulative state of every lane, and the first sequence number that Kafka has not acknowledged
+    FAILED  length of reason u32 · reason · an EVENT body
+    RAW     length of reason u32 · reason · bytes that could not be read
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from zlib import crc32
+
+import orjson
+
+from lakehouse.contract.envelope import Envelope, fingerprint
+
+SEGMENT_MAGIC = b"MRLOG\x00\x00\x01"
+FRAME_MAGIC = b"\xa7MR\x9e"
+MAX_FIELD = 0xFFFF
+
+EVENT, MARK, FAILED, RAW, EVENT_X = 1, 2, 3, 4, 5
+EVENTS = (EVENT, EVENT_X)
+
+_FRAME = struct.Struct("<4sIIQ")
+_SEQ = struct.Struct("<Q")
+_START = struct.Struct("<4sII")  # of a frame, up to the sequence number
+_EVENT = struct.Struct("<BHqqHHHH")
+_SEQ_EVENT = struct.Struct("<QBHqqHHHH")  # a sequence number and the beginning of an event's body
+_REASON = struct.Struct("<BI")
+_LENGTH = struct.Struct("<H")
+_NO_POSITION = -1
+
+FRAME_OVERHEAD = _FRAME.size
+EVENT_OVERHEAD = _FRAME.size + _EVENT.size
+
+
+@dataclass(frozen=True, slots=True)
+class LogFrame:
+    """One intact frame.
+
+    Attributes:
+        offset: of its first byte in the file.
+        end: offset after its last byte.
+        seq: sequence number of an event; in a mark, of the next event.
+        kind: EVENT, EVENT_X, MARK, FAILED or RAW.
+        body: including the kind, its first byte.
+    """
+
+    offset: int
+    end: int
+    seq: int
+    kind: int
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A range of bytes that holds no intact frame.
+
+    Attributes:
+        offset: of the first byte.
+        end: offset after the last byte.
+        tail: no intact frame follows. In the newest segment that is an interrupted write.
+    """
+
+    offset: int
+    end: int
+    tail: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEvent:
+    """An event as it is written; ``lane`` is the lane's index, ``position`` the upstream's next message or None."""
+
+    lane: int
+    position: int | None
+    envelope: Envelope
+    key: bytes
+    payload: bytes
+
+
+def frame_chunks(seq: int, head: bytes, payload: bytes = b"") -> list[bytes]:
+    """The frame with the body ``head + payload``, as chunks to write in order."""
+    crc = crc32(payload, crc32(head, crc32(_SEQ.pack(seq))))
+    return [_FRAME.pack(FRAME_MAGIC, len(head) + len(payload), crc, seq) + head, payload]
+
+
+def event_chunks(
+    seq: int, lane: int, position: int | None, envelope: Envelope, key: bytes, payload: bytes
+) -> tuple[list[bytes], int]:
+    """The frame of an event as chunks to write in order, and its size."""
+    if envelope.reject is None and not envelope.extra:  # nearly always: event_head in one go
+        event_id, tenant = envelope.event_id.encode(), envelope.tenant.encode()
+        at = _NO_POSITION if position is None else position
+        sizes = len(event_id), len(tenant), len(key)
+        rest = _SEQ_EVENT.pack(seq, EVENT, lane, at, envelope.received_at, *sizes, 0) + event_id + tenant + key
+    else:
+        rest = _SEQ.pack(seq) + event_head(lane, position, envelope, key)
+    length = len(rest) - _SEQ.size + len(payload)
+    start = _START.pack(FRAME_MAGIC, length, crc32(payload, crc32(rest)))
+    return [start + rest, payload], FRAME_OVERHEAD + length
+
+
+def event_head(lane: int, position: int | None, envelope: Envelope, key: bytes) -> bytes:
+    """The body of an event up to its payload. Every field has at most 65,535 bytes."""
+    event_id = envelope.event_id.encode()
+    tenant = envelope.tenant.encode()
+    reject = envelope.reject.encode()[:MAX_FIELD] if envelope.reject is not None else b""
+    extra = orjson.dumps(envelope.extra) if envelope.extra else b""
+    return (
+        _EVENT.pack(
+            EVENT_X if extra else EVENT,
+            lane,
+            _NO_POSITION if position is None else position,
+            envelope.received_at,
+            len(event_id),
+            len(tenant),
+            len(key),
+            len(reject),
+        )
+        + event_id
+        + tenant
+        + key
+        + reject
+        + (_LENGTH.pack(len(extra)) + extra if extra else b"")
+    )
+
+
+def read_event(body: bytes, *, source: str, collector: str) -> StoredEvent:
+    """Read an EVENT or EVENT_X body.
+
+    Args:
+        source: name of the lane's source.
+        collector: id of the node that wrote the log.
+
+    Raises:
+        ValueError: the body is truncated or its text is not UTF-8.
+    """
+    if len(body) < _EVENT.size:
+        raise ValueError("an event's body is cut off")
+    kind, lane, position, received_at, n_id, n_tenant, n_key, n_reject = _EVENT.unpack_from(body)
+    tenant_at = _EVENT.size + n_id
+    key_at = tenant_at + n_tenant
+    reject_at = key_at + n_key
+    reject_end = reject_at + n_reject
+    extra, payload_at = _extra(body, reject_end) if kind == EVENT_X else ((), reject_end)
+    if payload_at > len(body):
+        raise ValueError("an event's body is cut off")
+    payload = body[payload_at:]
+    envelope = Envelope(
+        event_id=body[_EVENT.size : tenant_at].decode(),
+        source=source,
+        tenant=body[tenant_at:key_at].decode(),
+        received_at=received_at,
+        collector=collector,
+        fingerprint=fingerprint(payload),
+        reject=body[reject_at:reject_end].decode("utf-8", "replace") if n_reject else None,
+        extra=extra,
+    )
+    return StoredEvent(lane, None if position == _NO_POSITION else position, envelope, body[key_at:reject_at], payload)
+
+
+def event_fields(body: bytes) -> tuple[int, int | None, int, bool]:
+    """Lane, position, ``received_at`` and whether the event was rejected."""
+    _, lane, position, received_at, _, _, _, n_reject = _EVENT.unpack_from(body)
+    return lane, None if position == _NO_POSITION else position, received_at, n_reject > 0
+
+
+def event_extra(body: bytes) -> tuple[tuple[str, str], ...]:
+    """Extra headers of an EVENT_X body; empty for an EVENT."""
+    kind, _, _, _, *lengths = _EVENT.unpack_from(body)
+    return _extra(body, _EVENT.size + sum(lengths))[0] if kind == EVENT_X else ()
+
+
+def _extra(body: bytes, at: int) -> tuple[tuple[tuple[str, str], ...], int]:
+    """Extra headers from ``at``, and the offset of the payload."""
+    if at + _LENGTH.size > len(body):
+        raise ValueError("an event's body is cut off")
+    start = at + _LENGTH.size
+    end = start + _LENGTH.unpack_from(body, at)[0]
+    return tuple((name, value) for name, value in orjson.loads(body[start:end])), end
+
+
+def frame_heads(data: bytes) -> Iterator[tuple[int, int]]:
+    """Sequence number and lane of everything in damaged bytes that looks like an event's frame. Either may be wrong."""
+    at = -1
+    while (at := data.find(FRAME_MAGIC, at + 1)) >= 0:
+        head = data[at : at + _FRAME.size + 3]
+        if len(head) == _FRAME.size + 3 and head[_FRAME.size] in EVENTS:
+            yield _FRAME.unpack_from(head)[3], int.from_bytes(head[-2:], "little")
+
+
+def mark_body(state: bytes) -> bytes:
+    return bytes((MARK,)) + state
+
+
+def reason_body(kind: int, reason: str, rest: bytes) -> bytes:
+    text = reason.encode()
+    return _REASON.pack(kind, len(text)) + text + rest
+
+
+def read_reason(body: bytes) -> tuple[str, bytes]:
+    """The reason and the rest of a FAILED or RAW body."""
+    _, length = _REASON.unpack_from(body)
+    start = _REASON.size + length
+    return body[_REASON.size : start].decode("utf-8", "replace"), body[start:]
+
+
+def scan(data: bytes, start: int = len(SEGMENT_MAGIC)) -> Iterator[LogFrame | Damage]:
+    """Yield the frames of a segment from ``start``, and the damage between them."""
+    at, size = start, len(data)
+    while at < size:
+        frame = _frame_at(data, at)
+        if frame is None:
+            found = _resync(data, at + 1)
+            yield Damage(at, found or size, tail=found is None)
+            if found is None:
+                return
+            at = found
+            continue
+        yield frame
+        at = frame.end
+
+
+def _frame_at(data: bytes, at: int) -> LogFrame | None:
+    if len(data) - at < _FRAME.size:
+        return None
+    magic, length, crc, seq = _FRAME.unpack_from(data, at)
+    end = at + _FRAME.size + length
+    if magic != FRAME_MAGIC or length == 0 or end > len(data):
+        return None
+    body = data[at + _FRAME.size : end]
+    if crc32(body, crc32(_SEQ.pack(seq))) != crc:
+        return None
+    return LogFrame(at, end, seq, body[0], body)
+
+
+def _resync(data: bytes, at: int) -> int | None:
+    while (at := data.find(FRAME_MAGIC, at)) >= 0:
+        if _frame_at(data, at) is not None:
+            return at
+        at += 1
+    return None

@@ -1,0 +1,338 @@
+"""Reads what an earlier run left: every segment is verified when the log is opened, and the failed store is read.
+
+The failed store is a file of frames beside the segments. It keeps events that Kafka refused for good and bytes that
+cannot be read, each with the reason. A node only appends to it; ``millrace log retry`` removes what Kafka took at
+last. It counts towards the log's limit.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from array import array
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import orjson
+
+from ingest.log.events import LogSegment, SourceLane
+from ingest.log.records import (
+    EVENT_X,
+    EVENTS,
+    FAILED,
+    MARK,
+    RAW,
+    SEGMENT_MAGIC,
+    Damage,
+    LogFrame,
+    StoredEvent,
+    event_extra,
+    event_fields,
+    frame_chunks,
+    frame_heads,
+    read_event,
+    read_reason,
+    scan,
+)
+from ingest.log.records import reason_body as reason_body
+from ingest.log.segments import SUFFIX
+from lakehouse.contract.envelope import UPSTREAM_ID
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Corrupt:
+    """Bytes of a segment that cannot be read.
+
+    Attributes:
+        segment: name of the file.
+        offset: of the first byte.
+        lanes: of the events that may be in it, by the remains of their frames, else by the events around it.
+        first_seq: lowest sequence number that may be in it.
+        last_seq: highest one; below ``first_seq`` if no event is missing.
+        torn: the end of an interrupted write; the log acknowledged no event in it.
+        in_kafka: Kafka has acknowledged everything in it.
+    """
+
+    segment: str
+    offset: int
+    data: bytes
+    lanes: tuple[str, ...] = ()
+    first_seq: int = 0
+    last_seq: int = -1
+    torn: bool = False
+    in_kafka: bool = False
+
+    def __str__(self) -> str:
+        what = "an interrupted write" if self.torn else "corrupt"
+        place = f"{self.segment}: {len(self.data)} bytes at {self.offset} are {what}"
+        if self.torn:
+            return f"{place}: events from {self.first_seq} on, none of them acknowledged from the log"
+        if self.last_seq < self.first_seq:
+            return f"{place}: no event is missing"
+        events = f"events {self.first_seq} to {self.last_seq} of {', '.join(self.lanes) or 'an unknown lane'}"
+        return f"{place}: {events}, {'which Kafka has' if self.in_kafka else 'LOST unless their senders repeat them'}"
+
+
+@dataclass(slots=True)
+class Recovery:
+    """What an earlier run left.
+
+    Attributes:
+        segments: in order.
+        lanes: with their state after the last readable event.
+        next_seq: sequence number of the next event.
+        acked: Kafka has acknowledged every event before this sequence number.
+        to_replay: events that Kafka has not acknowledged.
+        torn_bytes: bytes cut off the newest segment.
+        corrupt: other bytes that cannot be read.
+        torn: the interrupted write, or None.
+        clean: the earlier run closed the log.
+    """
+
+    segments: list[LogSegment] = field(default_factory=list)
+    lanes: list[SourceLane] = field(default_factory=list)
+    next_seq: int = 1
+    acked: int = 0
+    to_replay: int = 0
+    torn_bytes: int = 0
+    corrupt: list[Corrupt] = field(default_factory=list)
+    torn: Corrupt | None = None
+    clean: bool = True
+
+
+def recover(folder: Path, *, mend: bool = True) -> Recovery:
+    """Read and verify every segment in ``folder``; cut an interrupted write off the newest one.
+
+    Args:
+        folder: of the log.
+        mend: False changes nothing and logs nothing, for a log that may be in use.
+    """
+    return _Fold(mend).run(sorted(folder.glob(f"*{SUFFIX}")))
+
+
+class _Fold:
+    """Folds frames in write order into a :class:`Recovery`."""
+
+    def __init__(self, mend: bool) -> None:
+        self.found = Recovery()
+        self.mend = mend
+        self.open_damage: list[Corrupt] = []  # completed by the next frame
+        self.last_lane = -1
+        self.last_seq = 0
+        self.lanes: dict[int, SourceLane] = {}
+        self.events: list[tuple[LogSegment, array[int], array[int]]] = []  # per segment: sequence numbers, lanes
+
+    def run(self, paths: Sequence[Path]) -> Recovery:
+        found = self.found
+        for path in paths:
+            self._segment(path, newest=path is paths[-1])
+        self._close_damage(found.next_seq)
+        found.corrupt = [replace(item, in_kafka=item.last_seq < found.acked) for item in found.corrupt]
+        if self.mend:
+            for item in found.corrupt:
+                logger.error("%s; the failed store keeps the bytes", item)
+        for segment, seqs, lanes in self.events:
+            for seq, index in zip(seqs, lanes, strict=True):
+                if seq >= found.acked:
+                    segment.unacked += 1
+                    self._lane(index).in_log += 1
+            found.to_replay += segment.unacked
+        found.lanes = [self._lane(index) for index in range(max(self.lanes, default=-1) + 1)]
+        for lane in found.lanes:
+            lane.durable = lane.received
+        found.next_seq = max(found.next_seq, self.last_seq + 1)
+        return found
+
+    def _segment(self, path: Path, *, newest: bool) -> None:
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:  # a running node has just removed it
+            return
+        segment = LogSegment(int(path.stem), path, len(data), len(data))
+        self.found.segments.append(segment)
+        seqs, lanes = array("Q"), array("H")
+        self.events.append((segment, seqs, lanes))
+        for item in scan(data, len(SEGMENT_MAGIC) if data.startswith(SEGMENT_MAGIC) else 0):
+            if isinstance(item, Damage):
+                self._damage(segment, data, item, newest=newest)
+                continue
+            if self.open_damage:
+                self._close_damage(item.seq, item)
+            if item.kind == MARK:
+                self._mark(item)
+            elif item.kind in EVENTS and item.seq > self.last_seq:
+                self.last_seq = item.seq
+                self.found.clean = False  # nothing follows the mark of a clean close
+                seqs.append(item.seq)
+                lanes.append(self._event(item))
+
+    def _damage(self, segment: LogSegment, data: bytes, damage: Damage, *, newest: bool) -> None:
+        first = max(self.last_seq + 1, self.found.next_seq if self.last_seq == 0 else 0)
+        item = Corrupt(segment.path.name, damage.offset, data[damage.offset : damage.end], (), first)
+        self.found.clean = False
+        if not (newest and damage.tail):
+            self.open_damage.append(item)
+            return
+        self.found.torn = replace(item, torn=True)
+        self.found.torn_bytes = damage.end - damage.offset
+        segment.size = segment.durable = damage.offset
+        if self.mend:
+            logger.warning("%s; they are cut off", self.found.torn)
+            with segment.path.open("r+b") as file:
+                file.truncate(damage.offset)
+                os.fsync(file.fileno())
+
+    def _close_damage(self, next_seq: int, frame: LogFrame | None = None) -> None:
+        """Complete open damage once the next intact frame shows which events may be missing."""
+        after = event_fields(frame.body)[0] if frame is not None and frame.kind in EVENTS else -1
+        for item in self.open_damage:
+            found = {lane for seq, lane in frame_heads(item.data) if item.first_seq <= seq < next_seq}
+            names = [
+                self.lanes[index].name for index in sorted(found or {self.last_lane, after}) if index in self.lanes
+            ]
+            self.found.corrupt.append(replace(item, lanes=tuple(names), last_seq=next_seq - 1))
+        self.open_damage.clear()
+
+    def _mark(self, frame: LogFrame) -> None:
+        state = orjson.loads(frame.body[1:])
+        self.found.acked = max(self.found.acked, state["acked"])
+        self.found.clean = state["clean"]
+        self.found.next_seq = max(self.found.next_seq, frame.seq)
+        for index, values in enumerate(state["lanes"]):
+            self.lanes[index] = SourceLane(index, **values)
+
+    def _event(self, frame: LogFrame) -> int:
+        index, position, received_at, rejected = event_fields(frame.body)
+        self.last_lane = index
+        lane = self._lane(index)
+        lane.received += 1
+        lane.rejected += rejected
+        lane.last_at = received_at
+        if position is not None:
+            lane.position = position
+        if frame.kind == EVENT_X:
+            lane.cursor = dict(event_extra(frame.body)).get(UPSTREAM_ID, lane.cursor)
+        return index
+
+    def _lane(self, index: int) -> SourceLane:
+        # A mark names a lane before its first event, unless that mark is corrupt.
+        return self.lanes.setdefault(index, SourceLane(index, f"lost/{index}", ""))
+
+
+@dataclass(frozen=True, slots=True)
+class FailedItem:
+    """An entry of the failed store; for corrupt bytes ``seq`` is 0 and ``event`` is None."""
+
+    seq: int
+    reason: str
+    event: StoredEvent | None
+    data: bytes
+
+
+class FailedStore:
+    """The failed store. Writing blocks.
+
+    Args:
+        folder: of the message log.
+        node: id of the collecting node.
+        mend: False changes nothing, for a log that may be in use.
+    """
+
+    def __init__(self, folder: Path, node: str, *, mend: bool = True) -> None:
+        self._path = folder / FILE_NAME
+        self._mend = mend
+        self._node = node
+        self._seqs: set[int] = set()
+        self._raw: set[str] = set()
+        self.bytes = 0
+        if self._path.exists():
+            self._open()
+
+    def add(self, seq: int, source: str, reason: str, body: bytes) -> None:
+        """Store an event durably, once.
+
+        Args:
+            seq: sequence number in the log.
+            source: name of its source.
+            reason: why Kafka refused it.
+            body: its EVENT body.
+        """
+        if seq not in self._seqs:
+            self._append(seq, reason_body(FAILED, f"{source}\n{reason}", body))
+            self._seqs.add(seq)
+
+    def add_corrupt(self, corrupt: Corrupt) -> None:
+        reason = str(corrupt)
+        if _place_of(reason) not in self._raw:
+            self._append(0, reason_body(RAW, reason, corrupt.data))
+            self._raw.add(_place_of(reason))
+
+    def remove(self, seqs: Collection[int]) -> None:
+        """Remove events that Kafka has taken. The file is rewritten and replaced atomically."""
+        draft = self._path.with_suffix(".draft")
+        with draft.open("wb") as file:
+            file.write(SEGMENT_MAGIC)
+            for item in scan(self._path.read_bytes()):
+                if isinstance(item, Damage) or (item.kind == FAILED and item.seq in seqs):
+                    continue
+                for chunk in frame_chunks(item.seq, item.body):
+                    file.write(chunk)
+            file.flush()
+            os.fdatasync(file.fileno())
+        draft.replace(self._path)
+        self._seqs.difference_update(seqs)
+        self.bytes = self._path.stat().st_size
+
+    def __len__(self) -> int:
+        return len(self._seqs) + len(self._raw)
+
+    def __iter__(self) -> Iterator[FailedItem]:
+        """Every entry, oldest first."""
+        if not self._path.exists():
+            return
+        for item in scan(self._path.read_bytes()):
+            if isinstance(item, Damage):
+                yield FailedItem(0, f"unreadable bytes in the failed store at {item.offset}", None, b"")
+                continue
+            reason, rest = read_reason(item.body)
+            if item.kind == RAW:
+                yield FailedItem(0, reason, None, rest)
+            elif item.kind == FAILED:
+                source, _, text = reason.partition("\n")
+                event = read_event(rest, source=source, collector=self._node)
+                yield FailedItem(item.seq, text, event, event.payload)
+
+    def _open(self) -> None:
+        data = self._path.read_bytes()
+        end = len(data)
+        for item in scan(data):
+            if isinstance(item, Damage):
+                if item.tail:
+                    end = item.offset
+            elif item.kind == FAILED:
+                self._seqs.add(item.seq)
+            elif item.kind == RAW:
+                self._raw.add(_place_of(read_reason(item.body)[0]))
+        if end < len(data) and self._mend:  # an interrupted write; its event is still in a segment
+            os.truncate(self._path, end)
+        self.bytes = end
+
+    def _append(self, seq: int, body: bytes) -> None:
+        with self._path.open("ab") as file:
+            if file.tell() == 0:
+                file.write(SEGMENT_MAGIC)
+            for chunk in frame_chunks(seq, body):
+                file.write(chunk)
+            file.flush()
+            os.fdatasync(file.fileno())
+            self.bytes = file.tell()
+
+
+def _place_of(reason: str) -> str:
+    """The part of a reason that identifies the damage; the rest is what was known when it was written."""
+    return reason.partition(" are ")[0]
