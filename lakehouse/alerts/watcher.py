@@ -96,7 +96,7 @@ class Watcher:
         # What meets nothing, and would end what stands, says no more than a row that is not there.
         spoken = exp.or_(exp.column("_when"), exp.not_(exp.column("_clear")))
         tree = exp.select("*").from_(inner.from_(exp.to_table("rows_")).subquery("judged")).where(spoken)
-        rows = engine.query(self.alert.name, tree, "rows_", product.rows(engine))
+        rows = engine.query(self.alert.name, tree, "rows_", product.rows())
         found: dict[str, Seen] = {}
         for row in rows.to_pylist():
             key = json.dumps({name: _plain(row[name]) for name in by}, ensure_ascii=False)
@@ -107,7 +107,7 @@ class Watcher:
         if not self.alert.time:
             return product.facts.newest
         newest = exp.alias_(exp.Max(this=exp.column(self.alert.time, quoted=True)), "newest")
-        rows = engine.query(self.alert.name, exp.select(newest).from_("rows_"), "rows_", product.rows(engine))
+        rows = engine.query(self.alert.name, exp.select(newest).from_("rows_"), "rows_", product.rows())
         found = rows["newest"][0].as_py()
         if found is not None and not isinstance(found, datetime):
             raise QueryError(self.alert.name, f"column {self.alert.time!r} is no timestamp", "Name one, or none")

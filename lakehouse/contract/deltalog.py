@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
@@ -212,6 +213,11 @@ class DeltaLog:
                 yield version, self.info(version)
             except TableGone:
                 continue
+
+    def newest_info(self, key: str, within: int | None = 50) -> Any:
+        """The key's value in the newest commitInfo that has it, of so many commits; None if none has it."""
+        infos = islice(self.infos(newest_first=True), within)
+        return next((info[key] for _, info in infos if key in info), None)
 
     def properties(self) -> Mapping[str, str]:
         """The table's properties as of the newest version. It opens the table with delta-rs, some milliseconds.

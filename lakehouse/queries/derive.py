@@ -84,7 +84,7 @@ class Derivations:
         with self._lock:
             self._wanted.pop(name, None)
             self._keepers.pop(name, None)
-            self._followers.pop(name, None)
+            self._drop(name)
 
     def _run(self) -> None:
         engine = Engine()
@@ -130,9 +130,9 @@ class Derivations:
                 moved = True
                 self._look(follower, watchers, engine)
             if not moved and follower.lost():
-                self._followers.pop(name)
+                self._drop(name)
         except QueryError as error:  # of the product itself: nothing of it can be kept now
-            self._followers.pop(name, None)
+            self._drop(name)
             self._retry_at[name] = time.monotonic() + _RETRY_S
             for view in views:
                 self._tell(f"view {view.name}", State("failed", str(error)))
@@ -147,11 +147,11 @@ class Derivations:
         follower = self._followers.get(name)
         if follower is not None and not follower.replaced():
             return follower, False
-        self._followers.pop(name, None)
+        self._drop(name)
         table = next((t for t in self._lake.tables() if t.name == name and t.layer != "bronze"), None)
         if table is None:
             return None, False
-        follower = Follower(table, self._settings.max_base_rows)
+        follower = self._followers[name] = Follower(table, self._settings.max_base_rows)
         follower.open()
         newest = follower.version
         for watcher in watchers:
@@ -164,8 +164,11 @@ class Derivations:
             except QueryError as error:
                 log.warning("alerts of %s: versions %d to %d are gone (%s)", name, oldest, newest, error)
                 follower.open()
-        self._followers[name] = follower
         return follower, True
+
+    def _drop(self, name: str) -> None:
+        if (follower := self._followers.pop(name, None)) is not None:
+            follower.close()
 
     def _look(self, follower: Follower, watchers: Iterable[Watcher], engine: Engine) -> None:
         for watcher in watchers:
@@ -227,12 +230,13 @@ class Derivations:
                 self._alerts[name] = alert
                 try:
                     self._watchers[name] = Watcher(alert, self._book)
-                    self._followers.pop(alert.product, None)  # opened again, as far back as the alert has looked
+                    self._drop(alert.product)  # opened again, as far back as the alert has looked
                 except QueryError as error:
                     self._fail(f"alert {name}", error)
 
     def _start_over(self) -> None:
-        self._followers.clear()
+        for name in list(self._followers):
+            self._drop(name)
         self._keepers.clear()
         self._watchers.clear()
         self._alerts.clear()

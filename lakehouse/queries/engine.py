@@ -7,7 +7,6 @@ Spark's dialect (``lakehouse.contract.sqlcheck``) and is translated from the tre
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 
 import duckdb
 import pyarrow as pa
@@ -53,32 +52,12 @@ class Engine:
         Raises:
             QueryError: it fails, takes too long, or gives a type that no table has.
         """
-        return self._run(name, to_duckdb(tree), relation, rows)
-
-    def fold(self, name: str, rows: pa.Table, key: tuple[str, ...], fold: Mapping[str, str]) -> pa.Table:
-        """One row a key of a table of partials, as ``millrace.fold`` says; types stay what they are.
-
-        Raises:
-            QueryError: a fold that is not known here.
-        """
-        other = sorted(set(fold.values()) - {"sum", "min", "max"})
-        if other:
-            raise QueryError(name, f"a table whose rows fold by {other[0]!r} cannot be looked at yet")
-        columns = [
-            _quoted(c) if c in key else f"{fold.get(c, 'any_value')}({_quoted(c)}) AS {_quoted(c)}"
-            for c in rows.schema.names
-        ]
-        group = ", ".join(map(_quoted, key))
-        sql = f"SELECT {', '.join(columns)} FROM partials GROUP BY {group}"  # noqa: S608 - names are quoted
-        return self._run(name, sql, "partials", rows).cast(rows.schema)
-
-    def _run(self, name: str, sql: str, relation: str, rows: pa.Table) -> pa.Table:
         timer = threading.Timer(_LIMIT_S, self._connection.interrupt)
         timer.daemon = True
         timer.start()
         try:
             self._connection.register(relation, rows)
-            found = pa.table(self._connection.sql(sql).to_arrow_table())
+            found = pa.table(self._connection.sql(to_duckdb(tree)).to_arrow_table())
         except duckdb.InterruptException:
             raise QueryError(name, f"it takes more than {_LIMIT_S:.0f} s", "Make it cheaper") from None
         except duckdb.Error as error:
@@ -115,7 +94,3 @@ def _plain(name: str, field: pa.Field) -> pa.DataType:
     if pa.types.is_time(kind) or pa.types.is_duration(kind) or pa.types.is_interval(kind):
         raise QueryError(name, f"column {field.name!r} is an interval or a time of day", "Give a timestamp or a number")
     return kind
-
-
-def _quoted(name: str) -> str:
-    return exp.to_identifier(name, quoted=True).sql(dialect="duckdb")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
@@ -16,11 +13,10 @@ from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 
 from lakehouse.contract import lake as names
+from lakehouse.contract.deltalog import LogFollower, TableGone, TableUnreadable
 from lakehouse.contract.lake import TableRef
-from lakehouse.queries.engine import Engine
+from lakehouse.contract.rows import Fold, names_in
 from lakehouse.queries.errors import QueryError
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -77,10 +73,10 @@ class Follower:
         self.schema: pa.Schema = pa.schema([])
         self.facts = Facts()
         self._max_rows = max_rows
-        self._fold: dict[str, str] = {}
+        self._follower = LogFollower(table.path)
+        self._fold: Fold | None = None
         self._files: dict[str, pa.Table] = {}
         self._count = 0
-        self._log_inode = 0
         self._result: pa.Table | None = None
 
     def open(self, version: int | None = None) -> None:
@@ -90,15 +86,14 @@ class Follower:
             QueryError: the table cannot be read, or has too many rows.
         """
         try:
+            self._follower.open()  # first: a table that replaces this one from now on is noticed
             delta = DeltaTable(str(self.table.path), version=version)
             metadata = delta.metadata()
             if metadata.partition_columns:
                 raise QueryError(self.table.name, "a partitioned table cannot be looked at")
-            self._log_inode = self._log_folder().stat().st_ino
             self.table_id, self.version = str(metadata.id), delta.version()
-            found = metadata.configuration
-            self.key = tuple(k for k in found.get(names.PROPERTY_KEY, "").split(",") if k)
-            self._fold = json.loads(found.get(names.PROPERTY_FOLD) or "{}")
+            self.key = names_in(metadata.configuration.get(names.PROPERTY_KEY))
+            self._fold = Fold.from_properties(metadata.configuration)
             self.schema = pa.schema(delta.schema().to_arrow())
             self._files, self._count = {}, 0
             self._result = None
@@ -111,68 +106,67 @@ class Follower:
         except (DeltaError, OSError, ValueError) as error:
             raise QueryError(self.table.name, f"it cannot be read: {str(error).splitlines()[0]}") from None
 
+    def close(self) -> None:
+        """Let go of the log."""
+        self._follower.close()
+
     def replaced(self) -> bool:
         """Whether the table was dropped, or built again under its name."""
         try:
-            return self._log_folder().stat().st_ino != self._log_inode
-        except FileNotFoundError:
+            self._follower.check()
+        except TableGone:
             return True
+        return False
+
+    def lost(self) -> bool:
+        """Whether the next version's commit is gone although there is a later one."""
+        try:
+            self._follower.check_gap(self.version + 1)
+        except TableGone:
+            return True
+        return False
 
     def step(self) -> bool:
-        """Go to the next version; False where there is none yet.
+        """Go to the next version; False if there is none yet.
 
-        Where the log has been cleaned up to beyond it, go to the newest.
+        If files of that version were removed meanwhile, go to the newest.
 
         Raises:
             QueryError: as :meth:`open`.
         """
+        if not self._follower.log.has(self.version + 1):
+            return False
         try:
-            actions = _actions(self._commit(self.version + 1))
-        except FileNotFoundError:
+            commit = self._follower.read(self.version + 1)
+        except (TableGone, ValueError):  # replaced, which the next turn finds; or not written to its end
             return False
-        except ValueError:  # not written to its end, on some file systems
-            return False
-        if any("metaData" in action for action in actions):
-            self._open_at(self.version + 1)
-            return True
-        added = [a["add"]["path"] for a in actions if "add" in a]
-        removed = [a["remove"]["path"] for a in actions if "remove" in a]
-        if any(path not in self._files for path in removed) or (removed and self._fold):
+        except TableUnreadable as error:
+            raise QueryError(self.table.name, error.problem, error.remedy) from None
+        removed = [file.path for file in commit.removed]
+        if commit.metadata or (removed and (self._fold or not self._files.keys() >= set(removed))):
             self._open_at(self.version + 1)
             return True
         for path in removed:
             self._count -= self._files.pop(path).num_rows
         try:
-            for path in added:
-                self._read(path)
-        except FileNotFoundError:  # vacuumed meanwhile: this version can be seen no more
+            for file in commit.added:
+                self._read(file.path)
+        except FileNotFoundError:  # vacuumed meanwhile
             self._open_at(None)
             return True
-        for action in actions:
-            if "commitInfo" in action:
-                self.facts.add(action["commitInfo"])
-        if added or removed:
+        self.facts.add(commit.info)
+        if commit.added or removed:
             self._result = None
         self.version += 1
         return True
 
-    def behind(self) -> bool:
-        """Whether there is a newer version."""
-        return self._commit(self.version + 1).exists()
-
-    def lost(self) -> bool:
-        """Whether the next version's commit is gone although a later one is there."""
-        if self.behind():
-            return False
-        return any(int(p.stem) > self.version + 1 for p in self._log_folder().glob("[0-9]*.json"))
-
-    def rows(self, engine: Engine) -> pa.Table:
+    def rows(self) -> pa.Table:
         """The rows at this version, partials folded."""
         if self._result is None:
             tables = [table for table in self._files.values() if table.num_rows]
             found = pa.concat_tables(tables) if tables else self.schema.empty_table()
-            if self._fold:
-                found = engine.fold(self.table.name, found, self.key, self._fold)
+            if self._fold is not None:
+                found = self._fold.arrow(found)
                 self._files = dict.fromkeys(self._files, self.schema.empty_table())
                 self._files[""] = found  # what they fold to, so that the next version folds only what it adds
                 self._count = found.num_rows
@@ -198,13 +192,3 @@ class Follower:
                 f"it has more than {self._max_rows:,} rows, too many to be looked at again and again",
                 "Derive a smaller product, or raise queries.max_base_rows",
             )
-
-    def _log_folder(self) -> Path:
-        return self.table.path / "_delta_log"
-
-    def _commit(self, version: int) -> Path:
-        return self._log_folder() / f"{version:020d}.json"
-
-
-def _actions(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]

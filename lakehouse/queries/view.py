@@ -12,12 +12,14 @@ import json
 import logging
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 
 import pyarrow as pa
 from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
 from deltalake.exceptions import DeltaError
 
 from lakehouse.contract import lake as names
+from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.faults import crash_point
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Pipeline, View
@@ -88,7 +90,7 @@ class ViewKeeper:
         Raises:
             QueryError: it fails, has too many rows, or two rows with one key.
         """
-        rows = engine.query(self.view.name, self._tree, self.view.base, base.rows(engine))
+        rows = engine.query(self.view.name, self._tree, self.view.base, base.rows())
         if rows.num_rows > self._max_rows:
             raise QueryError(
                 self.view.name,
@@ -157,7 +159,7 @@ class ViewKeeper:
             found = pa.schema(delta.schema().to_arrow())
             if delta.metadata().configuration.get(PROPERTY_VIEW) == self._declaration and _same(found, schema):
                 self._rows = delta.to_pyarrow_table().cast(schema).sort_by([(c, "ascending") for c in self.key])
-                self._through = _newest_through(delta)
+                self._through = str(DeltaLog(self.table.path).newest_info(names.COMMIT_THROUGH) or "")
                 self._delta = delta
                 return delta
             log.info("view %s is declared otherwise than its table: it is made anew", self.view.name)
@@ -194,19 +196,14 @@ def proofs(lake: Lake, pipeline: Pipeline) -> Iterator[tuple[str, int, int, pa.T
             if not table.exists() or base is None:
                 continue
             delta = DeltaTable(str(table.path))
-            found = next((info[COMMIT_BASE] for info in delta.history(limit=50) if COMMIT_BASE in info), None)
+            found = DeltaLog(table.path).newest_info(COMMIT_BASE)
             if found is None:
                 continue
-            follower = Follower(base, max_rows=10**9)
-            follower.open(json.loads(found)[1])
             keeper = ViewKeeper(view, table, pipeline.name, max_rows=10**9, max_columns=10**4)
-            yield (
-                view.name,
-                delta.version(),
-                follower.version,
-                delta.to_pyarrow_table(),
-                keeper.compute(follower, engine),
-            )
+            with closing(Follower(base, max_rows=10**9)) as follower:
+                follower.open(json.loads(found)[1])
+                rows = keeper.compute(follower, engine)
+            yield view.name, delta.version(), follower.version, delta.to_pyarrow_table(), rows
     finally:
         engine.close()
 
@@ -223,10 +220,3 @@ def _same(one: pa.Schema, other: pa.Schema) -> bool:
     return [(f.name, str(f.type).replace("large_", "")) for f in one] == [
         (f.name, str(f.type).replace("large_", "")) for f in other
     ]
-
-
-def _newest_through(delta: DeltaTable) -> str:
-    for info in delta.history(limit=50):
-        if names.COMMIT_THROUGH in info:
-            return str(info[names.COMMIT_THROUGH])
-    return ""
