@@ -185,7 +185,6 @@ class BronzeWriter:
             whole = whole.append_column("date", pa.array([at.date()] * rows.num_rows, pa.date32()))
             whole = whole.select(COLUMNS.names).cast(COLUMNS)
             reached = self._reached(ends, bronze_at)
-            crash_point("bronze.before_append")
             self._delta.update_incremental()
             write_deltalake(
                 self._delta,
@@ -203,7 +202,6 @@ class BronzeWriter:
             at = constant_time(bronze_at)
             whole = rows.withColumn("bronze_at", at).withColumn("date", at.cast("date")).select(COLUMNS.names)
             reached = self._reached(ends, bronze_at)
-            crash_point("bronze.before_append")
             write = whole.write.format("delta").mode("append").option("userMetadata", reached.to_metadata())
             write.save(str(self._table.path))
             self._delta.update_incremental()
@@ -219,6 +217,7 @@ class BronzeWriter:
     def _reached(self, ends: Mapping[str, int], bronze_at: int) -> Progress:
         done = self._done.offsets
         offsets = {**done, **{place: max(end, done.get(place, 0)) for place, end in ends.items()}}
+        crash_point("bronze.before_append")
         return replace(self._done, offsets=offsets, bronze_at=bronze_at)
 
     @contextmanager
