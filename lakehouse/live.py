@@ -32,10 +32,9 @@ from pyspark.sql import functions as F
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from lakehouse.batch import build, clock_of, rejected_rows, run_partial
-from lakehouse.bronze.changes import Changes, changes, newest_version
 from lakehouse.bronze.horizon import seen_index
 from lakehouse.bronze.seen import JUDGED
-from lakehouse.bronze.table import COLUMNS
+from lakehouse.bronze.table import COLUMNS, Changes, changes, newest_version
 from lakehouse.checkpoint import forget
 from lakehouse.contract.faults import crash_point
 from lakehouse.contract.lake import FILE_TOPIC, Lake

@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 from deltalake import DeltaTable
 
 from lakehouse.bronze.table import progress
+from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.lake import Lake, TableRef
 
 COMMIT_LOAD = "millrace.load"  # JSON in a loader's commitInfo: its bronze_at, and how far it is in which files
@@ -68,14 +69,11 @@ def newest_bronze_at(table: TableRef) -> int:
     if not table.exists():
         return 0
     streamed = progress(table).bronze_at
-    for commit in sorted((table.path / "_delta_log").glob("[0-9]*.json"), reverse=True):
-        for line in commit.read_text(encoding="utf-8").splitlines():
-            if '"commitInfo"' in line:
-                info = json.loads(line).get("commitInfo", {})
-                if COMMIT_LOAD in info:
-                    return max(streamed, int(json.loads(info[COMMIT_LOAD])["bronze_at"]))
-                if info.get("userMetadata") and streamed:
-                    return streamed  # the stream's own, newer than any load's
+    for _, info in DeltaLog(table.path).infos(newest_first=True):
+        if COMMIT_LOAD in info:
+            return max(streamed, int(json.loads(info[COMMIT_LOAD])["bronze_at"]))
+        if info.get("userMetadata") and streamed:
+            return streamed  # the stream's own, newer than any load's
     rows = DeltaTable(str(table.path)).to_pyarrow_dataset().to_table(columns=["bronze_at"])
     newest = pc.max(rows["bronze_at"].cast(pa.int64())).as_py()
     return max(streamed, newest or 0)

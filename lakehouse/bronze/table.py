@@ -1,9 +1,9 @@
-"""The bronze table: its columns, and how far it is, read from the table itself."""
+"""The bronze table: its columns; how far it is, and what it gained since a version, read from the table itself."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +12,9 @@ import pyarrow.compute as pc
 from deltalake import DeltaTable, Field, Schema, write_deltalake
 from deltalake.exceptions import DeltaError
 
+from lakehouse.contract.deltalog import DeltaLog, TableGone
 from lakehouse.contract.lake import TableRef
+from lakehouse.errors import VersionsGone
 
 # received_at: when a collector first had the event; broker_time: Kafka's; bronze_at: when the commit that holds the row
 # was made (never goes back). origin: "stream", or the file a loader read it from. weight: how many events it stands
@@ -64,7 +66,7 @@ class Progress:
 
     @classmethod
     def from_metadata(cls, text: str) -> Progress | None:
-        """What :meth:`to_metadata` wrote, or None where it is somebody else's."""
+        """What :meth:`to_metadata` wrote, or None if another application wrote it."""
         try:
             found = json.loads(text)
             topics = {str(k): str(v) for k, v in found.get("topics", {}).items()}
@@ -126,19 +128,10 @@ def progress(table: TableRef) -> Progress:
     """How far the table is: from the newest commit that says so, else from the rows themselves."""
     if not table.exists():
         return Progress()
-    for commit in sorted((table.path / "_delta_log").glob("[0-9]*.json"), reverse=True):
-        found = _in_commit(commit)
-        if found is not None:
+    for _, info in DeltaLog(table.path).infos(newest_first=True):
+        if (text := info.get("userMetadata")) and (found := Progress.from_metadata(text)):
             return found
     return _in_rows(table)
-
-
-def _in_commit(commit: Path) -> Progress | None:
-    for line in commit.read_text(encoding="utf-8").splitlines():
-        if line.startswith('{"commitInfo"'):
-            text = json.loads(line)["commitInfo"].get("userMetadata")
-            return Progress.from_metadata(text) if text else None
-    return None
 
 
 def _in_rows(table: TableRef) -> Progress:
@@ -150,3 +143,68 @@ def _in_rows(table: TableRef) -> Progress:
     ends = found.group_by(["topic", "partition"]).aggregate([("offset", "max"), ("bronze_at", "max")]).to_pylist()
     newest = max(pa.scalar(row["bronze_at_max"], pa.timestamp("us", "UTC")).value for row in ends)
     return Progress({f"{row['topic']}/{row['partition']}": row["offset_max"] + 1 for row in ends}, newest)
+
+
+@dataclass(frozen=True, slots=True)
+class Changes:
+    """Rows that one or more commits in a row added.
+
+    Attributes:
+        version: of the last of these commits.
+        files: data files with the rows; none if the commits only rewrote or removed some.
+        bytes: of the files.
+    """
+
+    version: int
+    files: tuple[str, ...]
+    bytes: int
+
+
+def newest_version(bronze: TableRef, known: int) -> int:
+    """The newest version, looked for from one that is known to be there.
+
+    Raises:
+        VersionsGone: the table's log is gone.
+    """
+    log = DeltaLog(bronze.path)
+    version = known
+    while log.has(version + 1):
+        version += 1
+    if version == known and not log.exists():
+        raise VersionsGone(bronze.name, f"{log.folder} is gone")
+    return version
+
+
+def changes(bronze: TableRef, since: int, until: int, max_bytes: int) -> Iterator[Changes]:
+    """All that came after version ``since``, up to ``until``, in order. One commit is read at a time.
+
+    Args:
+        max_bytes: of one item's files, at the most; a single commit may have more.
+
+    Raises:
+        VersionsGone: the log or a data file of these versions has been removed.
+    """
+    files: list[str] = []
+    size = 0
+    for version in range(since + 1, until + 1):
+        found = _added(bronze, version)
+        added = sum(found.values())
+        if files and size + added > max_bytes:
+            yield Changes(version - 1, tuple(files), size)
+            files, size = [], 0
+        files += found
+        size += added
+    if until > since:
+        yield Changes(until, tuple(files), size)
+
+
+def _added(bronze: TableRef, version: int) -> dict[str, int]:
+    """Data files that a commit added with new rows, and their bytes."""
+    try:
+        added = DeltaLog(bronze.path).read(version).added
+    except TableGone as gone:
+        raise VersionsGone(bronze.name, gone.detail) from None
+    found = {str(file.located(bronze.path)): file.size for file in added if file.data_change}
+    if absent := next((path for path in found if not Path(path).exists()), None):
+        raise VersionsGone(bronze.name, f"data file {absent} of version {version} has been removed")
+    return found

@@ -68,11 +68,13 @@ class AddedFile:
         path: as the log has it; it names the file within the table.
         partition: values of the partition columns, as text.
         data_change: False if the file only holds rows that were in the table before (compaction).
+        size: bytes.
     """
 
     path: str
     partition: Mapping[str, str | None]
     data_change: bool
+    size: int = 0
 
     def located(self, folder: Path) -> Path:
         """The file's place, for a table in ``folder``."""
@@ -185,7 +187,8 @@ class DeltaLog:
                 if add.get("deletionVector"):
                     remedy = "Set delta.enableDeletionVectors=false"
                     raise TableUnreadable(self.table.name, "it has deletion vectors", remedy)
-                added.append(AddedFile(add["path"], add.get("partitionValues") or {}, add.get("dataChange", True)))
+                partition, size = add.get("partitionValues") or {}, add.get("size") or 0
+                added.append(AddedFile(add["path"], partition, add.get("dataChange", True), size))
             elif (remove := action.get("remove")) is not None:
                 removed.append(RemovedFile(remove["path"], remove.get("dataChange", True)))
             elif "metaData" in action:

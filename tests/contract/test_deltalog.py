@@ -43,6 +43,8 @@ def test_versions_and_infos(product: Product) -> None:
     assert (log.has(2), log.has(3)) == (True, False)
     assert [version for version, _ in log.infos()] == [0, 1, 2]
     assert [info["operation"] for _, info in log.infos(newest_first=True)] == ["WRITE", "WRITE", "CREATE TABLE"]
+    assert json.loads(log.newest_info("millrace.through")) == {"rsvps/0": 20}
+    assert log.newest_info("absent") is None
     written = log.commit_file(2).stat()
     assert log.written_at(2) == pytest.approx(written.st_mtime)
     assert log.stamp(2) == (written.st_ino, written.st_mtime_ns)
