@@ -19,6 +19,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from jobs.metrics import metrics_server
+from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.lake import Lake
 
 if TYPE_CHECKING:
@@ -95,20 +96,17 @@ class DriverCollector(Collector):
         yield from (batch, rows, seconds, age, ahead, state)
 
     def _of_tables(self) -> Iterator[Metric]:
-        from lakehouse.maintain.logs import newest_version
-
         version = GaugeMetricFamily("millrace_lakehouse_table_version", "Newest version.", labels=["layer", "table"])
         age = GaugeMetricFamily(
             "millrace_lakehouse_table_age_seconds", "Time since its last commit.", labels=["layer", "table"]
         )
         for table in self._lake.tables():
-            number = newest_version(table)
-            try:
-                commit = (table.path / "_delta_log" / f"{number:020d}.json").stat()
-            except FileNotFoundError:  # removed since, or being made
+            number = (found := DeltaLog(table.path)).newest()
+            written = found.written_at(number)
+            if written is None:  # removed since, or being made
                 continue
             version.add_metric([table.layer, table.name], number)
-            age.add_metric([table.layer, table.name], max(0.0, self._now() - commit.st_mtime))
+            age.add_metric([table.layer, table.name], max(0.0, self._now() - written))
         yield from (version, age)
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from deltalake import DeltaTable
 
 from lakehouse.bronze.table import progress
+from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.errors import BronzeReplaced
-from lakehouse.maintain.logs import newest_version
 from lakehouse.maintain.readers import last_offsets, reader_file, readers
 
 
@@ -57,7 +57,7 @@ def note_record(lake: Lake, source: str) -> None:
 
 def _ahead(lake: Lake, table: TableRef, table_id: str) -> Iterator[str]:
     """What has been read or written of the table that is not in it."""
-    newest = newest_version(table)
+    newest = DeltaLog(table.path).newest()
     for reader in readers(lake):
         if reader.table_id == table_id and reader.next_version > newest + 1:
             yield f"{reader.query} has read up to version {reader.next_version - 1}, and it ends at {newest}"

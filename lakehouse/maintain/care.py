@@ -18,7 +18,7 @@ from lakehouse.gold.store import ProductStore
 from lakehouse.lock import WriterLocks
 from lakehouse.maintain import products
 from lakehouse.maintain.bronze import bronze_turn, compact, end_retention, may_clean
-from lakehouse.maintain.logs import CHECKPOINT_EVERY, checkpoint, kept_ms, newest_checkpoint, newest_version
+from lakehouse.maintain.logs import CHECKPOINT_EVERY, checkpoint, kept_ms, since_checkpoint
 from lakehouse.quality.unknown import note
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,6 @@ class Maintenance:
         self._looked = self._swept = now()
         self._tidied: dict[str, float] = {}
         self._removed: dict[str, float] = {}
-        self._checkpoints: dict[str, int] = {}
 
     def after_batch(self, stores: Sequence[ProductStore] = ()) -> None:
         """To be called between batches by the writer of ``stores``; takes care of one of them at the most."""
@@ -116,12 +115,10 @@ class Maintenance:
 
     def _log_of(self, table: TableRef) -> None:
         """A log checkpoint every :data:`CHECKPOINT_EVERY` versions."""
-        newest = newest_version(table)
-        if newest - self._checkpoints.setdefault(table.name, newest_checkpoint(table)) < CHECKPOINT_EVERY:
+        if since_checkpoint(table) < CHECKPOINT_EVERY:
             return
         if not checkpoint(self._lake, table):
             log.warning("bronze %s keeps old versions: a query has still to read them (millrace tables)", table.name)
-        self._checkpoints[table.name] = newest
 
 
 def sweep(lake: Lake, table: TableRef, *, locked: bool = False) -> int:

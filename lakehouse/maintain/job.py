@@ -18,7 +18,7 @@ from lakehouse.gold.store import ProductStore
 from lakehouse.lock import WriterLocks
 from lakehouse.maintain.bronze import LARGE, MANY, compact, end_retention
 from lakehouse.maintain.care import leading, sweep
-from lakehouse.maintain.logs import CHECKPOINT_EVERY, checkpoint, newest_checkpoint, newest_version
+from lakehouse.maintain.logs import CHECKPOINT_EVERY, checkpoint, since_checkpoint
 from lakehouse.maintain.products import tidy
 from lakehouse.quality.unknown import note
 
@@ -85,8 +85,7 @@ def _care_of(lake: Lake, pipeline: Pipeline, table: TableRef, everything: bool, 
             yield "left as it is: it is declared otherwise now, and built again when its driver starts"
         elif done := tidy(store, many=2, fold_rows=fold_rows) if everything else tidy(store, fold_rows=fold_rows):
             yield done
-    since = newest_version(table) - newest_checkpoint(table)
-    if since >= (1 if everything else CHECKPOINT_EVERY):
+    if since_checkpoint(table) >= (1 if everything else CHECKPOINT_EVERY):
         kept = checkpoint(lake, table)
         yield "log checkpoint" if kept else "log checkpoint (old versions stay: a query has still to read them)"
     if removed := sweep(lake, table, locked=True):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator
 
 from deltalake import DeltaTable
 
+from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.tomlfile import duration_ms
 from lakehouse.maintain.bronze import may_clean
@@ -41,27 +40,7 @@ def _default(what: str) -> int:
     return 30 * 86_400_000 if what == "logRetentionDuration" else _WEEK_MS
 
 
-def newest_version(table: TableRef) -> int:
-    """The newest version in the log, without opening the table; -1 for none."""
-    return max(_versions(table), default=-1)
-
-
-def oldest_version(table: TableRef) -> int:
-    """The oldest version whose log entry is there; -1 for none."""
-    return min(_versions(table), default=-1)
-
-
-def _versions(table: TableRef) -> Iterator[int]:
-    try:
-        with os.scandir(table.path / "_delta_log") as entries:  # there may be many thousands
-            for entry in entries:
-                if len(entry.name) == 25 and entry.name.endswith(".json"):
-                    yield int(entry.name[:20])
-    except FileNotFoundError:
-        return
-
-
-def newest_checkpoint(table: TableRef) -> int:
-    """Version of the newest log checkpoint; 0 for none."""
-    found = (table.path / "_delta_log").glob("*.checkpoint*.parquet")
-    return max((int(p.name.split(".")[0]) for p in found), default=0)
+def since_checkpoint(table: TableRef) -> int:
+    """How many versions the log has after its newest checkpoint."""
+    log = DeltaLog(table.path)
+    return log.newest() - max(log.checkpoints(), default=0)

@@ -12,11 +12,12 @@ from deltalake.exceptions import DeltaError
 from lakehouse.bronze.table import progress
 from lakehouse.checkpoint import version_of
 from lakehouse.contract import lake as names
+from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Pipeline, Source
 from lakehouse.maintain.backlog import ALARM, OK, WARN, Ask, health_of, span
 from lakehouse.maintain.bronze import SMALL
-from lakehouse.maintain.logs import kept_ms, oldest_version
+from lakehouse.maintain.logs import kept_ms
 from lakehouse.maintain.readers import readers_of, unread_since
 from lakehouse.quality.unknown import noted
 
@@ -86,16 +87,16 @@ def _facts(
         adds = delta.get_add_actions(flatten=True)
         sizes = adds.column("size_bytes").to_pylist()
         counts = adds.column("num_records").to_pylist() if "num_records" in adds.schema.names else [None]
-        commit = max((table.path / "_delta_log").glob("[0-9]*.json"))
     except (DeltaError, OSError, ValueError) as error:  # that it cannot be read is a fact too
         remark = f"cannot be read: {str(error).splitlines()[0]}"
         return TableFacts(table.layer, table.name, -1, -1, None, 0, 0, 0, 0.0, "", 0.0, health=ALARM, remarks=(remark,))
+    log = DeltaLog(table.path)
     source = pipeline.sources.get(table.name) if table.layer == "bronze" else None
     facts = {
         "rows": None if any(count is None for count in counts) else sum(counts),
         "small": sum(size < SMALL for size in sizes),
         "keeps": source.bronze_retention if source else "",
-        "committed": commit.stat().st_mtime,
+        "committed": log.written_at(delta.version()) or 0.0,
         "log_s": kept_ms(delta, "logRetentionDuration") / 1000,
     }
     told = _Told()
@@ -104,12 +105,12 @@ def _facts(
     if source is not None:
         behind, behind_s = _bronze(lake, table, source, backlog, told, facts["log_s"], now)
     else:
-        behind, behind_s = _product(lake, pipeline, table, delta, told, now)
+        behind, behind_s = _product(lake, pipeline, table, told, now)
     return TableFacts(
         table.layer,
         table.name,
         delta.version(),
-        oldest_version(table),
+        log.oldest(),
         files=len(sizes),
         bytes=sum(sizes),
         behind=behind,
@@ -162,26 +163,26 @@ def _bronze(
 
 
 def _product(
-    lake: Lake, pipeline: Pipeline, table: TableRef, delta: DeltaTable, told: _Told, now: Callable[[], float]
+    lake: Lake, pipeline: Pipeline, table: TableRef, told: _Told, now: Callable[[], float]
 ) -> tuple[int | None, float | None]:
     product = pipeline.products.get(table.name)
     if product is None or not lake.bronze(product.source).exists():
         return None, None
     bronze = lake.bronze(product.source)
-    reached = next((i[names.COMMIT_BRONZE] for i in delta.history(limit=50) if names.COMMIT_BRONZE in i), None)
+    reached = DeltaLog(table.path).newest_info(names.COMMIT_BRONZE)
     held = version_of(str(reached)) if reached is not None else None
-    version = None if held is None else held + 1
-    if version is None:
+    if held is None:
         told.add(WARN, "it does not say how far it is")
         return None, None
-    newest = DeltaTable(str(bronze.path)).version()
-    behind = max(0, newest + 1 - version)
+    log = DeltaLog(bronze.path)
+    behind = max(0, log.newest() - held)
     since = None
     if behind:
-        try:
-            since = max(0.0, now() - (bronze.path / "_delta_log" / f"{version:020d}.json").stat().st_mtime)
-        except FileNotFoundError:
+        written = log.written_at(held + 1)
+        if written is None:
             told.add(ALARM, "bronze's log no longer reaches back to where it is: it will be built again")
+        else:
+            since = max(0.0, now() - written)
     if since is not None and since > LATE_S:
         told.add(WARN, f"it is {span(since)} behind bronze: is the pipeline running?")
     return behind, since if behind else 0.0

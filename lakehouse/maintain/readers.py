@@ -11,6 +11,7 @@ from typing import Any
 
 from deltalake import DeltaTable
 
+from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.lake import Lake, TableRef
 
 
@@ -88,11 +89,10 @@ def readers_of(lake: Lake, table: TableRef) -> list[Reader]:
 
 
 def unread_since(table: TableRef, reader: Reader, now: Callable[[], float] = time.time) -> float | None:
-    """For how many seconds the oldest commit that the reader has not read has been there; None where it read all."""
-    log = table.path / "_delta_log"
-    path = log / f"{reader.next_version:020d}.json"
-    try:
-        return max(0.0, now() - path.stat().st_mtime)
-    except FileNotFoundError:
-        later = [p for p in log.glob("[0-9]*.json") if int(p.stem) > reader.next_version]
-        return max(0.0, now() - min(p.stat().st_mtime for p in later)) if later else None
+    """For how many seconds the oldest commit that the reader has not read has been there; None if it read all."""
+    log = DeltaLog(table.path)
+    written = log.written_at(reader.next_version)
+    if written is None:
+        later = [log.written_at(version) for version in log.versions() if version > reader.next_version]
+        written = min((at for at in later if at is not None), default=None)
+    return None if written is None else max(0.0, now() - written)

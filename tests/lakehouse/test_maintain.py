@@ -19,6 +19,7 @@ import pytest
 from deltalake import CommitProperties, DeltaTable, write_deltalake
 
 from lakehouse.bronze.table import Progress, create, progress
+from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.faults import CARE_CRASH_POINTS
 from lakehouse.contract.lake import LOADS, PROPERTY_POSITIONS, Lake, TableRef
 from lakehouse.contract.pipeline import Product, Source
@@ -33,7 +34,7 @@ from lakehouse.maintain.backlog import RETENTION_SHARE, WATCH_EVERY_S, Backlog
 from lakehouse.maintain.beside import Caretaker
 from lakehouse.maintain.bronze import compact, end_retention, may_clean
 from lakehouse.maintain.care import LOOK_EVERY_S, SWEEP_EVERY_S, TIDY_EVERY_S, leading
-from lakehouse.maintain.logs import CHECKPOINT_EVERY, kept_ms, newest_version, oldest_version
+from lakehouse.maintain.logs import CHECKPOINT_EVERY, kept_ms
 from lakehouse.maintain.products import MANY_FILES, fold, sweep, tidy
 from lakehouse.maintain.readers import note_reader, reader_file, readers_of, unread_since
 from tests.lakehouse.lakes import T0, bronze_rows, eventually, pipeline_in
@@ -108,6 +109,7 @@ def test_a_product_is_put_together_by_its_writer_and_it_goes_on(tmp_path: Path) 
 CARE = """
 import sys
 from pathlib import Path
+from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.lake import Lake
 from lakehouse.maintain.products import tidy
 from tests.lakehouse.test_maintain import PER_CITY, TOTALS, ProductStore
@@ -289,8 +291,8 @@ def test_a_driver_looks_after_logs_bronze_and_its_products(tmp_path: Path) -> No
     care.after_batch([store])
     care.close()
     assert DeltaTable(str(store.table.path)).to_pyarrow_table().num_rows == 3
-    assert oldest_version(store.table) == 0  # nothing that is promised was cut
-    assert newest_version(store.table) > CHECKPOINT_EVERY
+    assert DeltaLog(store.table.path).oldest() == 0  # nothing that is promised was cut
+    assert DeltaLog(store.table.path).newest() > CHECKPOINT_EVERY
 
 
 def test_a_driver_looks_after_what_none_of_its_queries_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
