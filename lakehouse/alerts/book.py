@@ -15,6 +15,7 @@ from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
 from lakehouse.alerts.machine import Streak, Turn
 from lakehouse.contract import lake as names
 from lakehouse.contract.alerts import Alert
+from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.faults import crash_point
 from lakehouse.contract.lake import Lake
 from lakehouse.queries.view import KEPT, sweep
@@ -73,11 +74,8 @@ class AlertBook:
         self._rows: dict[tuple[str, str], dict[str, Any]] = {}
         self._create()
         self._delta = DeltaTable(str(self.table.path))
-        for info in self._delta.history():
-            if COMMIT_ALERTS in info:
-                found = json.loads(info[COMMIT_ALERTS])
-                self.progress = {name: Progress.read(progress) for name, progress in found.items()}
-                break
+        if found := DeltaLog(self.table.path).newest_info(COMMIT_ALERTS, within=None):
+            self.progress = {name: Progress.read(progress) for name, progress in json.loads(found).items()}
         for row in self._delta.to_pyarrow_table().to_pylist():
             self._rows[row["alert"], row["key"]] = row
 

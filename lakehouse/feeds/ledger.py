@@ -22,6 +22,7 @@ import pyarrow.compute as pc
 from deltalake import DeltaTable
 
 from lakehouse.bronze.clock import COMMIT_LOAD
+from lakehouse.contract.deltalog import DeltaLog, TableGone
 from lakehouse.contract.lake import FILE_TOPIC as TOPIC
 from lakehouse.contract.lake import Lake, TableRef
 
@@ -71,7 +72,7 @@ class Ledger:
     def __init__(self, lake: Lake, table: TableRef) -> None:
         folder = ledger_folder(lake, table.name)
         folder.mkdir(parents=True, exist_ok=True)
-        self._log = table.path / "_delta_log"
+        self._log = DeltaLog(table.path)
         self._env = lmdb.open(str(folder), map_size=_MAP_BYTES, metasync=False, readahead=False, max_readers=256)
 
     def catch_up(self, delta: DeltaTable) -> None:
@@ -98,10 +99,11 @@ class Ledger:
         found: dict[str, Done] = {}
         for number in range(version + 1, newest[1] + 1):
             try:
-                text = (self._log / f"{number:020}.json").read_text(encoding="utf-8")
-            except FileNotFoundError:  # cleaned up: nothing of a loader's is in it, but for what was intended
+                info = self._log.info(number)
+            except TableGone:  # cleaned up: nothing of a loader's is in it, but for what was intended
                 return self._put([*found.values(), *self._intended(delta)], held, newest)
-            found.update((done.file, done) for done in _in_commit(text))
+            loaded = json.loads(info[COMMIT_LOAD])["files"] if COMMIT_LOAD in info else []
+            found.update((done.file, done) for done in map(Done.from_json, loaded))
         return self._put(found.values(), held, newest)
 
     def intend(self, done: Iterable[Done], bronze_at: int) -> None:
@@ -195,12 +197,3 @@ def _told(position: bytes | None) -> tuple[str, int]:
 def ledger_folder(lake: Lake, source: str) -> Path:
     """Where a source's ledger lies."""
     return lake.state / "loads" / source / "ledger"
-
-
-def _in_commit(text: str) -> list[Done]:
-    for line in text.splitlines():
-        if f'"{COMMIT_LOAD}"' in line:
-            info = json.loads(line).get("commitInfo", {})
-            if COMMIT_LOAD in info:
-                return [Done.from_json(item) for item in json.loads(info[COMMIT_LOAD])["files"]]
-    return []

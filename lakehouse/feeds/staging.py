@@ -14,6 +14,7 @@ import pyarrow as pa
 from deltalake import CommitProperties, DeltaTable, write_deltalake
 
 from lakehouse.contract import lake as names
+from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Pipeline
@@ -187,10 +188,7 @@ def _condition(staging: Staging) -> str:
 
 
 def _shown(target: TableRef) -> str:
-    for info in DeltaTable(str(target.path)).history(limit=50):
-        if COMMIT_STAGED in info:
-            return str(info[COMMIT_STAGED])
-    return ""
+    return str(DeltaLog(target.path).newest_info(COMMIT_STAGED) or "")
 
 
 def _count(target: TableRef) -> int:

@@ -6,7 +6,6 @@ used only for predicates that DuckDB cannot evaluate (``engine = "spark"``, :mod
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from typing import Any
 import pyarrow.dataset as ds
 from deltalake import DeltaTable
 
+from lakehouse.contract.deltalog import DeltaLog, TableGone
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Product, Source
 from lakehouse.errors import QualityProblem
@@ -87,7 +87,7 @@ def bronze_subject(lake: Lake, source: Source, batch: str = "") -> Subject:
     files = [uri.removeprefix("file://") for uri in delta.file_uris()]
     if batch:
         first, last = _versions(table, batch, delta.version())
-        files = [str(table.path / path) for v in range(first, last + 1) for path in _added(table, v)]
+        files = [path for v in range(first, last + 1) for path in _added(table, v)]
         rows = ds.dataset(files, schema=rows.schema)
         batch = str(first) if first == last else f"{first}..{last}"
     _bounded(table, rows)
@@ -144,15 +144,14 @@ def _versions(table: TableRef, batch: str, newest: int) -> tuple[int, int]:
 def _added(table: TableRef, version: int, *, must: bool = True) -> list[str]:
     """Data files that a commit brought; none for care of the table."""
     try:
-        text = (table.path / "_delta_log" / f"{version:020d}.json").read_text(encoding="utf-8")
-    except FileNotFoundError:
+        added = DeltaLog(table.path).read(version).added
+    except TableGone:
         if must:
             raise QualityProblem(
                 table.name, f"version {version} is no longer in its log", "See millrace tables"
             ) from None
         return []
-    adds = (json.loads(line).get("add") for line in text.splitlines() if line.startswith('{"add"'))
-    return [add["path"] for add in adds if add and add.get("dataChange", True)]
+    return [str(file.located(table.path)) for file in added if file.data_change]
 
 
 def _spark_type(kind: Any) -> str:
