@@ -10,6 +10,7 @@ import pyarrow as pa
 from sqlglot import exp
 
 from lakehouse.contract.pipeline import Product
+from lakehouse.contract.rows import Fold
 from lakehouse.errors import BadProduct
 from lakehouse.operators.base import WINDOW_START, plain_type
 from lakehouse.operators.sliding import Sliding, slides
@@ -64,11 +65,7 @@ class Aggregate:
         self.describe(partial.schema)
         assert self.schema is not None
         tables = [table.select(self.schema.names).cast(self.schema) for table in (old, partial) if table is not None]
-        rows = pa.concat_tables(tables)
-        merged = rows.group_by(list(self.key)).aggregate(list(self.fold.items()))
-        names = [*self.key, *self.fold]
-        by_name = {name: merged[name if name in self.key else f"{name}_{self.fold[name]}"] for name in names}
-        return pa.table({name: by_name[name] for name in self.schema.names}).cast(self.schema)
+        return Fold(self.key, self.fold).arrow(pa.concat_tables(tables))
 
 
 def _parse(product: Product) -> exp.Select:

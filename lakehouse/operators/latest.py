@@ -5,17 +5,15 @@ choice, but the same in every order, in every replay and after any repetition. T
 commutative and idempotent. A deletion is a row like any other, with a column of the user's own that says so.
 
 For many keys store it with ``storage = "append"``: a batch adds its own keys' latest rows, and readers and maintenance
-fold them (lakehouse.contract.fold). ``upsert`` rewrites the table with each batch, and is for small ones.
+fold them (lakehouse.contract.rows). ``upsert`` rewrites the table with each batch, and is for small ones.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from lakehouse.contract.fold import LATEST
 from lakehouse.contract.pipeline import Product
+from lakehouse.contract.rows import LATEST, Fold
 from lakehouse.errors import BadProduct
 from lakehouse.operators.base import plain_type
 
@@ -54,9 +52,4 @@ class Latest:
     def merge(self, old: pa.Table | None, partial: pa.Table) -> pa.Table:
         assert self.schema is not None, "describe() comes first"
         tables = [table.select(self.schema.names).cast(self.schema) for table in (old, partial) if table is not None]
-        rows = pa.concat_tables(tables)
-        order = pc.sort_indices(rows, [(name, "ascending") for name in self.order])
-        place = pa.array(np.argsort(order.to_numpy()))  # of each row among all, the last is the greatest
-        keys = rows.select(list(self.key)).append_column("place", place)
-        last = keys.group_by(list(self.key)).aggregate([("place", "max")])["place_max"]
-        return rows.take(order.take(last.combine_chunks().sort()))
+        return Fold(self.key, self.fold, self.order).arrow(pa.concat_tables(tables))

@@ -103,6 +103,18 @@ def test_a_view_of_partials_sees_them_folded_also_after_a_fold(lake: Lake) -> No
     ]
 
 
+def test_a_view_of_latest_rows_never_mixes_two_of_them(lake: Lake) -> None:
+    loads = Product(lake, fold={"n": "latest", "kw": "latest"}, properties={names.PROPERTY_ORDER: "n"})
+    loads.put(("Ulm", at(0), 1, 10.0))
+    newest = View(base="loads", name="newest", sql="SELECT city, n, kw FROM loads", key=("city",))
+    driver = Driver(lake, a_pipeline([newest]))
+    driver.turn()
+    assert rows_of(lake, "newest") == [{"city": "Ulm", "n": 1, "kw": 10.0}]
+    loads.put(("Ulm", at(0), 2, None))
+    driver.turn()
+    assert rows_of(lake, "newest") == [{"city": "Ulm", "n": 2, "kw": None}]
+
+
 def test_views_over_views_in_any_order(lake: Lake) -> None:
     top = View(base="totals", name="top", key=("one",), sql="SELECT 1 AS one, max_by(city, n) AS city FROM totals")
     loads = Product(lake)
