@@ -31,15 +31,18 @@ from lakehouse.bronze.query import RECORDS, to_bronze
 from lakehouse.bronze.seen import JUDGED
 from lakehouse.bronze.table import COLUMNS
 from lakehouse.contract.envelope import Envelope
+from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.expectations import HALT, QUARANTINE, WARN
 from lakehouse.contract.pipeline import Product, Source
+from lakehouse.contract.sqlcheck import unrepeatable
 from lakehouse.operators import Operator
-from lakehouse.operators.sql import parse
-from lakehouse.prepared import PreparedQuery, is_local
+from lakehouse.operators.sql import parse, tree_of
+from lakehouse.prepared import PreparedQuery, Query, Table, is_local
 from lakehouse.quality.watch import warned_columns
 from lakehouse.silver.conform import CARRIED, conform, payload_schema
 
-SMALL_BATCH = 5_000
-"""Events: below it one task is quicker than several, for a file as for an aggregate."""
+SMALL_BATCH = 20_000
+"""Events: fewer go through the driver, which is quicker than planning and scheduling work for them."""
 
 COMPILED = {"spark.sql.codegen.wholeStage": "true", "spark.sql.codegen.factoryMode": "FALLBACK"}
 """Spark settings of sessions whose plans run again and again, or over many rows."""
@@ -173,6 +176,9 @@ class SmallQueries:
         operators: of the products.
         needed: columns that others read.
         tenant: of records that do not say theirs.
+
+    Raises:
+        ConfigError: SQL of the source or of a product depends on when it is computed.
     """
 
     def __init__(
@@ -184,6 +190,7 @@ class SmallQueries:
         needed: Sequence[str],
         tenant: str,
     ) -> None:
+        check_repeatable(source, products)
         self.session = compiled_session(spark)
         self.operators = list(operators)
         self._source = source
@@ -216,7 +223,7 @@ class SmallQueries:
         if self.usable and self.operators:
             self._prepare("partials", self._view, self._union)
         else:
-            self._union(self.session.createDataFrame([], self._view))
+            self._union(lambda *_: self.session.createDataFrame([], self._view))
 
     def rehearsals(self) -> list[Callable[[], object]]:
         """Functions that plan and compile the queries of every batch, so that the first event need not wait for it."""
@@ -263,8 +270,8 @@ class SmallQueries:
             records: columns of :data:`~lakehouse.bronze.query.RECORDS`, in the order in which bronze is to have them.
         """
 
-        def parse_records(frame: DataFrame) -> DataFrame:
-            bronze = to_bronze(frame, source=self._source.name, tenant=self._tenant)
+        def parse_records(table: Table) -> DataFrame:
+            bronze = to_bronze(table(), source=self._source.name, tenant=self._tenant)
             bronze = bronze.withColumn("bronze_at", F.lit(None).cast("timestamp"))
             carried = ("event_id", "collector", "reject", "headers")
             return self.narrowed(conform(bronze, self._source, carried=carried), *_OF_ENVELOPE)
@@ -283,7 +290,7 @@ class SmallQueries:
     def of_bronze(self, bronze: pa.Table) -> SmallEvents:
         """Bronze rows as events."""
         rows = self._run(
-            "bronze", bronze, self._bronze, lambda frame: self.narrowed(conform(frame, self._source)), tasks=2
+            "bronze", bronze, self._bronze, lambda table: self.narrowed(conform(table(), self._source)), tasks=2
         )
         return SmallEvents(self, rows, bronze)
 
@@ -298,11 +305,16 @@ class SmallQueries:
             tables.append(rows.select([f"{number}:{name}" for name in shape.names]).rename_columns(shape.names))
         return tables
 
-    def _union(self, events: DataFrame) -> DataFrame:
+    def _union(self, table: Table) -> DataFrame:
         """The partial rows of all operators, each in columns of its own."""
-        session = events.sparkSession
-        events.createOrReplaceTempView(self._source.name)
-        frames = [session.sql(operator.partial_sql()) for operator in self.operators]
+        frames = []
+        for operator in self.operators:
+            sql = operator.partial_sql()
+            named = _names_in(tree_of(sql))
+            columns = None if named is None else {name for name in self._view.names if name.lower() in named}
+            events = table(columns)
+            events.createOrReplaceTempView(self._source.name)
+            frames.append(events.sparkSession.sql(sql))
         self._shapes = [frame.schema for frame in frames]
 
         def widened(number: int, frame: DataFrame) -> DataFrame:
@@ -320,22 +332,21 @@ class SmallQueries:
     def rejected(self, bronze: pa.Table) -> pa.Table:
         """Quarantine's rows of those bronze rows that are rejected."""
         found = self._run(
-            "rejected", bronze, self._bronze, lambda frame: rejected_columns(conform(frame, self._source), self._source)
+            "rejected",
+            bronze,
+            self._bronze,
+            lambda table: rejected_columns(conform(table(), self._source), self._source),
         )
         return told_rejects(found, self._source)
 
     def warned(self, bronze: pa.Table) -> pa.Table:
         """A row for each of these bronze rows and ``warn`` expectation that it fails."""
-        return self._run("warned", bronze, self._bronze, lambda frame: warned_columns(conform(frame, self._source)))
+        return self._run("warned", bronze, self._bronze, lambda table: warned_columns(conform(table(), self._source)))
 
-    def _run(
-        self, name: str, rows: pa.Table, schema: StructType, query: Callable[[DataFrame], DataFrame], tasks: int = 1
-    ) -> pa.Table:
+    def _run(self, name: str, rows: pa.Table, schema: StructType, query: Query, tasks: int = 1) -> pa.Table:
         return self._prepare(name, schema, query, tasks).run(rows)
 
-    def _prepare(
-        self, name: str, schema: StructType, query: Callable[[DataFrame], DataFrame], tasks: int = 1
-    ) -> PreparedQuery:
+    def _prepare(self, name: str, schema: StructType, query: Query, tasks: int = 1) -> PreparedQuery:
         with self._preparing[name]:
             if name not in self._prepared:
                 # In a session of its own: a view that another thread makes under the source's name is not seen here.
@@ -343,17 +354,43 @@ class SmallQueries:
             return self._prepared[name]
 
 
+def check_repeatable(source: Source, products: Iterable[Product]) -> None:
+    """Refuse SQL whose answer depends on when it is computed: a replay would give another, and plans are made once.
+
+    Raises:
+        ConfigError: with the key that holds it.
+    """
+    declared = {f"sources.{source.name}.event_time": source.event_time}
+    declared |= {
+        f"sources.{source.name}.expectations.{name}": predicate
+        for action in (QUARANTINE, WARN, HALT)
+        for name, predicate in source.expected(action).items()
+    }
+    for product in products:
+        declared[f"products.{product.name}.sql"] = product.sql
+        declared |= {f"products.{product.name}.aggregates.{name}": sql for name, sql in product.aggregates.items()}
+    for key, sql in declared.items():
+        if function := unrepeatable(sql):
+            remedy = "Use received_at (when a collector had the event) for the present time"
+            raise ConfigError(f"{function}() gives another answer on a replay", key=key, remedy=remedy)
+
+
 def columns_read(products: Iterable[Product]) -> set[str] | None:
     """Every name in the products' SQL, in lower case: their columns and more. None: all (``SELECT *``, no SQL)."""
     found: set[str] = set()
     for product in products:
-        if not product.sql.strip():
+        named = _names_in(parse(product)) if product.sql.strip() else None
+        if named is None:
             return None
-        tree = parse(product)
-        if any(not isinstance(star.parent, exp.Count) for star in tree.find_all(exp.Star)):
-            return None
-        found |= {identifier.name.lower() for identifier in tree.find_all(exp.Identifier)}
+        found |= named
     return found
+
+
+def _names_in(tree: exp.Expr) -> set[str] | None:
+    """Every name in a query, in lower case; None where a ``*`` leaves open which columns it reads."""
+    if any(not isinstance(star.parent, exp.Count) for star in tree.find_all(exp.Star)):
+        return None
+    return {identifier.name.lower() for identifier in tree.find_all(exp.Identifier)}
 
 
 def compiled_session(spark: SparkSession) -> SparkSession:

@@ -12,12 +12,22 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from typing import Protocol
 
 import pyarrow as pa
 from pyspark import InheritableThread
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.types import StructField, StructType
+
+
+class Table(Protocol):
+    """The table of a prepared query, to be used in its plan as often as needed."""
+
+    def __call__(self, names: Collection[str] | None = None) -> DataFrame: ...
+
+
+Query = Callable[[Table], DataFrame]
 
 WORKERS = 2
 """Python workers that most queries need."""
@@ -29,18 +39,23 @@ class PreparedQuery:
     Args:
         session: plans the query.
         schema: columns of the tables to come.
-        query: what to compute from such a table.
+        query: computes the result from such a table, or several results from some of its columns each.
         tasks: tasks that share a table; more than one only where no row depends on another.
     """
 
-    def __init__(
-        self, session: SparkSession, schema: StructType, query: Callable[[DataFrame], DataFrame], tasks: int = 1
-    ) -> None:
+    def __init__(self, session: SparkSession, schema: StructType, query: Query, tasks: int = 1) -> None:
+        self._session = session
         self._input = StructType([StructField(field.name, field.dataType, nullable=True) for field in schema])
         self._file = os.memfd_create("millrace-batch", os.MFD_CLOEXEC)
-        reader = _reader(f"/proc/{os.getpid()}/fd/{self._file}", tasks)
-        self._frame = query(session.range(0, tasks, 1, tasks).mapInArrow(reader, self._input))
+        self._tasks = tasks
+        self._frame = query(self._table)
         self._lock = threading.Lock()
+
+    def _table(self, names: Collection[str] | None = None) -> DataFrame:
+        """The table as a leaf of the plan; with ``names`` only these columns."""
+        schema = StructType([field for field in self._input if names is None or field.name in names])
+        reader = _reader(f"/proc/{os.getpid()}/fd/{self._file}", self._tasks, schema.names)
+        return self._session.range(0, self._tasks, 1, self._tasks).mapInArrow(reader, schema)
 
     @property
     def schema(self) -> StructType:
@@ -80,7 +95,7 @@ def is_local(spark: SparkSession) -> bool:
     return (spark.sparkContext.master or "").startswith("local")
 
 
-def _reader(path: str, tasks: int) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
+def _reader(path: str, tasks: int, names: list[str]) -> Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]:
     """What a task runs in its Python worker: it gives its share of the table in the file."""
 
     def read(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -89,7 +104,7 @@ def _reader(path: str, tasks: int) -> Callable[[Iterator[pa.RecordBatch]], Itera
         for batch in batches:
             task = batch.column(0)[0].as_py()
             with pyarrow.OSFile(path) as file:
-                rows = pyarrow.ipc.open_file(file).read_all()
+                rows = pyarrow.ipc.open_file(file).read_all().select(names)
             first, end = rows.num_rows * task // tasks, rows.num_rows * (task + 1) // tasks
             yield from rows.slice(first, end - first).to_batches()
 

@@ -209,8 +209,6 @@ class SparkSettings:
         batch_interval_ms: from the start of one micro-batch to that of the next, at least.
         max_offsets_per_trigger: events that a micro-batch takes at most.
         max_bytes_per_trigger: compressed bytes of bronze that are read at once, at most, e.g. ``48m``.
-        optimise: let the JVM optimise what runs often (its C2 compiler): for thousands of events a second and more; the
-            first minutes, and short batches, are slower.
         rehearse: run the queries over made-up rows before the driver says that it is ready.
         metrics_port: port of the driver's ``/metrics`` on the loopback address; 0: any free one.
         conf: any further Spark setting.
@@ -218,10 +216,9 @@ class SparkSettings:
 
     master: str = "local[4]"
     driver_memory: str = "2g"
-    batch_interval_ms: int = 500
+    batch_interval_ms: int = 600
     max_offsets_per_trigger: int = 200_000
     max_bytes_per_trigger: str = "48m"
-    optimise: bool = False
     rehearse: bool = True
     metrics_port: int = 0
     conf: dict[str, str] = field(default_factory=dict)

@@ -53,6 +53,11 @@ VIEW_FUNCTIONS = _names(_AND_OR, _NUMBERS, _TEXTS, _TIMES, _AGGREGATES, _RANKS)
 SOURCE_FUNCTIONS = VIEW_FUNCTIONS | _names(_OF_SOURCES)
 """Functions of queries over a source."""
 
+_UNREPEATABLE = _names(
+    "current_timestamp current_date current_time localtimestamp now curdate getdate rand randn random uuid shuffle",
+    "monotonically_increasing_id spark_partition_id input_file_name",
+)
+
 WINDOW = "window_of"  # what the function `window` is called in a parsed query
 
 
@@ -200,6 +205,25 @@ def _name(node: exp.Expr) -> str:
     if isinstance(node, exp.Anonymous | exp.AnonymousAggFunc):
         return str(node.name).lower()
     return node.sql_name().lower() if isinstance(node, exp.Func) else type(node).__name__.lower()
+
+
+def unrepeatable(sql: str) -> str:
+    """The first function in the text whose answer is another one when it is asked again; empty for none.
+
+    Args:
+        sql: a statement or an expression in Spark's dialect; one that does not parse has none.
+    """
+    import sqlglot
+    from sqlglot import exp
+
+    text = re.sub(r"\bwindow(?=\s*\()", WINDOW, sql, flags=re.IGNORECASE)
+    for whole in (text, f"SELECT {text}"):
+        try:
+            tree = sqlglot.parse_one(whole, dialect="spark")
+        except (sqlglot.errors.SqlglotError, RecursionError):
+            continue
+        return next((name for name in map(_name, tree.find_all(exp.Func)) if name in _UNREPEATABLE), "")
+    return ""
 
 
 def check_columns(tree: exp.Expr, known: Collection[str]) -> None:

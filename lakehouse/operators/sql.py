@@ -21,12 +21,16 @@ def parse(product: Product) -> exp.Expr:
     Raises:
         BadProduct: it does not parse.
     """
-    # sqlglot takes a leading `window` in GROUP BY for the WINDOW clause; any other name serves to look at the columns.
-    text = re.sub(r"\bwindow(?=\s*\()", WINDOW, product.sql, flags=re.IGNORECASE)
     try:
-        return sqlglot.parse_one(text, dialect="spark")
+        return tree_of(product.sql)
     except sqlglot.errors.ParseError as error:
         raise BadProduct(product.name, f"its SQL does not parse: {str(error).splitlines()[0]}") from None
+
+
+def tree_of(sql: str) -> exp.Expr:
+    """A query in Spark's dialect as a tree."""
+    # sqlglot takes a leading `window` in GROUP BY for the WINDOW clause; any other name serves to look at the columns.
+    return sqlglot.parse_one(re.sub(r"\bwindow(?=\s*\()", WINDOW, sql, flags=re.IGNORECASE), dialect="spark")
 
 
 def check_rows(tree: exp.Expr, product: Product, *, aggregated: exp.Select | None = None) -> None:

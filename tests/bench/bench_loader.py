@@ -4,8 +4,7 @@ Offers of 14,000 merchants (about 300 bytes of JSON a row) as feed files of each
 runs from the call of the loader, its worker processes' start included, to its last commit. Each format into a lake of
 its own. ``--end-to-end`` then runs the pipeline's Spark driver over what was loaded, from the start of the loader to
 the commit of ``catalogue`` that holds the last offer: loading and products one after the other, so the rate of both
-side by side is no lower. ``--compiled`` lets Spark compile its queries and the JVM optimise, which the settings leave
-out because they make short batches slower. The last line is one JSON object; ``loader_rows_s`` is that of JSON lines.
+side by side is no lower. The last line is one JSON object; ``loader_rows_s`` is that of JSON lines.
 Bronze is counted after each: ``lost`` offers are not in it, ``twice`` rows are too many; exit status 1 where there are
 any.
 """
@@ -52,13 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--formats", nargs="*", default=list(FORMATS))
     parser.add_argument("--end-to-end", action="store_true")
-    parser.add_argument("--compiled", action="store_true")
     options = parser.parse_args(arguments)
     sizes = {"files": options.files, "workers": options.workers}
     with tempfile.TemporaryDirectory(prefix="bench-loader-") as folder:
         found = measure(Path(folder), options.rows, formats=options.formats, **sizes)
     if options.end_to_end:
-        found["offers_end_to_end_s"] = end_to_end(options.rows, compiled=options.compiled, **sizes)
+        found["offers_end_to_end_s"] = end_to_end(options.rows, **sizes)
     sys.stdout.write(json.dumps(found) + "\n")
     sys.exit(1 if found["lost"] or found["twice"] else 0)
 
@@ -128,7 +126,7 @@ def count(lake: Lake, rows: int) -> tuple[int, int]:
     return rows - told[1], told[0] - told[1]
 
 
-def end_to_end(rows: int, *, files: int = 16, workers: int = 2, compiled: bool = False) -> float:
+def end_to_end(rows: int, *, files: int = 16, workers: int = 2) -> float:
     """Offers a second from the loader's start to the catalogue that holds them all; the driver's start left out."""
     pipeline = load_pipeline(conf_dir() / "pipelines" / "offers")
     with tempfile.TemporaryDirectory(prefix="bench-offers-") as text:
@@ -137,8 +135,6 @@ def end_to_end(rows: int, *, files: int = 16, workers: int = 2, compiled: bool =
         lake = Lake(folder / "lake")
         arguments = ["--lake", str(lake.root), "--pipeline", "offers"]
         environment = {**os.environ, "MILLRACE_SPARK_REHEARSE": "false"}
-        if compiled:
-            environment["MILLRACE_CONF"] = str(_compiled(folder / "conf"))
         script = "import sys; from jobs.streams import main; from lakehouse.stages import Stages; "
         script += f"sys.exit(main('bench', Stages(bronze=False), {arguments!r}))"
         with (folder / "driver.log").open("wb") as log:
@@ -186,19 +182,6 @@ def _wait(check: object, driver: subprocess.Popen[bytes], folder: Path) -> None:
         if driver.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError((folder / "driver.log").read_text()[-2_000:])
         time.sleep(0.1)
-
-
-def _compiled(folder: Path) -> Path:
-    """The settings, but with code generation and both JIT compilers."""
-    shutil.copytree(conf_dir(), folder)
-    spark = {
-        "spark.sql.codegen.wholeStage": "true",
-        "spark.sql.codegen.factoryMode": "FALLBACK",
-        "spark.driver.extraJavaOptions": "-XX:ReservedCodeCacheSize=256m -XX:+UseSerialGC -Xss2m",
-    }
-    with (folder / "default.toml").open("a") as file:  # which ends with the table [spark.conf]
-        file.writelines(f'"{key}" = "{value}"\n' for key, value in spark.items())
-    return folder
 
 
 def _cpu_s() -> float:

@@ -24,8 +24,9 @@ from ingest.broker import EmbeddedBroker
 from jobs.broker import ensure_topics
 from lakehouse.contract.faults import ADDED_CRASH_POINTS, CRASH_POINTS, REBUILD_CRASH_POINTS
 from lakehouse.contract.pipeline import load_pipeline
+from lakehouse.feeds.direct import write_rows
 from lakehouse.replay import digest, verify
-from tests.lakehouse.lakes import Sent, Site, assert_exact, eventually, mixture, site
+from tests.lakehouse.lakes import Sent, Site, assert_exact, click, eventually, mixture, sent, site
 from tests.lakehouse.queries.test_added import CITIES, Queries, by_city
 from tests.lakehouse.test_evolution import redeclared
 from tests.lakehouse.test_stream import ALL_EQUAL, driver
@@ -183,6 +184,37 @@ def test_every_point_at_every_time(new_site: Callable[[], Site], spark: SparkSes
         send()
         killed_at(place, f"{point}:{time}", send)
     place.run_until_arrived(spark)
+    assert_exact(place.lake, place.pipeline, place.records)
+    assert [(f.table, f.equal) for f in verify(spark, place.settings, place.pipeline)] == ALL_EQUAL
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_loader_commits_before_and_behind_the_batch_that_dies(
+    new_site: Callable[[], Site], spark: SparkSession, point: str
+) -> None:
+    """A batch is handed over in memory, the loader's commits around it are read from bronze; then nothing is known."""
+    place, source = new_site(), "clicks"
+    loaded: list[Sent] = []
+
+    def load(first: int) -> None:
+        some = [sent(click(number)) for number in range(first, first + 20)]
+        payloads = [record.payload or b"" for record in some]
+        assert write_rows(place.lake, place.pipeline.sources[source], f"from {first}", payloads) > 0
+        loaded.extend(some)
+
+    place.send(mixture(0, 60))
+    load(1_000)
+    again = iter(range(2_000, 100_000, 100))
+
+    def both() -> None:
+        place.send(mixture(next(again), 20))
+        load(next(again))
+
+    killed_at(place, f"{point}:2", both)  # the second time: it has taken a batch, and knows where it is
+    load(next(again))
+    place.send(place.records[:20])
+    place.run_until_arrived(spark)
+    place.records += loaded
     assert_exact(place.lake, place.pipeline, place.records)
     assert [(f.table, f.equal) for f in verify(spark, place.settings, place.pipeline)] == ALL_EQUAL
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,11 +17,21 @@ from pyspark.sql.pandas.types import from_arrow_schema
 
 from lakehouse.bronze.seen import JUDGED
 from lakehouse.bronze.table import COLUMNS
+from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.expectations import WARN, Expectation
 from lakehouse.contract.pipeline import Pipeline, Product
-from lakehouse.events import Events, LongEvents, SmallQueries, as_bronze, columns_read, compiled_session, kept
+from lakehouse.events import (
+    Events,
+    LongEvents,
+    SmallQueries,
+    as_bronze,
+    check_repeatable,
+    columns_read,
+    compiled_session,
+    kept,
+)
 from lakehouse.operators import operator_of
-from lakehouse.prepared import PreparedQuery
+from lakehouse.prepared import PreparedQuery, Table
 from lakehouse.silver.conform import CARRIED, conform
 from tests.lakehouse.lakes import bronze_rows, mixture, pipeline_in
 
@@ -39,6 +51,23 @@ def test_columns_read_are_those_of_every_product() -> None:
     assert columns_read([product("SELECT * FROM clicks"), product(COUNTED)]) is None
     assert columns_read([product("SELECT c.* FROM clicks c")]) is None
     assert columns_read([]) == set()
+
+
+@pytest.mark.parametrize(
+    ("changed", "key"),
+    [
+        ({"event_time": "now()"}, "sources.clicks.event_time"),
+        ({"expectations": {"old": Expectation("at < unix_millis(current_timestamp())", WARN)}}, "expectations.old"),
+        ({}, "products.p.sql"),
+    ],
+)
+def test_sql_that_depends_on_when_it_is_computed(pipeline: Pipeline, changed: dict[str, Any], key: str) -> None:
+    source = dataclasses.replace(pipeline.sources["clicks"], **changed)
+    odd = product("SELECT who, count_if(at > unix_timestamp()) AS n FROM clicks GROUP BY who")
+    with pytest.raises(ConfigError, match="another answer on a replay") as caught:
+        check_repeatable(source, [] if changed else [odd])
+    assert caught.value.key.endswith(key)
+    check_repeatable(pipeline.sources["clicks"], pipeline.products.values())
 
 
 @pytest.fixture
@@ -102,10 +131,11 @@ def test_views_of_the_sources_name_do_not_disturb_the_queries(
     """A build registers a view of the source's name too, and may do so while the queries are planned."""
     planned = queries._union
 
-    def disturbed(events: DataFrame) -> DataFrame:
-        queries.session.createDataFrame([], events.schema).createOrReplaceTempView("clicks")
-        found = planned(events)
-        queries.session.createDataFrame([], events.schema).createOrReplaceTempView("clicks")
+    def disturbed(table: Table) -> DataFrame:
+        empty = queries.session.createDataFrame([], table().schema)
+        empty.createOrReplaceTempView("clicks")
+        found = planned(table)
+        empty.createOrReplaceTempView("clicks")
         return found
 
     monkeypatch.setattr(queries, "_union", disturbed)
@@ -151,8 +181,8 @@ def test_a_prepared_query_runs_over_one_table_after_another(spark: SparkSession)
     )
     rows = [{"n": n, "tags": [f"t{n}", None], "more": {"a": b"\xff"} if n % 2 else None} for n in range(7)]
 
-    def doubled(frame: DataFrame) -> DataFrame:
-        return frame.withColumn("n", F.col("n") * 2)
+    def doubled(table: Table) -> DataFrame:
+        return table().withColumn("n", F.col("n") * 2)
 
     query = PreparedQuery(compiled_session(spark), from_arrow_schema(schema), doubled, tasks=2)
     for count in (7, 1, 0, 3):

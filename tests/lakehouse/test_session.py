@@ -6,8 +6,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from lakehouse.contract.jars import jar_paths
-from lakehouse.contract.settings import load_settings
-from lakehouse.session import java_options
+from lakehouse.session import JVM_OPTIONS
 
 pytestmark = pytest.mark.spark
 
@@ -26,10 +25,10 @@ def test_a_bad_value_is_null_and_times_are_utc(spark: SparkSession) -> None:
     assert (row.a, row.t) == (None, "1970-01-01 00:00:00")
 
 
-def test_the_jvm_optimises_where_it_is_told_to() -> None:
-    quick, full = (java_options(load_settings({}, spark__optimise=optimise)).split() for optimise in (False, True))
-    assert set(quick) - set(full) == {"-XX:TieredStopAtLevel=1"}
-    assert set(full) < set(quick)
+def test_the_jvm_knows_the_flags_it_is_given(spark: SparkSession) -> None:
+    assert spark._jvm is not None
+    given = list(spark._jvm.java.lang.management.ManagementFactory.getRuntimeMXBean().getInputArguments())
+    assert set(JVM_OPTIONS.split()) <= set(given)
 
 
 def test_bronze_columns_without_repeated_values_have_no_dictionary(spark: SparkSession) -> None:

@@ -27,6 +27,7 @@ from lakehouse.contract.faults import CRASH_POINTS
 from lakehouse.errors import QueryFailed, TableBusy, TopicReplaced
 from lakehouse.lock import WriterLocks
 from lakehouse.replay import digest, verify
+from lakehouse.session import JVM_OPTIONS
 from tests.lakehouse.lakes import (
     Sent,
     Site,
@@ -42,7 +43,7 @@ from tests.lakehouse.lakes import (
 
 pytestmark = [pytest.mark.spark, pytest.mark.broker]
 ROOT = Path(__file__).parents[2]
-QUICK = ("--driver-java-options", "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC")  # what a driver of ours has by itself
+QUICK = ("--driver-java-options", JVM_OPTIONS)  # what a driver of ours has by itself
 
 
 def verified(spark: SparkSession, place: Site) -> list[tuple[str, bool]]:
