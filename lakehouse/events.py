@@ -312,7 +312,7 @@ class SmallQueries:
             sql = operator.partial_sql()
             named = _names_in(tree_of(sql))
             columns = None if named is None else {name for name in self._view.names if name.lower() in named}
-            events = table(columns)
+            events = table(columns or None)
             events.createOrReplaceTempView(self._source.name)
             frames.append(events.sparkSession.sql(sql))
         self._shapes = [frame.schema for frame in frames]

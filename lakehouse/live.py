@@ -280,8 +280,8 @@ class LiveProducts:
     def _pass_over(self, version: int) -> None:
         """Bronze versions without rows: care of bronze made them."""
         if self.stores and time.monotonic() - self._committed_at > _QUIET_S:
-            nothing = self.small.of_bronze(COLUMNS.empty_table())
-            self._step(version, nothing)
+            nothing = self._spark.createDataFrame([], from_arrow_schema(COLUMNS))
+            self._step(version, LongEvents(self.long(nothing), self.source))
         self._moved_to(version)
 
     def _moved_to(self, version: int) -> None:
@@ -319,7 +319,8 @@ class LiveProducts:
     def _advance_from(self, positions: set[int], newest: int) -> None:
         """Bring the index, and products that hold these versions, to the newest one."""
         oldest = min(positions, default=newest)
-        indexed = int(self.seen.position() or -1)
+        noted = self.seen.position()
+        indexed = int(noted) if noted.isdigit() else -1
         if indexed < oldest:
             self._fill(oldest)
         self.position = oldest
@@ -379,12 +380,7 @@ class LiveProducts:
 
     def _fill(self, version: int) -> None:
         """Enter all of bronze in the index; the position last, so that what a crash breaks off is done again."""
-        rows = _JUDGED_COLUMNS.empty_table()
-        for events in (
-            ()
-            if self._is_empty(version)
-            else slices(self._spark, self._bronze.path, self.source, version, F.lit(_JUDGED_BYTES))
-        ):
-            rows = events.select(*JUDGED).toArrow()
-            self.seen.judge(rows, "")
-        self.seen.judge(rows.slice(0, 0), str(version))
+        if not self._is_empty(version):
+            for events in slices(self._spark, self._bronze.path, self.source, version, F.lit(_JUDGED_BYTES)):
+                self.seen.judge(events.select(*JUDGED).toArrow(), "")
+        self.seen.judge(_JUDGED_COLUMNS.empty_table(), str(version))

@@ -1,6 +1,6 @@
 """Turns of the writers of a bronze table: one commit at a time, each with a later ``bronze_at`` than all before it.
 
-Of several copies of an event the first in bronze counts. The live query meets commits in the order of their versions, a
+Of several copies of an event the first in bronze counts. A driver meets commits in the order of their versions, a
 replay orders rows by ``bronze_at``: both name the same copy only where the two orders are one. With a single writer
 that comes by itself; the stream's query and batch loaders that write at the same time take turns by a lock in the lake.
 A loader holds it for a commit (some 15 ms), with its data file written before; the stream for its append.

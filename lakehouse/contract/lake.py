@@ -47,8 +47,8 @@ COMMIT_EVENTS = "millrace.events"  # events this commit added to the product
 COMMIT_OLDEST = "millrace.oldest"  # received_at of the oldest and the newest of those events, ms since the epoch
 COMMIT_NEWEST = "millrace.newest"
 COMMIT_CLOCK = "millrace.clock"  # newest event time so far, µs since the epoch (lakehouse.gold.store.BatchMark)
-COMMIT_BATCH = "millrace.batch"  # "QUERY/BATCH" of the live query that made the commit
-COMMIT_BRONZE = "millrace.bronze"  # how far in bronze the commit reaches, as the Delta source's offset (JSON)
+COMMIT_BATCH = "millrace.batch"  # "APPLICATION/NUMBER", its Delta application transaction
+COMMIT_BRONZE = "millrace.bronze"  # bronze version that the commit reaches; of a join, both offsets (JSON)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,9 +33,9 @@ class BatchMark:
     """What a product commit says of the batch it holds.
 
     Attributes:
-        query: id of the streaming query (of its checkpoint).
-        batch: number of the micro-batch.
-        bronze: how far in bronze the batch reaches, as the Delta source's offset (JSON).
+        query: the Delta application: ``bronze-TABLE_ID``; of a join, the id of its streaming query.
+        batch: its transaction's number: the bronze version that the product holds; of a join, the micro-batch.
+        bronze: that version as text; of a join, the offsets of both Delta sources (JSON).
         through: ``TOPIC/PARTITION`` to next offset: all events before it are in the product.
         events: events that count, in this batch.
         oldest: received_at of the oldest of them, ms since the epoch; None where there are none.

@@ -74,7 +74,7 @@ class Product:
         )
 
     def overwrite(self, rows: Sequence[dict[str, Any]], windows: Iterable[datetime]) -> None:
-        """Replace the rows of these windows, as the live query does."""
+        """Replace the rows of these windows, as a driver does."""
         self.table.update_incremental()
         names = ", ".join(f"'{start.isoformat()}'" for start in windows)
         write_deltalake(

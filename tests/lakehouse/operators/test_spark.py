@@ -1,4 +1,4 @@
-"""Every operator through the live query on real Spark and Delta, against plain Python; sketches across languages."""
+"""Every operator kept live on real Spark and Delta, against plain Python; sketches across languages."""
 
 from __future__ import annotations
 

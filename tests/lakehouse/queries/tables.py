@@ -1,4 +1,4 @@
-"""Small products written by delta-rs, as the live query writes them."""
+"""Small products written by delta-rs, as a driver writes them."""
 
 from __future__ import annotations
 
