@@ -1,6 +1,7 @@
 """Care of a lake by its driver when no batch calls for it, and of tables that none of its queries keeps.
 
-A set of products or a join looks after its own tables between two batches (:class:`~lakehouse.maintain.care.Maintenance`).
+Sets of products and joins look after their own tables between two batches
+(:class:`~lakehouse.maintain.care.Maintenance`).
 Left over are: a driver whose sources are quiet, a driver of bronze alone, and tables with another writer or none:
 staging copies, ``loads``, products that were taken out of the pipeline, those of a stage that does not run.
 """

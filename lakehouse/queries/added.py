@@ -1,8 +1,9 @@
 """Queries that are added while the driver runs: each started, watched and removed alone.
 
-A query over a source is a set of products of its own (:class:`~lakehouse.live.LiveProducts`), with an index of seen events
-and a table of its own, so that nothing of the others has to stop for it. One over a product is a view. What fails stops that query only:
-``millrace query ls`` shows why. A thread of its own does the starting, because building from bronze may take long.
+A query over a source is a set of products of its own (:class:`~lakehouse.live.LiveProducts`), with an index of seen
+events and a table of its own: nothing of the others has to stop for it. One over a product is a view. What fails stops
+that query only: ``millrace query ls`` shows why. A thread of its own does the starting, because building from bronze
+may take long.
 """
 
 from __future__ import annotations
