@@ -220,7 +220,9 @@ class SmallQueries:
         Raises:
             AnalysisException: of Spark, where the SQL does not fit the source's schema.
         """
-        if self.usable and self.operators:
+        if not self.operators:
+            return
+        if self.usable:
             self._prepare("partials", self._view, self._union)
         else:
             self._union(lambda *_: self.session.createDataFrame([], self._view))
@@ -247,7 +249,7 @@ class SmallQueries:
 
     def close(self) -> None:
         """Free what the queries hold."""
-        for query in self._prepared.values():
+        for query in list(self._prepared.values()):
             query.close()
 
     def narrowed(self, events: DataFrame, *others: str) -> DataFrame:

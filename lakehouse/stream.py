@@ -102,6 +102,7 @@ def run(
                     rehearsals += [rehearsing.submit(play) for play in live.small.rehearsals()]
                 live.start()
                 begun(live)
+                stops.callback(wait, rehearsals)  # before its queries are closed
                 lives.setdefault(source.name, live)
             if stages.bronze:
                 begun(_start_bronze(spark, settings, source, bootstrap, lives.get(source.name), accept_loss))

@@ -175,6 +175,17 @@ def test_records_of_kafka_are_what_bronze_gives_back(pipeline: Pipeline, queries
     assert events.select(["dedupe_key", "reason", "event_time"]).equals(again.drop_columns("rejected"))
 
 
+def test_a_source_without_products(spark: SparkSession, pipeline: Pipeline) -> None:
+    queries = SmallQueries(spark, pipeline.sources["clicks"], [], [], SEEN, "default")
+    queries.plan()
+    for rehearsal in queries.rehearsals():
+        rehearsal()
+    events = queries.of_bronze(rows_of_bronze())
+    assert events.partials([], 0) == []
+    assert events.rejected().num_rows > 0
+    queries.close()
+
+
 def test_a_prepared_query_runs_over_one_table_after_another(spark: SparkSession) -> None:
     schema = pa.schema(
         [("n", pa.int64()), ("tags", pa.list_(pa.string())), ("more", pa.map_(pa.string(), pa.binary()))]
