@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 
 import numpy as np
 import numpy.typing as npt
@@ -203,7 +203,7 @@ class SmallQueries:
         self._view = self.narrowed(conform(self.session.createDataFrame([], self._bronze), source)).schema
         self._shapes: list[StructType] = []
 
-    @property
+    @cached_property
     def usable(self) -> bool:
         """Whether the driver is the only executor, and Arrow has a type for each column."""
         if not is_local(self.session):

@@ -128,7 +128,6 @@ class LiveProducts:
         operators = [store.operator for store in self.stores]
         needed = (*_READ, *self._watch.columns)
         self.small = SmallQueries(spark, source, products, operators, needed, settings.tenant)
-        self.takes_small = self.small.usable
         self._spark = self.small.session
         self._maintenance = Maintenance(lake, pipeline=pipeline)
         self._marks = Marks()
@@ -222,7 +221,7 @@ class LiveProducts:
         for found in changes(self._bronze, self.position, version, self._max_bytes):
             if not found.files:
                 self._pass_over(found.version)
-            elif self.takes_small and found.bytes <= _SMALL_BYTES:
+            elif self.small.usable and found.bytes <= _SMALL_BYTES:
                 rows = ds.dataset(found.files, schema=_WITHOUT_DATE).to_table()
                 self._step(
                     found.version,

@@ -34,7 +34,7 @@ from lakehouse.contract.pipeline import Pipeline, Source
 from lakehouse.contract.settings import Settings
 from lakehouse.counts import count_batch
 from lakehouse.errors import BronzeGap, LakehouseError, QueryFailed, TopicReplaced
-from lakehouse.events import SMALL_BATCH, LongEvents, SmallEvents, SmallQueries, as_bronze, compiled_session, kept
+from lakehouse.events import SMALL_BATCH, LongEvents, SmallEvents, as_bronze, compiled_session, kept
 from lakehouse.live import LiveOptions, LiveProducts
 from lakehouse.lock import WriterLocks
 from lakehouse.queries.added import AddedQueries
@@ -142,7 +142,7 @@ def _start_bronze(
     session = compiled_session(spark)
     records, bronze = read_topic(session, settings, source, bootstrap=bootstrap, accept_loss=accept_loss)
     checkpoint = Lake(settings.lake).checkpoint(f"bronze-{source.name}")
-    writer = SourceWriter(source, settings.tenant, bronze, checkpoint, live, spark)
+    writer = SourceWriter(source, settings.tenant, bronze, checkpoint, live)
     query = (
         records.writeStream.queryName(f"bronze-{source.name}")
         .option("checkpointLocation", str(checkpoint))
@@ -161,8 +161,7 @@ class SourceWriter(BatchWriter):
         tenant: of records that do not say theirs.
         bronze: the table's writer.
         checkpoint: the query's.
-        live: the products; None: bronze alone.
-        spark: the driver's session.
+        live: the products; None: bronze alone, and nothing is parsed.
     """
 
     def __init__(
@@ -172,7 +171,6 @@ class SourceWriter(BatchWriter):
         bronze: BronzeWriter,
         checkpoint: Path,
         live: LiveProducts | None,
-        spark: SparkSession,
     ) -> None:
         super().__init__()
         self._source = source
@@ -180,13 +178,9 @@ class SourceWriter(BatchWriter):
         self._bronze = bronze
         self._checkpoint = checkpoint
         self._live = live
-        self._small = live.small if live else SmallQueries(spark, source, [], [], (), tenant)
-        self._takes_small = self._small.usable
 
     def close_files(self) -> None:
-        """See :class:`~lakehouse.writer.BatchWriter`."""
-        if self._live is None:
-            self._small.close()
+        """There are none: the products close their own."""
 
     def take(self, events: DataFrame, batch: int) -> None:
         """See :class:`~lakehouse.writer.BatchWriter`."""
@@ -194,23 +188,21 @@ class SourceWriter(BatchWriter):
         count = self._bronze.events_of(ends)
         if not count:
             return
-        if count < SMALL_BATCH and self._takes_small:
-            self._take_small(events, ends)
+        small = count < SMALL_BATCH
+        if small and self._live is not None and self._live.small.usable:
+            self._take_small(events, ends, self._live)
         else:
-            self._take_long(events, ends)
+            self._take_long(events.coalesce(1) if small else events, ends)
         count_batch(self._checkpoint.name, count)
 
-    def _take_small(self, records: DataFrame, ends: Mapping[str, int]) -> None:
+    def _take_small(self, records: DataFrame, ends: Mapping[str, int], live: LiveProducts) -> None:
         rows = records.toArrow()
         rows = rows.filter(self._bronze.unknown(rows))
-        events, bronze = self._small.of_records(rows)
-        if self._live is None:
-            self._bronze.append(bronze, ends)
-            return
-        with self._live.writing():
+        events, bronze = live.small.of_records(rows)
+        with live.writing():
             commit, whole = self._bronze.append(bronze, ends)
             events = events.set_column(events.schema.get_field_index("bronze_at"), "bronze_at", whole["bronze_at"])
-            self._live.take(commit.version, SmallEvents(self._small, events, whole))
+            live.take(commit.version, SmallEvents(live.small, events, whole))
 
     def _take_long(self, records: DataFrame, ends: Mapping[str, int]) -> None:
         bronze = to_bronze(self._bronze.without_known(records), source=self._source.name, tenant=self._tenant)

@@ -28,7 +28,6 @@ class CountWindow:
     """
 
     ends = LAST
-    in_order = True
     unit: tuple[str, ...] = ()
     fold: dict[str, str] = {}  # noqa: RUF012 - of the protocol, never written to
 

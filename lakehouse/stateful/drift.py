@@ -84,7 +84,6 @@ class Drift:
     """
 
     ends = AT
-    in_order = True
     unit: tuple[str, ...] = ()
     fold: dict[str, str] = {}  # noqa: RUF012 - of the protocol, never written to
     counts: str | None = None
