@@ -41,11 +41,11 @@ from jobs.console import (
     LakeOption,
     PipelineOption,
     err,
+    log_to_stderr,
     run_async,
     upstream_urls,
 )
-from jobs.log import log_to_stderr
-from jobs.supervise import follow_parent
+from jobs.local.supervise import follow_parent
 from lakehouse.contract.errors import MillraceError
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.settings import load_settings
@@ -104,8 +104,8 @@ def collect(
 ) -> None:
     """Run a collecting node: the pipeline's upstreams, UDP and HTTP, into the log and Kafka."""
     from ingest.node import calm_garbage_collector
-    from jobs.broker import resolve_kafka
     from jobs.collecting import collect_until
+    from jobs.local.broker import resolve_kafka
     from lakehouse.contract.pipeline import load_pipeline
 
     settings = load_settings(lake=lake, pipeline=pipeline, kafka__bootstrap=kafka, collect__port=port)
@@ -140,8 +140,8 @@ def run(
     ] = False,
 ) -> None:
     """Run the pipeline's Spark queries in one driver: Kafka to bronze to products."""
-    from jobs.status import DRIVER, write_note
-    from jobs.streams import run_stages
+    from jobs.local.stack import DRIVER, write_note
+    from jobs.run_pipeline import run_stages
     from lakehouse.stages import Stages
 
     settings = load_settings(lake=lake, pipeline=pipeline, kafka__bootstrap=kafka)
@@ -177,7 +177,7 @@ def serve(
         err.print(f"serving at {base}/")
 
     if settings.serve.processes > 1:
-        from jobs.serving import serve_many
+        from jobs.local.supervise import serve_many
 
         common = ["--lake", str(settings.lake), "--pipeline", settings.pipeline]
         run_async(lambda stop: serve_many(settings, common, ready=ready, stop=stop))
@@ -197,7 +197,7 @@ def up(
     ] = None,
 ) -> None:
     """Run everything, supervised: broker, collector, Spark driver, server and feeds; Ctrl-C stops it all."""
-    from jobs.up import Stack, inbox_folders
+    from jobs.local.stack import Stack, inbox_folders
     from lakehouse.contract.pipeline import load_pipeline
 
     settings = load_settings(lake=lake, pipeline=pipeline)
@@ -240,8 +240,8 @@ def demo(
     as_json: Annotated[bool, typer.Option("--json", help="No live board; only the figures at the end.")] = False,
 ) -> None:
     """Play a stream through all of Millrace and show its results; prints one JSON object at the end."""
-    from jobs.demo import Options
-    from jobs.demo import demo as run_demo
+    from jobs.demo.playing import Options
+    from jobs.demo.show import demo as run_demo
 
     settings = load_settings(lake=lake, pipeline=pipeline)
     options = Options(seconds, rate, input, seed, loop, browser=not no_browser, quiet=as_json, live=live)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from jobs.streams import main
+from jobs.run_pipeline import main
 from lakehouse.stages import Stages
 
 if __name__ == "__main__":

@@ -1,11 +1,104 @@
-"""All stages of a pipeline in one driver: ``spark-submit jobs/run_pipeline.py --lake DIR``."""
+"""All stages of a pipeline in one driver: ``spark-submit jobs/run_pipeline.py --lake DIR``.
+
+The other ``run_*`` jobs run a part of the stages by the same :func:`main`.
+"""
 
 from __future__ import annotations
 
+import argparse
+import logging
+import signal
 import sys
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
-from jobs.streams import main
+from jobs.console import log_to_stderr
+from jobs.local.broker import ensure_topics, resolve_kafka
+from lakehouse.contract.errors import MillraceError
+from lakehouse.contract.lake import Lake
+from lakehouse.contract.pipeline import load_pipeline
+from lakehouse.contract.settings import Settings, load_settings
 from lakehouse.stages import Stages
+
+log = logging.getLogger(__name__)
+
+
+def main(description: str, stages: Stages, argv: Sequence[str] | None = None) -> int:
+    """Run the stages as a process of their own (spark-submit or python); returns the exit status."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--lake", type=Path, help="root folder of the tables")
+    parser.add_argument("--pipeline", help="folder below conf/pipelines, or a path")
+    parser.add_argument("--kafka", help="host:port of the broker; default: the lake's embedded one")
+    parser.add_argument("--accept-loss", action="store_true", help="go on where Kafka lost what bronze had not taken")
+    options = parser.parse_args(argv)
+    log_to_stderr()
+    try:
+        settings = load_settings(lake=options.lake, pipeline=options.pipeline, kafka__bootstrap=options.kafka)
+        run_stages(settings, stages, accept_loss=options.accept_loss)
+    except MillraceError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+def run_stages(
+    settings: Settings, stages: Stages, *, accept_loss: bool = False, started: Callable[[str], None] | None = None
+) -> None:
+    """Run the stages of the settings' pipeline until SIGINT or SIGTERM.
+
+    Args:
+        settings: of the process.
+        stages: which part of the pipeline.
+        accept_loss: go on where Kafka lost what bronze had not taken.
+        started: called with the URL of the driver's metrics once all queries run.
+    """
+    pipeline = load_pipeline(settings.pipeline_folder())
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    if stages.bronze:
+        settings = resolve_kafka(settings, "lakehouse")
+    bootstrap = settings.kafka.bootstrap if stages.bronze else ""
+    from lakehouse.session import build_session
+
+    with ThreadPoolExecutor(1) as starting:
+        session = starting.submit(build_session, settings, f"millrace-{pipeline.name}")
+        # Imported while the JVM starts.
+        from jobs.local.broker import asking
+        from jobs.metrics import serve_metrics
+        from lakehouse.maintain.beside import Caretaker
+        from lakehouse.prepared import start_workers
+        from lakehouse.stream import run
+
+        spark = session.result()
+    start_workers(spark)
+    try:
+        if stages.bronze:
+            ensure_topics(pipeline, bootstrap, security=settings.kafka.security)
+        lake = Lake(settings.lake)
+        ask = asking(settings.kafka) if stages.bronze else None
+        with serve_metrics(spark, lake, settings.spark.metrics_port) as url, Caretaker(lake, pipeline, ask):
+
+            def tell() -> None:
+                log.info("metrics at %s", url)
+                if started is not None:
+                    started(url)
+
+            run(
+                spark,
+                settings,
+                pipeline,
+                stages,
+                bootstrap=bootstrap,
+                stop=stop,
+                started=tell,
+                accept_loss=accept_loss,
+            )
+    finally:
+        spark.stop()
+
 
 if __name__ == "__main__":
     sys.exit(main("All stages of a pipeline in one driver", Stages()))

@@ -1,4 +1,4 @@
-"""A driver that does once what drivers do, and writes its classes' archive when it ends; for :mod:`jobs.prepare`.
+"""A driver that does once what drivers do, and writes its classes' archive when it ends; for :mod:`jobs.local.machine`.
 
 ``python -m lakehouse.recording ARCHIVE FOLDER``
 """

@@ -80,8 +80,7 @@ def retention(backlog: Backlog | None) -> str:
 
 def _backlogs(settings: Settings, loaded: Any, found: list[SourceAudit]) -> dict[str, Backlog | None]:
     """By source; None where there is no broker to ask."""
-    from jobs.backlog import Topics
-    from jobs.broker import resolve_kafka
+    from jobs.local.broker import Topics, resolve_kafka
     from lakehouse.bronze.table import progress
 
     try:

@@ -13,7 +13,7 @@ from jobs.console import JsonOption, err, out, print_json
 
 def doctor(as_json: JsonOption = False) -> None:
     """Look whether this machine has what Millrace needs, and say what is missing."""
-    from jobs.doctor import checks
+    from jobs.local.machine import checks
 
     found = checks()
     if as_json:
@@ -28,7 +28,7 @@ def doctor(as_json: JsonOption = False) -> None:
 
 def prepare() -> None:
     """Do what is done once on a machine: fetch the jars, and let Java start in half the time from now on."""
-    from jobs.prepare import prepare as do_all
+    from jobs.local.machine import prepare as do_all
 
     do_all(err.print)
 

@@ -15,7 +15,7 @@ app = typer.Typer(help="The embedded Kafka broker of a lake.", no_args_is_help=T
 @app.command("start")
 def kafka_start(lake: LakeOption = None, pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
     """Start the broker in the background and wait until it serves; a secure one gets the pipeline's access rules."""
-    from jobs.broker import apply_topics, embedded
+    from jobs.local.broker import apply_topics, embedded
     from lakehouse.contract.pipeline import load_pipeline
 
     settings = load_settings(lake=lake, pipeline=pipeline)
@@ -31,7 +31,7 @@ def kafka_start(lake: LakeOption = None, pipeline: PipelineOption = None, as_jso
 @app.command("stop")
 def kafka_stop(lake: LakeOption = None, as_json: JsonOption = False) -> None:
     """Stop the broker."""
-    from jobs.broker import embedded
+    from jobs.local.broker import embedded
 
     broker = embedded(load_settings(lake=lake))
     broker.stop()
@@ -41,7 +41,7 @@ def kafka_stop(lake: LakeOption = None, as_json: JsonOption = False) -> None:
 @app.command("status")
 def kafka_status(lake: LakeOption = None, as_json: JsonOption = False) -> None:
     """Say whether the broker runs, and where; exit status 3 where it does not."""
-    from jobs.broker import embedded
+    from jobs.local.broker import embedded
 
     broker = embedded(load_settings(lake=lake))
     _say(broker, as_json)

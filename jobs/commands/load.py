@@ -16,8 +16,7 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from jobs.console import JsonOption, LakeOption, PipelineOption, err, out, print_json
-from jobs.log import log_to_stderr
+from jobs.console import JsonOption, LakeOption, PipelineOption, err, log_to_stderr, out, print_json
 from jobs.metrics import MetricsPortOption, metrics_server
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.feed import LOADER

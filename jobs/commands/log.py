@@ -102,7 +102,7 @@ def log_retry(
 
     from ingest.kafka import make_publisher
     from ingest.log.inspection import Retried, log_of, retry
-    from jobs.broker import resolve_kafka
+    from jobs.local.broker import resolve_kafka
     from lakehouse.contract.pipeline import load_pipeline
 
     settings = load_settings(lake=lake, pipeline=pipeline, kafka__bootstrap=kafka)

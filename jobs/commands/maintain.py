@@ -9,8 +9,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from jobs.console import JsonOption, LakeOption, PipelineOption, err, print_json
-from jobs.log import log_to_stderr
+from jobs.console import JsonOption, LakeOption, PipelineOption, err, log_to_stderr, print_json
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.settings import load_settings
 

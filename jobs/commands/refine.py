@@ -21,7 +21,7 @@ def refine(
     """Validate and enrich what front collectors took in (TOPIC.raw), and put it into the sources' topics."""
     from ingest.refine import RefineNode
     from ingest.stats import serve_metrics
-    from jobs.broker import resolve_kafka
+    from jobs.local.broker import resolve_kafka
     from lakehouse.contract.pipeline import load_pipeline
 
     settings = load_settings(lake=lake, pipeline=pipeline, kafka__bootstrap=kafka)

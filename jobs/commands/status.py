@@ -14,7 +14,7 @@ from lakehouse.contract.settings import load_settings
 
 def status(lake: LakeOption = None, as_json: JsonOption = False) -> None:
     """Say which parts that millrace up or demo started run, since when, and where they listen; exit status 3: none."""
-    from jobs.status import parts
+    from jobs.local.stack import parts
 
     found = parts(Lake(load_settings(lake=lake).lake))
     running = any(part.running for part in found)

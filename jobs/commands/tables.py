@@ -16,7 +16,7 @@ from lakehouse.contract.lake import Lake
 from lakehouse.contract.settings import Settings, load_settings
 
 if TYPE_CHECKING:
-    from jobs.backlog import Topics
+    from jobs.local.broker import Topics
 
 _COLOURS = {"ok": "green", "warn": "yellow", "alarm": "red"}
 
@@ -59,8 +59,7 @@ def tables(
 
 def _topics(settings: Settings) -> Topics:
     """The broker's, where there is one; tables are shown without it too."""
-    from jobs.backlog import Topics
-    from jobs.broker import resolve_kafka
+    from jobs.local.broker import Topics, resolve_kafka
 
     try:
         kafka = resolve_kafka(settings, "lakehouse").kafka

@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from jobs.console import JsonOption, KafkaOption, LakeOption, PipelineOption, err, out, print_json
-from jobs.log import log_to_stderr
+from jobs.console import JsonOption, KafkaOption, LakeOption, PipelineOption, err, log_to_stderr, out, print_json
 from jobs.metrics import Counts, MetricsPortOption, metrics_server
 from lakehouse.contract.settings import load_settings
 
@@ -27,7 +26,7 @@ def topics(
 ) -> None:
     """Compare the topics with what the pipeline declares. Exit status 1: events would be lost or never taken."""
     from ingest.kafka.topics import ALARM, check_topics
-    from jobs.broker import apply_topics, resolve_kafka
+    from jobs.local.broker import apply_topics, resolve_kafka
     from lakehouse.contract.pipeline import load_pipeline
 
     settings = load_settings(lake=lake, pipeline=pipeline, kafka__bootstrap=kafka)
@@ -55,7 +54,7 @@ def latest(
 ) -> None:
     """Keep the newest event of each key in TOPIC.latest, for the sources that say latest_topic."""
     from ingest.latest import LatestMirror
-    from jobs.broker import resolve_kafka
+    from jobs.local.broker import resolve_kafka
     from lakehouse.contract.pipeline import load_pipeline
 
     settings = load_settings(lake=lake, pipeline=pipeline, kafka__bootstrap=kafka)

@@ -1,9 +1,9 @@
 """Class-data archives (JEP 350): what a JVM has parsed and verified of its classes, mapped by every later one.
 
-Spark and Kafka load thousands of classes before they do anything, which takes the greater part of their start. An
-archive is made once, by :mod:`jobs.prepare`, from a run that does what ours do. It is good for one JVM and one class
-path: its name is made of both, and of its size. Where there is none, or it does not fit, the JVM starts as it would
-without. ``kind`` is ``spark`` or ``kafka`` everywhere.
+Spark and Kafka load thousands of classes before they do anything, which takes most of their start. ``millrace prepare``
+(:mod:`jobs.local.machine`) makes an archive once, from a run that does what ours do. An archive fits one JVM and one
+class path: its name contains a digest of both, and its size. A JVM without a fitting archive starts as usual, only
+slower. ``kind`` is ``spark`` or ``kafka`` everywhere.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ from rich.console import Console
 
 from ingest.broker import EmbeddedBroker
 from ingest.kafka import ensure_topics
-from jobs.status import DRIVER
+from jobs.local.stack import DRIVER
 from lakehouse.contract import lake as names
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, load_pipeline

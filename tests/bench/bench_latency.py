@@ -42,10 +42,9 @@ from rich.table import Table
 from ingest.broker import EmbeddedBroker
 from ingest.kafka import ensure_topics
 from ingest.simulate.generator import generate
-from jobs.outcome import WARM_S, percentiles
-from jobs.status import parts
-from jobs.supervise import PARENT_VARIABLE
-from jobs.up import get_json
+from jobs.demo.account import WARM_S, percentiles
+from jobs.local.stack import get_json, parts
+from jobs.local.supervise import PARENT_VARIABLE
 from lakehouse.contract.jars import jars_dir
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import load_pipeline

@@ -135,7 +135,7 @@ def end_to_end(rows: int, *, files: int = 16, workers: int = 2) -> float:
         lake = Lake(folder / "lake")
         arguments = ["--lake", str(lake.root), "--pipeline", "offers"]
         environment = {**os.environ, "MILLRACE_SPARK_REHEARSE": "false"}
-        script = "import sys; from jobs.streams import main; from lakehouse.stages import Stages; "
+        script = "import sys; from jobs.run_pipeline import main; from lakehouse.stages import Stages; "
         script += f"sys.exit(main('bench', Stages(bronze=False), {arguments!r}))"
         with (folder / "driver.log").open("wb") as log:
             driver = subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=log, stderr=log)

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from ingest.broker import EmbeddedBroker
-from jobs.arrival import end_offsets
-from jobs.up import free_port
+from jobs.demo.account import end_offsets
+from jobs.local.stack import free_port
 
 PIPELINE = """
 [sources.reads]

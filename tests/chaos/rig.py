@@ -17,7 +17,7 @@ from pathlib import Path
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import WebSocketException
 
-from jobs.up import free_port
+from jobs.local.stack import free_port
 from tests.ingest.conftest import event, eventually
 from tests.ingest.conftest import request as ask
 

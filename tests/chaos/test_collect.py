@@ -25,7 +25,7 @@ from pathlib import Path
 import pytest
 
 from ingest.broker import EmbeddedBroker
-from jobs.up import free_port
+from jobs.local.stack import free_port
 from lakehouse.contract.envelope import Envelope
 from tests.chaos.bronze import check_bronze
 from tests.chaos.proxy import Link

@@ -26,8 +26,8 @@ from ingest.enrich import TopicReader
 from ingest.errors import BrokerUnavailable
 from ingest.kafka import ensure_topics
 from ingest.refine import RefineNode
-from jobs.broker import apply_topics, embedded, resolve_kafka
-from jobs.broker import ensure_topics as ensure_from_jobs
+from jobs.local.broker import apply_topics, embedded, resolve_kafka
+from jobs.local.broker import ensure_topics as ensure_from_jobs
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem
 from lakehouse.contract.kafkasecurity import ClientSecurity
 from lakehouse.contract.lake import Lake

@@ -38,7 +38,7 @@ logging.disable()
 from dataclasses import replace
 from pathlib import Path
 from ingest.node import run_collector
-from jobs.up import free_port
+from jobs.local.stack import free_port
 from tests.ingest.conftest import pipeline_of, settings_of
 folder, bootstrap, topic = sys.argv[1:]
 port = free_port()

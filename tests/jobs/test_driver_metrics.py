@@ -12,7 +12,7 @@ from deltalake import write_deltalake
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jobs.driver_metrics import DriverCollector
+from jobs.metrics import DriverCollector
 from lakehouse.contract.lake import Lake
 
 # As Spark 4.2 writes it, less what is not read.

@@ -20,7 +20,7 @@ from deltalake import DeltaTable
 from kafka import KafkaConsumer, KafkaProducer, TopicPartition
 from pyspark.sql import SparkSession
 
-from jobs.broker import ensure_topics
+from jobs.local.broker import ensure_topics
 from lakehouse.bronze.table import COLUMNS
 from lakehouse.contract.envelope import Envelope, fingerprint
 from lakehouse.contract.lake import Lake

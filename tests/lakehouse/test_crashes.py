@@ -21,7 +21,7 @@ from deltalake import DeltaTable
 from pyspark.sql import SparkSession
 
 from ingest.broker import EmbeddedBroker
-from jobs.broker import ensure_topics
+from jobs.local.broker import ensure_topics
 from lakehouse.contract.faults import ADDED_CRASH_POINTS, CRASH_POINTS, REBUILD_CRASH_POINTS
 from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.feeds.direct import write_rows

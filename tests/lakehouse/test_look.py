@@ -15,9 +15,8 @@ from deltalake import DeltaTable
 from typer.testing import CliRunner
 
 from ingest.broker import EmbeddedBroker
-from jobs.backlog import Topics
-from jobs.broker import ensure_topics
 from jobs.cli import app
+from jobs.local.broker import Topics, ensure_topics
 from lakehouse.bronze.table import Progress
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline

@@ -21,7 +21,7 @@ from kafka.errors import KafkaError
 from pyspark.sql import SparkSession
 
 from ingest.broker import EmbeddedBroker
-from jobs.broker import ensure_topics
+from jobs.local.broker import ensure_topics
 from lakehouse.bronze.table import progress
 from lakehouse.contract.faults import CRASH_POINTS
 from lakehouse.errors import QueryFailed, TableBusy, TopicReplaced

@@ -24,7 +24,7 @@ import pytest
 from deltalake import CommitProperties, DeltaTable, write_deltalake
 from playwright.async_api import BrowserContext, Error, Page, WebSocketRoute, expect
 
-from jobs.up import free_port
+from jobs.local.stack import free_port
 from lakehouse.contract import lake
 from tests.system.browser import launched, require_browser
 

@@ -25,7 +25,7 @@ from ingest.broker import EmbeddedBroker
 from ingest.errors import BrokerUnavailable
 from ingest.kafka import ensure_topics
 from ingest.node import CollectorNode, run_collector
-from jobs.up import free_port
+from jobs.local.stack import free_port
 from lakehouse.contract.collector import CollectorSpec
 from lakehouse.contract.keys import KeyFile
 from lakehouse.contract.lake import Lake

@@ -18,7 +18,7 @@ from pyspark.sql import SparkSession
 
 from ingest.broker import EmbeddedBroker
 from ingest.simulate.offers import Offer, feed_rows, offer, write_feeds
-from jobs.broker import ensure_topics
+from jobs.local.broker import ensure_topics
 from lakehouse.bronze.table import progress
 from lakehouse.checkpoint import version_of
 from lakehouse.contract.envelope import Envelope, fingerprint

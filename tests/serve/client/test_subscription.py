@@ -12,7 +12,7 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.asyncio.server import ServerConnection, serve
 
-from jobs.up import free_port
+from jobs.local.stack import free_port
 from serve.client import Change, ClientError, FileStore, MemoryStore, Message, Refused, Snapshot, TableView, subscribe
 from tests.serve.conftest import Spawned, serving, wait_until
 from tests.serve.lakes import Product, top_topics, topics, window

@@ -16,9 +16,8 @@ from typer.testing import CliRunner
 
 from ingest.broker import EmbeddedBroker
 from jobs.cli import app
-from jobs.status import parts
-from jobs.supervise import Child, Supervisor
-from jobs.up import Stack, inbox_folders
+from jobs.local.stack import Stack, inbox_folders, parts
+from jobs.local.supervise import Child, Supervisor
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.settings import load_settings

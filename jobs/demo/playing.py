@@ -14,7 +14,7 @@ from typing import Any
 
 from ingest.simulate.scenes import SCENES
 from ingest.simulate.server import RSVPS
-from jobs.up import Stack, free_port, get_json
+from jobs.local.stack import Stack, free_port, get_json
 from lakehouse.contract.collector import STREAM_KINDS
 from lakehouse.contract.pipeline import Pipeline, Source
 

@@ -15,9 +15,9 @@ from websockets.asyncio.client import connect
 
 from ingest.simulate import Play, play_pipeline, scene_players
 from ingest.simulate.scenes import SCENES
-from jobs.arrival import covers, followed
 from jobs.console import upstream_urls
-from jobs.playing import Options, Playing
+from jobs.demo.account import covers, followed
+from jobs.demo.playing import Options, Playing
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline import Pipeline, load_pipeline
 from lakehouse.contract.settings import conf_dir

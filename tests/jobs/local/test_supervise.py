@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from jobs.supervise import BACKOFF_S, HEALTHY_S, Child, Supervisor
+from jobs.local.supervise import BACKOFF_S, HEALTHY_S, Child, Supervisor
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RUNS = ("simulate", "--port", "0", "--rate", "0.1")  # until it is stopped
 ENDS = ("tables", "--lake", "nowhere")  # at once
 GRANDCHILD = """
@@ -26,7 +26,7 @@ with pids.open("a") as file:
 SUPERVISOR = """
 import sys, time
 from pathlib import Path
-from jobs.supervise import Child, Supervisor
+from jobs.local.supervise import Child, Supervisor
 supervisor = Supervisor()
 supervisor.start(Child("player", sys.argv[2:], Path(sys.argv[1])))
 print(supervisor.pid("player"), flush=True)

@@ -13,16 +13,16 @@ from kafka import KafkaAdminClient
 from kafka.admin import ConfigResource, ConfigResourceType
 
 from ingest.broker import EmbeddedBroker
-from jobs.broker import embedded, ensure_topics, resolve_bootstrap
-from jobs.up import free_port
+from jobs.local.broker import embedded, ensure_topics, resolve_bootstrap
+from jobs.local.stack import free_port
 from lakehouse.contract.errors import EnvironmentProblem
 from lakehouse.contract.pipeline import Pipeline, Source
 from lakehouse.contract.settings import KafkaSettings, Settings
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 UNANSWERED = """
 import sys
-from jobs.broker import ensure_topics
+from jobs.local.broker import ensure_topics
 from lakehouse.contract.errors import EnvironmentProblem
 from tests.jobs.test_broker import pipeline
 try:

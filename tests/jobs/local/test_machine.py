@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.doctor import Check, checks
+from jobs.local.machine import Check, checks
 from lakehouse.contract.settings import conf_dir
 
 

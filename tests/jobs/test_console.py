@@ -12,7 +12,7 @@ import pytest
 
 CODE = """
 import logging
-from jobs.log import log_to_stderr
+from jobs.console import log_to_stderr
 from lakehouse.contract.settings import load_settings
 from lakehouse.contract.trace import about
 load_settings()

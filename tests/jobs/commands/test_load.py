@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from jobs.cli import app
 from lakehouse.contract.errors import ConfigError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 runner = CliRunner()
 
 

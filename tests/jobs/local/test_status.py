@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from jobs.cli import app
-from jobs.status import ADDRESSES, DRIVER, PARTS, Part, parts, write_note
+from jobs.local.stack import ADDRESSES, DRIVER, PARTS, Part, parts, write_note
 from lakehouse.contract.lake import Lake
 
 ME = os.getpid()

@@ -1,26 +1,45 @@
-"""One run of the demo: play, follow, wait until everything has arrived, count."""
+"""``millrace demo``: everything on free loopback ports, a stream played into it, its results shown live.
+
+:mod:`jobs.demo.account` counts the final figures from the tables. Latency is measured at two real sockets: when the
+player sent an event, and when a subscriber of a product got the first message that contains it. With ``live`` nothing
+is played: the pipeline's own upstreams are read, and there is nothing to compare the tables with.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
+import json
+import logging
+import signal
+import sys
 import time
 import webbrowser
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
 
-from jobs.account import Account, Push, take_account
-from jobs.arrival import covers, end_offsets, followed, tables_through
-from jobs.board import Board, Figures
-from jobs.outcome import Outcome
-from jobs.playing import Options, Playing, Progress, source_stats, upstream_problems
-from jobs.supervise import Child
-from jobs.up import Stack
+from jobs.demo.account import (
+    Account,
+    Outcome,
+    Push,
+    covers,
+    end_offsets,
+    followed,
+    percentiles,
+    tables_through,
+    take_account,
+)
+from jobs.demo.board import Board, Figures
+from jobs.demo.playing import Options, Playing, Progress, source_stats, upstream_problems
+from jobs.local.stack import Stack
+from jobs.local.supervise import Child
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem
 from lakehouse.contract.lake import Lake
-from lakehouse.contract.pipeline import Pipeline, Product
+from lakehouse.contract.pipeline import Pipeline, Product, load_pipeline
 from lakehouse.contract.settings import Settings
 from serve.client import Snapshot, subscribe
 
@@ -226,3 +245,60 @@ class Show:
             source = self.pipeline.sources[name]
             found.append(take_account(lake, self.pipeline, source, *sent, pushes, since_us=since_us))
         return found
+
+
+__all__ = ["Options", "demo", "percentiles", "run_demo"]
+
+
+async def run_demo(settings: Settings, options: Options, console: Console) -> dict[str, Any]:
+    """Run the demo to its end; returns its figures.
+
+    Raises:
+        EnvironmentProblem: a part did not get ready, or a live upstream is not reached.
+        ConfigError: there is nothing to play for the pipeline.
+    """
+    settings = dataclasses.replace(
+        settings,
+        serve=dataclasses.replace(settings.serve, port=0),
+        collect=dataclasses.replace(settings.collect, port=0),
+    )
+    shown = Show(settings, load_pipeline(settings.pipeline_folder()), options, console)
+    with _signals(shown.seen):
+        try:
+            with console.status("Starting broker, Spark, server and collector …"):
+                await asyncio.to_thread(shown.stack.start)
+                await shown.until_ready()
+                if options.live:
+                    await shown.until_connected()
+            return await shown.play()
+        finally:
+            with console.status("Stopping …"):
+                await asyncio.to_thread(shown.stack.stop)
+
+
+@contextlib.contextmanager
+def _signals(seen: Seen) -> Iterator[None]:
+    """Ctrl-C ends the playing; a second one, during the wait for the last events, ends that."""
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        seen.stopping = True
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def demo(settings: Settings, options: Options) -> int:
+    """The command: board and messages on standard error, one JSON object as the last line of standard output."""
+    console = Console(stderr=True)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)
+    logging.getLogger("serve.client").setLevel(logging.ERROR)  # the board says how old results are
+    result = asyncio.run(run_demo(settings, options, console))
+    sys.stdout.write(json.dumps(result) + "\n")
+    sys.stdout.flush()
+    return 0 if not result["lost"] and not result["counted_twice"] and result["arrived"] else 1

@@ -7,8 +7,10 @@ of one that is, or it stands in quarantine. What ends in none is lost.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,8 +18,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from deltalake import DeltaTable
 
+from lakehouse.contract.kafkasecurity import PLAINTEXT, ClientSecurity
 from lakehouse.contract.lake import Lake
-from lakehouse.contract.pipeline import Pipeline, Source
+from lakehouse.contract.pipeline import Pipeline, Product, Source
 
 _BRONZE = ("event_id", "fingerprint", "topic", "partition", "offset", "bronze_at", "reject", "suspect")
 
@@ -177,3 +180,116 @@ def latencies(
 def _read(lake: Lake, layer: str, name: str, columns: Sequence[str]) -> pa.Table:
     table = lake.table(layer, name)
     return DeltaTable(str(table.path)).to_pyarrow_table(columns=list(columns))
+
+
+def followed(pipeline: Pipeline) -> dict[str, Product]:
+    """The product whose pushes are timed, by source: a ``top_n`` if there is one, else the first with a channel."""
+    found: dict[str, Product] = {}
+    for name in pipeline.sources:
+        mine = [p for p in pipeline.products.values() if p.channel and name in (p.source, p.right)]
+        mine.sort(key=lambda product: (product.operator != "top_n", product.layer != "gold"))
+        if mine:
+            found[name] = mine[0]
+    return found
+
+
+def end_offsets(bootstrap: str, topics: Iterable[str], security: ClientSecurity = PLAINTEXT) -> dict[str, int] | None:
+    """``TOPIC/PARTITION`` to the offset behind the last event; None while the broker is away."""
+    from kafka import KafkaConsumer, TopicPartition
+    from kafka.errors import KafkaError
+
+    try:
+        consumer = KafkaConsumer(bootstrap_servers=bootstrap, enable_auto_commit=False, **security.for_kafka_python())
+        try:
+            partitions = [
+                TopicPartition(topic, number)
+                for topic in topics
+                for number in consumer.partitions_for_topic(topic) or ()
+            ]
+            return {f"{p.topic}/{p.partition}": end for p, end in consumer.end_offsets(partitions).items() if end}
+        finally:
+            consumer.close()
+    except (KafkaError, OSError):
+        return None
+
+
+def tables_through(lake: Lake, pipeline: Pipeline, ends: Mapping[str, int]) -> bool:
+    """Whether every product holds everything before these offsets, as far as it is of its sources."""
+    from lakehouse.gold.store import ProductStore
+
+    for product in pipeline.products.values():
+        mark = ProductStore(product, lake.table(product.layer, product.name), pipeline.name).mark()
+        topics = {pipeline.sources[name].topic for name in (product.source, product.right) if name in pipeline.sources}
+        wanted = {place: end for place, end in ends.items() if place.rpartition("/")[0] in topics}
+        if wanted and (mark is None or not covers(mark.through, wanted)):
+            return False
+    return True
+
+
+def covers(through: Mapping[str, int], ends: Mapping[str, int]) -> bool:
+    """Whether ``through`` reaches all of these offsets."""
+    return all(through.get(place, 0) >= end for place, end in ends.items())
+
+
+WARM_S = 20.0  # events sent later than this after the first count as "after warm-up"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One demo, counted.
+
+    Attributes:
+        pipeline: its name.
+        sent: events that the player sent; None: nothing was played, so that nothing can be found missing.
+        acknowledged: events that the collector acknowledged.
+        accounts: one a source.
+        arrived: whether everything came through in time.
+        pushes: messages that the subscriber got.
+        first_result_s: from the start to the first change pushed; None: there was none.
+        restarts: by part.
+        lake: its folder.
+    """
+
+    pipeline: str
+    sent: int | None
+    acknowledged: int
+    accounts: Sequence[Account]
+    arrived: bool
+    pushes: int
+    first_result_s: float | None
+    restarts: Mapping[str, int]
+    lake: Path
+
+    def figures(self) -> dict[str, Any]:
+        """The object that ``millrace demo`` prints."""
+        accounts, live = self.accounts, self.sent is None
+        latency = np.concatenate([account.latency_ms for account in accounts])
+        sent_ms = np.concatenate([account.sent_ms for account in accounts])
+        first_ms = sent_ms.min() if len(sent_ms) else 0.0
+        in_gold = [account.in_gold for account in accounts]
+        return {
+            "pipeline": self.pipeline,
+            "events_sent": self.sent,
+            "events_acknowledged": self.acknowledged,
+            "events_in_bronze": sum(account.in_bronze for account in accounts),
+            "events_in_gold": None if None in in_gold else sum(count or 0 for count in in_gold),
+            "quarantined": sum(account.quarantined for account in accounts),
+            "duplicates": None if live else sum(account.duplicates for account in accounts),
+            "lost": None if live else sum(account.lost for account in accounts),
+            "counted_twice": None if live else sum(account.counted_twice for account in accounts),
+            "resent": sum(account.resent for account in accounts),
+            "arrived": self.arrived,
+            "latency_ms": percentiles(latency),
+            "latency_ms_warm": percentiles(latency[sent_ms >= first_ms + WARM_S * 1000]),
+            "pushes": self.pushes,
+            "first_result_s": None if self.first_result_s is None else round(self.first_result_s, 2),
+            "restarts": dict(self.restarts),
+            "lake": str(self.lake.resolve()),
+        }
+
+
+def percentiles(values: Any) -> dict[str, float | None]:
+    """p50, p90 and p99, rounded; None each where there are no values."""
+    if not len(values):
+        return {"p50": None, "p90": None, "p99": None}
+    return {f"p{p}": round(float(np.percentile(values, p)), 1) for p in (50, 90, 99)}

@@ -1,0 +1,1 @@
+"""What runs on this machine: the broker, the supervised parts, and what they need."""
