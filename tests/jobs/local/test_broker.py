@@ -24,7 +24,7 @@ UNANSWERED = """
 import sys
 from jobs.local.broker import ensure_topics
 from lakehouse.contract.errors import EnvironmentProblem
-from tests.jobs.test_broker import pipeline
+from tests.jobs.local.test_broker import pipeline
 try:
     ensure_topics(pipeline("t"), sys.argv[1], timeout_s=1.0)
 except EnvironmentProblem as error:
