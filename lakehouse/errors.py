@@ -5,15 +5,23 @@
     MillraceError
     └── LakehouseError
         ├── TableBusy          another process writes this table
-        ├── BadProduct         a product's SQL is not of a kind we can keep up to date
         ├── BadSketch          a column holds no such sketch, or it cannot answer the question
-        ├── BronzeGap          Kafka no longer holds events that bronze has not taken
-        ├── TopicReplaced      the topic began anew: offsets no longer say what bronze has taken
-        ├── VersionsGone       bronze no longer holds versions that a product has not taken
-        ├── BronzeReplaced     bronze is not the table that checkpoints and products derive from
         ├── ExpectationHalt    an event fails an expectation that stops its source's query
-        ├── QualityProblem     expectations of a table or batch cannot be looked at
-        └── QueryFailed        a streaming query stopped: which, in which batch, why
+        ├── QueryFailed        a streaming query stopped: which, in which batch, why
+        ├── FileTaken          another loader has committed rows of this file meanwhile
+        ├── LoaderDied         a worker process of the loader was killed
+        ├── NamedProblem       one table, file, feed or declaration cannot be used: which, why, remedy
+        │   ├── BadProduct         a product's SQL is not of a kind that can be kept up to date
+        │   ├── QualityProblem     expectations of a table or batch cannot be evaluated
+        │   ├── BadFile            a file cannot be read, or not to its end
+        │   ├── CommitFailed       a table does not take the loader's rows
+        │   ├── FetchFailed        the address of a feed gives no file
+        │   └── StagingError       a staging table cannot be made
+        └── SourceProblem      bronze, Kafka and what derives from them do not agree: which source, detail
+            ├── BronzeGap          Kafka no longer holds events that bronze has not taken
+            ├── TopicReplaced      the topic began anew: offsets no longer say what bronze has taken
+            ├── VersionsGone       bronze no longer holds versions that a product has not taken
+            └── BronzeReplaced     bronze is not the table that checkpoints and products derive from
 """
 
 from __future__ import annotations
@@ -33,7 +41,7 @@ class TableBusy(LakehouseError):
     """Another process holds the writer's lock.
 
     Attributes:
-        name: what is held.
+        name: the locked table.
         lock: the lock file.
     """
 
@@ -46,113 +54,8 @@ class TableBusy(LakehouseError):
         return f"another process writes {self.name} (it holds {self.lock}). Stop that one first: a table has one writer"
 
 
-class BadProduct(LakehouseError):
-    """A product that cannot be kept up to date.
-
-    Attributes:
-        product: its name.
-        problem: what is wrong with its declaration.
-        remedy: what to write instead.
-    """
-
-    def __init__(self, product: str, problem: str, remedy: str = "") -> None:
-        super().__init__(problem)
-        self.product = product
-        self.problem = problem
-        self.remedy = remedy
-
-    def __str__(self) -> str:
-        return f"product {self.product}: {self.problem}" + (f". {self.remedy}" if self.remedy else "")
-
-
 class BadSketch(LakehouseError):
     """Bytes that are no such sketch, sketches that do not merge, or a question that a sketch cannot answer."""
-
-
-class BronzeGap(LakehouseError):
-    """Kafka's retention has overtaken bronze.
-
-    Attributes:
-        source: the source concerned.
-        detail: what Kafka said.
-    """
-
-    def __init__(self, source: str, detail: str) -> None:
-        super().__init__(detail)
-        self.source = source
-        self.detail = detail
-
-    def __str__(self) -> str:
-        return (
-            f"source {self.source}: Kafka no longer holds offsets that bronze has not taken ({self.detail}). "
-            "Raise the topic's retention; to go on without them, start once with --accept-loss"
-        )
-
-
-class TopicReplaced(LakehouseError):
-    """The topic counts from the beginning again, so that an offset that bronze has taken stands for another event.
-
-    Attributes:
-        source: the source concerned.
-        topic: its topic.
-        detail: what tells that it began anew.
-    """
-
-    def __init__(self, source: str, topic: str, detail: str) -> None:
-        super().__init__(detail)
-        self.source = source
-        self.topic = topic
-        self.detail = detail
-
-    def __str__(self) -> str:
-        # One line: it may pass through Spark's own error on its way to the user.
-        return (
-            f"source {self.source}: topic {self.topic} began anew ({self.detail}), so its offsets no longer say which "
-            "events bronze has, and --accept-loss does not change that. Give the source another topic name, and copy "
-            "there, with its headers, what this one holds (docs/operations.md)"
-        )
-
-
-class VersionsGone(LakehouseError):
-    """Versions of bronze that were to be read have been removed; all of their rows are in the newest version.
-
-    Attributes:
-        source: the source concerned.
-        detail: what is gone.
-    """
-
-    def __init__(self, source: str, detail: str) -> None:
-        super().__init__(detail)
-        self.source = source
-        self.detail = detail
-
-    def __str__(self) -> str:
-        return (
-            f"source {self.source}: {self.detail}. Start again: products that are behind are built from all of bronze"
-        )
-
-
-class BronzeReplaced(LakehouseError):
-    """The record was deleted, restored to an older state, or replaced, while what derives from it stayed.
-
-    Attributes:
-        source: the source concerned.
-        detail: what does not agree.
-        leftovers: folders to remove in order to start again from what there is.
-    """
-
-    def __init__(self, source: str, detail: str, leftovers: Sequence[Path] = ()) -> None:
-        super().__init__(detail)
-        self.source = source
-        self.detail = detail
-        self.leftovers = tuple(leftovers)
-
-    def __str__(self) -> str:
-        folders = " ".join(str(path) for path in self.leftovers)
-        return (
-            f"source {self.source}: bronze is the record, and {self.detail}. Put the table back from your copy; or, to "
-            f"start again from what Kafka and bronze still hold, remove: {folders}"
-        )
 
 
 class ExpectationHalt(LakehouseError):
@@ -181,25 +84,6 @@ class ExpectationHalt(LakehouseError):
         )
 
 
-class QualityProblem(LakehouseError):
-    """Expectations that cannot be evaluated on a table or batch.
-
-    Attributes:
-        table: the table.
-        problem: why not.
-        remedy: what to do.
-    """
-
-    def __init__(self, table: str, problem: str, remedy: str = "") -> None:
-        super().__init__(problem)
-        self.table = table
-        self.problem = problem
-        self.remedy = remedy
-
-    def __str__(self) -> str:
-        return f"{self.table}: {self.problem}" + (f". {self.remedy}" if self.remedy else "")
-
-
 class QueryFailed(LakehouseError):
     """A streaming query stopped by itself.
 
@@ -217,3 +101,164 @@ class QueryFailed(LakehouseError):
 
     def __str__(self) -> str:
         return f"query {self.query} stopped: {self.condition}: {self.detail}"
+
+
+class FileTaken(LakehouseError):
+    """Another loader has committed rows of this file since its position was read.
+
+    Attributes:
+        fingerprint: of the file's content.
+    """
+
+    def __init__(self, fingerprint: str) -> None:
+        super().__init__(fingerprint)
+        self.fingerprint = fingerprint
+
+    def __str__(self) -> str:
+        return f"another loader loads the file {self.fingerprint}"
+
+
+class LoaderDied(LakehouseError):
+    """A worker process of the loader ended without reporting."""
+
+    def __str__(self) -> str:
+        return "a worker of the loader was killed. Its committed rows are in; run the same command again to go on"
+
+
+class NamedProblem(LakehouseError):
+    """One named thing that cannot be used.
+
+    Attributes:
+        name: the table, file, feed or product.
+        problem: what is wrong with it.
+        remedy: what to do; empty if the problem says it.
+    """
+
+    label = ""
+
+    def __init__(self, name: str, problem: str, remedy: str = "") -> None:
+        super().__init__(name, problem, remedy)  # all of them, so that a worker process can send the error
+        self.name = name
+        self.problem = problem
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.label}{self.name}: {self.problem}" + (f". {self.remedy}" if self.remedy else "")
+
+
+class BadProduct(NamedProblem):
+    """A product that cannot be kept up to date."""
+
+    label = "product "
+
+
+class QualityProblem(NamedProblem):
+    """Expectations that cannot be evaluated on a table or batch."""
+
+
+class BadFile(NamedProblem):
+    """A file that cannot be read, or only up to the place that the problem names."""
+
+
+class CommitFailed(NamedProblem):
+    """A table, bronze or ``loads``, could not be written or read; ``name`` of bronze is the source's."""
+
+    label = "table "
+
+    def __str__(self) -> str:
+        return (
+            f"table {self.name} takes no rows: {self.problem}. Rows committed before are in; mend that, and run "
+            f"the same command again to go on"
+        )
+
+
+class FetchFailed(NamedProblem):
+    """The address of a feed gave no file.
+
+    Attributes:
+        retryable: whether the next attempt may succeed without a change of the declaration.
+    """
+
+    label = "feed "
+
+    def __init__(self, name: str, problem: str, remedy: str = "", *, retryable: bool = True) -> None:
+        super().__init__(name, problem, remedy)
+        self.retryable = retryable
+
+
+class StagingError(NamedProblem):
+    """A staging table that cannot be made."""
+
+    label = "staging table "
+
+
+class SourceProblem(LakehouseError):
+    """A source whose topic, bronze table and derived tables do not agree.
+
+    Attributes:
+        source: the source concerned.
+        detail: what shows it.
+    """
+
+    def __init__(self, source: str, detail: str) -> None:
+        super().__init__(detail)
+        self.source = source
+        self.detail = detail
+
+
+class BronzeGap(SourceProblem):
+    """Kafka's retention has overtaken bronze; ``detail`` is Kafka's message."""
+
+    def __str__(self) -> str:
+        return (
+            f"source {self.source}: Kafka no longer holds offsets that bronze has not taken ({self.detail}). "
+            "Raise the topic's retention; to go on without them, start once with --accept-loss"
+        )
+
+
+class TopicReplaced(SourceProblem):
+    """The topic counts from the beginning again, so that an offset that bronze has taken stands for another event.
+
+    Attributes:
+        topic: its topic.
+    """
+
+    def __init__(self, source: str, topic: str, detail: str) -> None:
+        super().__init__(source, detail)
+        self.topic = topic
+
+    def __str__(self) -> str:
+        # One line: it may pass through Spark's own error on its way to the user.
+        return (
+            f"source {self.source}: topic {self.topic} began anew ({self.detail}), so its offsets no longer say which "
+            "events bronze has, and --accept-loss does not change that. Give the source another topic name, and copy "
+            "there, with its headers, what this one holds (docs/operations.md)"
+        )
+
+
+class VersionsGone(SourceProblem):
+    """Versions of bronze that were to be read have been removed; all of their rows are in the newest version."""
+
+    def __str__(self) -> str:
+        return (
+            f"source {self.source}: {self.detail}. Start again: products that are behind are built from all of bronze"
+        )
+
+
+class BronzeReplaced(SourceProblem):
+    """Bronze was deleted, restored to an older state, or replaced, while tables derived from it stayed.
+
+    Attributes:
+        leftovers: folders to remove in order to start again from the data that remains.
+    """
+
+    def __init__(self, source: str, detail: str, leftovers: Sequence[Path] = ()) -> None:
+        super().__init__(source, detail)
+        self.leftovers = tuple(leftovers)
+
+    def __str__(self) -> str:
+        folders = " ".join(str(path) for path in self.leftovers)
+        return (
+            f"source {self.source}: bronze is the record, and {self.detail}. Put the table back from your copy; or, to "
+            f"start again from what Kafka and bronze still hold, remove: {folders}"
+        )

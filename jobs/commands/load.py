@@ -7,8 +7,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,9 +25,9 @@ from lakehouse.contract.settings import Settings, load_settings
 from lakehouse.contract.tomlfile import duration_ms
 
 if TYPE_CHECKING:
-    from lakehouse.feeds.load import Load
-    from lakehouse.feeds.metrics import LoaderMetrics
-    from lakehouse.feeds.model import FileReport, Job, Step
+    from lakehouse.load.loader import Load, LoaderService
+    from lakehouse.load.report import FileReport, LoadProgress
+    from lakehouse.load.worker import LoadJob
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +63,8 @@ def load(
 
     Exit status: 0 all is in; 1 a file is not; 4 all is in, but after the deadline.
     """
-    from lakehouse.feeds.files import FORMATS
+    from lakehouse.load.files import FORMATS
+    from lakehouse.load.loader import LoaderService
 
     settings = load_settings(lake=lake, pipeline=pipeline)
     loaded = load_pipeline(settings.pipeline_folder())
@@ -73,90 +73,55 @@ def load(
     options = {"kind": format, "encoding": encoding, "delimiter": delimiter, "node": node, "trial": dry_run}
     make = _Jobs(settings, {**options, "max_rejects": max_rejects, "gate": gate})
     allowed_s = duration_ms(_duration(sla)) / 1000 if sla else None
-    if feeds:
-        with _counting(metrics_port) as metrics:
-            _serve_feeds(make, loaded, source, workers, metrics, once=once, as_json=as_json)
-    elif watch is not None:
-        job = make.job(_source(loaded, source))
-        with _counting(metrics_port) as metrics:
-            _serve_inbox(job, watch, settle, workers, allowed_s, metrics, once=once, as_json=as_json)
-    else:
-        _load_now(make.job(_source(loaded, source)), paths or [], workers, allowed_s, as_json=as_json)
+    if paths:
+        _load_now(make.job(_source(loaded, source)), paths, workers, allowed_s, as_json=as_json)
+    if dry_run:
+        raise ConfigError("a dry run takes files", key="--dry-run", remedy="Give paths instead of --watch or --feeds")
+    service = LoaderService(_stopped_by_signals(), workers=workers, allowed_s=allowed_s, once=once)
+    with metrics_server(metrics_port, service.metrics):
+        if watch is not None:
+            status = _serve_inbox(service, make.job(_source(loaded, source)), watch, settle, as_json=as_json)
+        else:
+            status = _serve_feeds(service, make, loaded, source, as_json=as_json)
+    raise typer.Exit(status if once else 0)
 
 
-def _load_now(job: Job, paths: Sequence[str], workers: int, allowed_s: float | None, *, as_json: bool) -> None:
-    from lakehouse.feeds.files import find
-    from lakehouse.feeds.load import load as run
+def _load_now(job: LoadJob, paths: Sequence[str], workers: int, allowed_s: float | None, *, as_json: bool) -> None:
+    from lakehouse.load.files import find
+    from lakehouse.load.loader import load as run
 
     files = find(paths)
     with _Bars(sum(file.size for file in files), len(files), quiet=as_json) as bars:
-        done = run(job, files, workers=workers, allowed_s=allowed_s, tell=bars.tell)
+        done = run(job, files, workers=workers, allowed_s=allowed_s, notify=bars.tell)
     _say(done, as_json)
     raise typer.Exit(status_of([done]))
 
 
-@contextmanager
-def _counting(port: int | None) -> Iterator[LoaderMetrics]:
-    """The counts of a loader that serves, with ``/metrics`` where a port is given."""
-    from lakehouse.feeds.metrics import LoaderMetrics
-
-    metrics = LoaderMetrics()
-    with metrics_server(port, metrics):
-        yield metrics
-
-
-def _serve_inbox(
-    job: Job,
-    folder: Path,
-    settle_s: float,
-    workers: int,
-    allowed_s: float | None,
-    metrics: LoaderMetrics,
-    *,
-    once: bool,
-    as_json: bool,
-) -> None:
-    from lakehouse.feeds.inbox import Inbox
-    from lakehouse.feeds.serve import watch_inbox
+def _serve_inbox(service: LoaderService, job: LoadJob, folder: Path, settle_s: float, *, as_json: bool) -> int:
+    from lakehouse.load.loader import Inbox
 
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}", key="--watch", remedy="Make it, or name another")
-    stop = _stopped_by_signals()
     err.print(f"watching {folder}; done files go to {folder}/done, others to {folder}/failed")
-    inbox = Inbox(folder, settle_s)
-    loads = watch_inbox(job, inbox, stop, workers=workers, allowed_s=allowed_s, once=once, metrics=metrics)
     statuses = []
-    for done in loads:
+    for done in service.watch(job, Inbox(folder, settle_s)):
         _say(done, as_json)
         statuses.append(status_of([done]))
-    raise typer.Exit(max(statuses, default=0) if once else 0)
+    return max(statuses, default=0)
 
 
-def _serve_feeds(
-    make: _Jobs,
-    pipeline: Pipeline,
-    only: str | None,
-    workers: int,
-    metrics: LoaderMetrics,
-    *,
-    once: bool,
-    as_json: bool,
-) -> None:
-    from lakehouse.feeds.serve import run_feeds
-
+def _serve_feeds(service: LoaderService, make: _Jobs, pipeline: Pipeline, only: str | None, *, as_json: bool) -> int:
     sources = [_source(pipeline, only)] if only else [s for s in pipeline.sources.values() if s.feeds]
     if not any(source.feeds for source in sources):
         raise ConfigError("no source has feeds", key="feeds", remedy="Add [[sources.NAME.feeds]] to the pipeline")
-    stop = _stopped_by_signals()
     failures = 0
     statuses = []
-    jobs = [make.job(source) for source in sources]
-    for outcome in run_feeds(jobs, stop, workers=workers, once=once, metrics=metrics):
-        if outcome.load is not None:
-            _say(outcome.load, as_json)
-            statuses.append(status_of([outcome.load]))
-        failures += bool(outcome.problem)
-    raise typer.Exit((1 if failures else max(statuses, default=0)) if once else 0)
+    for found in service.fetch([make.job(source) for source in sources]):
+        if found.load is not None:
+            _say(found.load, as_json)
+            statuses.append(status_of([found.load]))
+        failures += bool(found.problem)
+    return 1 if failures else max(statuses, default=0)
 
 
 def status_of(loads: Sequence[Load]) -> int:
@@ -173,10 +138,10 @@ class _Jobs:
         self._settings = settings
         self._options = options
 
-    def job(self, source: Source) -> Job:
-        from lakehouse.feeds.model import Job
+    def job(self, source: Source) -> LoadJob:
+        from lakehouse.load.worker import LoadJob
 
-        return Job(Lake(self._settings.lake), source, tenant=self._settings.tenant, **self._options)
+        return LoadJob(Lake(self._settings.lake), source, tenant=self._settings.tenant, **self._options)
 
 
 class _Bars:
@@ -207,9 +172,9 @@ class _Bars:
     def __exit__(self, *_: object) -> None:
         self._bars.stop()
 
-    def tell(self, message: Step | FileReport) -> None:
+    def tell(self, message: LoadProgress | FileReport) -> None:
         """Move the bars."""
-        from lakehouse.feeds.model import FileReport
+        from lakehouse.load.report import FileReport
 
         if isinstance(message, FileReport):
             self._finished += 1

@@ -36,18 +36,17 @@ def refresh(
 
 
 def _make(name: str | None, lake: LakeOption, pipeline: PipelineOption, as_json: bool, *, anew: bool) -> None:
-    from lakehouse.feeds import staging
+    from lakehouse.load.staging import refresh as make
 
     settings = load_settings(lake=lake, pipeline=pipeline)
     loaded = load_pipeline(settings.pipeline_folder())
     if name is not None and name not in loaded.staging:
         remedy = f"There are: {', '.join(loaded.staging) or 'none; add [staging.NAME] to the pipeline'}"
         raise ConfigError(f"there is no staging table {name!r}", key="staging", remedy=remedy)
-    make = staging.rebuild if anew else staging.refresh
     found = []
     with err.status("copying …"):
         for wanted in [loaded.staging[name]] if name else loaded.staging.values():
-            found.append(make(Lake(settings.lake), loaded, wanted))
+            found.append(make(Lake(settings.lake), loaded, wanted, rebuild=anew))
     if as_json:
         print_json([dataclasses.asdict(one) for one in found])
         return

@@ -31,10 +31,10 @@ from lakehouse.checkpoint import version_of
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.contract.settings import conf_dir
-from lakehouse.feeds.files import find
-from lakehouse.feeds.load import Load, load
-from lakehouse.feeds.model import Job
 from lakehouse.gold.store import ProductStore
+from lakehouse.load.files import find
+from lakehouse.load.loader import Load, load
+from lakehouse.load.worker import LoadJob
 from serve.sql.statement import run_sql
 from tests.bench.cpu import cpu_s
 
@@ -164,7 +164,7 @@ def _load(folder: Path, workers: int, lake: Lake | None = None, *, write_rows: i
     if write_rows:
         write(folder / "in", write_rows, 1, "jsonl")
     source = load_pipeline(conf_dir() / "pipelines" / "offers").sources["offers"]
-    done = load(Job(lake or Lake(folder / "lake"), source), find([folder / "in"]), workers=workers)
+    done = load(LoadJob(lake or Lake(folder / "lake"), source), find([folder / "in"]), workers=workers)
     assert done.ok, [report for report in done.reports if not report.ok]
     return done
 

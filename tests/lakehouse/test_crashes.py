@@ -24,7 +24,7 @@ from ingest.broker import EmbeddedBroker
 from jobs.local.broker import ensure_topics
 from lakehouse.contract.faults import ADDED_CRASH_POINTS, CRASH_POINTS, REBUILD_CRASH_POINTS
 from lakehouse.contract.pipeline import load_pipeline
-from lakehouse.feeds.direct import write_rows
+from lakehouse.load.commit import write_rows
 from lakehouse.replay import digest, verify
 from tests.lakehouse.lakes import Sent, Site, assert_exact, click, eventually, mixture, sent, site
 from tests.lakehouse.queries.test_added import CITIES, Queries, by_city

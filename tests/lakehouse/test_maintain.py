@@ -25,9 +25,8 @@ from lakehouse.contract.lake import LOADS, PROPERTY_POSITIONS, Lake, TableRef
 from lakehouse.contract.pipeline import Product, Source
 from lakehouse.declaration import product_declaration, source_declaration
 from lakehouse.errors import TableBusy
-from lakehouse.feeds.model import FileReport
-from lakehouse.feeds.report import Deadline, keep
 from lakehouse.gold.store import BatchMark, ProductStore
+from lakehouse.load.report import Deadline, FileReport, append_reports
 from lakehouse.lock import WriterLocks
 from lakehouse.maintain import Maintenance, products
 from lakehouse.maintain.backlog import RETENTION_SHARE, WATCH_EVERY_S, Backlog
@@ -306,7 +305,7 @@ def test_a_driver_looks_after_what_none_of_its_queries_keeps(tmp_path: Path, mon
     table = bronze(lake, 64)
     monkeypatch.setattr(products, "MANY_FILES", 5)  # of the shared tables
     for number in range(5):
-        keep(lake, str(number), "clicks", [report(number)], Deadline(0.0, None, 1))
+        append_reports(lake, str(number), "clicks", [report(number)], Deadline(0.0, None, 1))
     now = [0.0]
     with closing(Caretaker(lake, pipeline, now=lambda: now[0])) as care, WriterLocks(lake, ["totals"]):
         assert care.turn() == [], "nothing is due"

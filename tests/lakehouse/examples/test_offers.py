@@ -25,12 +25,12 @@ from lakehouse.contract.envelope import Envelope, fingerprint
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, load_pipeline
 from lakehouse.contract.settings import Settings, conf_dir, load_settings
-from lakehouse.feeds.direct import write_rows
-from lakehouse.feeds.files import find
-from lakehouse.feeds.load import load
-from lakehouse.feeds.model import Job
-from lakehouse.feeds.staging import rebuild
 from lakehouse.gold.store import ProductStore
+from lakehouse.load.commit import write_rows
+from lakehouse.load.files import find
+from lakehouse.load.loader import load
+from lakehouse.load.staging import refresh
+from lakehouse.load.worker import LoadJob
 from lakehouse.replay import verify
 from lakehouse.stages import Stages
 from lakehouse.stream import run
@@ -132,7 +132,7 @@ def test_feeds_and_stream_make_one_catalogue(tmp_path: Path, broker: EmbeddedBro
         sender.start()
         files = find([tmp_path / "in"])
         for start in range(0, len(files), 6):  # a commit each, among those of the stream
-            assert load(Job(lake, source, chunk_rows=50), files[start : start + 6]).ok
+            assert load(LoadJob(lake, source, chunk_rows=50), files[start : start + 6]).ok
         payloads = [json.dumps(one).encode() for one in written_directly]
         assert write_rows(lake, source, "job of today", payloads) > 0
         assert write_rows(lake, source, "job of today", payloads) == -1
@@ -186,7 +186,7 @@ def check_merchants(lake: Lake, everything: list[Offer]) -> None:
 
 
 def check_staging(lake: Lake, pipeline: Pipeline, everything: list[Offer]) -> None:
-    made = rebuild(lake, pipeline, pipeline.staging["bargains"])
+    made = refresh(lake, pipeline, pipeline.staging["bargains"], rebuild=True)
     cheap = {
         key: one["price"]
         for key, one in latest(everything).items()

@@ -172,5 +172,5 @@ def test_the_shipped_pipeline_merges() -> None:
 def test_queries_that_do_not_merge_are_refused_with_a_remedy(sql: str, says: str) -> None:
     with pytest.raises(BadProduct, match=says) as caught:
         aggregate(sql)
-    assert caught.value.product == "p"
+    assert caught.value.name == "p"
     assert str(caught.value).startswith("product p: ")

@@ -37,7 +37,7 @@ def test_products_that_cannot_be_kept(operator: str, options: dict[str, Any], sa
     declared = Product("gold", "r", operator=operator, time="t", name="p", **{"by": ("city",), **item, **given})
     with pytest.raises(BadProduct, match=says) as caught:
         operator_of(declared)
-    assert caught.value.product == "p"
+    assert caught.value.name == "p"
 
 
 @pytest.mark.parametrize("kind", [pa.float64(), pa.list_(pa.string()), pa.struct([("a", pa.int64())])])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +13,22 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
 
-from lakehouse.feeds.errors import CommitFailed
-from lakehouse.feeds.inbox import Inbox
-from lakehouse.feeds.metrics import LoaderMetrics
-from lakehouse.feeds.model import FileReport
-from lakehouse.feeds.serve import watch_inbox
-from tests.lakehouse.feeds.feeds import bronze, ids, job, offers, write_jsonl
+from lakehouse.errors import CommitFailed
+from lakehouse.load.loader import Inbox, Load, LoaderService
+from lakehouse.load.report import FileReport, LoaderMetrics
+from lakehouse.load.worker import LoadJob
+from tests.lakehouse.load.offers import bronze, ids, job, offers, write_jsonl
+
+
+def watch(made: LoadJob, inbox: Inbox, metrics: LoaderMetrics | None = None) -> Iterator[Load]:
+    """Loads of the files that are there."""
+    service = LoaderService(threading.Event(), once=True)
+    service.metrics = metrics or service.metrics
+    return service.watch(made, inbox)
 
 
 def names(inbox: Inbox) -> list[str]:
-    return [file.path.name for file in inbox.look()]
+    return [file.path.name for file in inbox.finished()]
 
 
 def test_a_file_is_taken_when_it_is_still(tmp_path: Path) -> None:
@@ -51,7 +57,7 @@ def test_what_arrives_is_loaded_and_put_away(tmp_path: Path) -> None:
     (folder / "bad.parquet").write_bytes(b"no")
     (folder / "more.jsonl.part").write_bytes(b"{")
     made = job(tmp_path)
-    (done,) = watch_inbox(made, Inbox(folder, 0.0), threading.Event(), once=True)
+    (done,) = watch(made, Inbox(folder, 0.0))
     assert sorted(report.state for report in done.reports) == ["failed", "loaded", "loaded"]
     rows = [*offers(20, merchant=1), *offers(20, merchant=2)]
     assert sorted(bronze(made)["event_id"].to_pylist()) == ids(rows)
@@ -61,7 +67,7 @@ def test_what_arrives_is_loaded_and_put_away(tmp_path: Path) -> None:
     assert reason.startswith("unreadable Parquet")
     # The same content again, under another name: found to be in, and put away.
     write_jsonl(folder / "again.jsonl", offers(20, merchant=1))
-    (again,) = watch_inbox(made, Inbox(folder, 0.0), threading.Event(), once=True)
+    (again,) = watch(made, Inbox(folder, 0.0))
     assert [report.state for report in again.reports] == ["already"]
     assert bronze(made).num_rows == 40
 
@@ -69,7 +75,7 @@ def test_what_arrives_is_loaded_and_put_away(tmp_path: Path) -> None:
 def test_it_ends_when_told(tmp_path: Path) -> None:
     stop = threading.Event()
     stop.set()
-    assert list(watch_inbox(job(tmp_path), Inbox(tmp_path, 0.0), stop)) == []
+    assert list(LoaderService(stop).watch(job(tmp_path), Inbox(tmp_path, 0.0))) == []
 
 
 def full_at_first(monkeypatch: pytest.MonkeyPatch, owner: type, method: str) -> None:
@@ -90,9 +96,9 @@ def test_a_disk_that_stays_full_is_said_so(tmp_path: Path, monkeypatch: pytest.M
     write_jsonl(tmp_path / "in/a.jsonl", offers(5))
     (tmp_path / "in/b.parquet").write_bytes(b"no")
     monkeypatch.setattr(pq.ParquetWriter, "write_table", full)
-    monkeypatch.setattr("lakehouse.feeds.report.write_deltalake", full)
+    monkeypatch.setattr("lakehouse.load.report.write_deltalake", full)
     with pytest.raises(CommitFailed, match="table offers takes no rows"):
-        list(watch_inbox(job(tmp_path), Inbox(tmp_path / "in", 0.0), threading.Event(), once=True))
+        list(watch(job(tmp_path), Inbox(tmp_path / "in", 0.0)))
     assert sorted(path.name for path in (tmp_path / "in").iterdir()) == ["a.jsonl", "b.parquet"]
 
 
@@ -109,14 +115,14 @@ def test_what_bronze_does_not_take_is_not_called_loaded(
     made = job(tmp_path, chunk_rows=1)
     full_at_first(monkeypatch, owner, method)
     with pytest.raises(CommitFailed, match=r"offers takes no rows: .*No space left"):
-        list(watch_inbox(made, Inbox(folder, 0.0), threading.Event(), once=True))
+        list(watch(made, Inbox(folder, 0.0)))
     loads = made.lake.table("silver", "loads")
     assert not loads.exists() or not DeltaTable(str(loads.path)).to_pyarrow_table().num_rows
     assert bronze(made).num_rows == 0
     assert sorted(path.name for path in folder.iterdir()) == ["0.jsonl", "1.jsonl", "2.jsonl", "9.jsonl"]
     assert list((made.lake.state / "loads" / "offers" / "ready").iterdir()) == []
 
-    (done,) = watch_inbox(made, Inbox(folder, 0.0), threading.Event(), once=True)
+    (done,) = watch(made, Inbox(folder, 0.0))
     assert sorted(report.state for report in done.reports) == ["already", "loaded", "loaded", "loaded"]
     rows = [row for merchant in range(3) for row in offers(5, merchant=merchant)]
     assert sorted(bronze(made)["event_id"].to_pylist()) == ids(rows)
@@ -141,7 +147,7 @@ def test_a_file_that_replaces_one_being_loaded_is_loaded_too(tmp_path: Path) -> 
     write_jsonl(other, offers(5, version=2))
     made = job(tmp_path)
     meanwhile = Meanwhile(lambda: other.rename(folder / "a.jsonl"))
-    loads = list(watch_inbox(made, Inbox(folder, 0.0), threading.Event(), once=True, metrics=meanwhile))
+    loads = list(watch(made, Inbox(folder, 0.0), meanwhile))
     assert [[report.state for report in done.reports] for done in loads] == [["loaded"], ["loaded"]]
     assert sorted(bronze(made)["event_id"].to_pylist()) == ids([*offers(5, version=1), *offers(5, version=2)])
     (put_away,) = (folder / "done").iterdir()
@@ -166,8 +172,8 @@ def test_a_third_file_of_the_name_is_not_replaced(tmp_path: Path, monkeypatch: p
         monkeypatch.setattr(Path, "rename", third)
 
     made = job(tmp_path)
-    list(watch_inbox(made, Inbox(folder, 0.0), threading.Event(), once=True, metrics=Meanwhile(second)))
-    list(watch_inbox(made, Inbox(folder, 0.0), threading.Event(), once=True))
+    list(watch(made, Inbox(folder, 0.0), Meanwhile(second)))
+    list(watch(made, Inbox(folder, 0.0)))
     rows = [row for version in (1, 2, 3) for row in offers(5, version=version)]
     assert sorted(bronze(made)["event_id"].to_pylist()) == ids(rows)
 
@@ -185,7 +191,7 @@ def test_once_means_the_files_that_were_there(tmp_path: Path) -> None:
             write_jsonl(folder / "slow.jsonl", offers(6, merchant=4))  # still being written
         return looks[0] * 10.0
 
-    loads = list(watch_inbox(job(tmp_path), Inbox(folder, 2.0, now=now), threading.Event(), once=True))
+    loads = list(watch(job(tmp_path), Inbox(folder, 2.0, now=now)))
     found = [sorted(Path(report.name).name for report in done.reports) for done in loads]
     assert found == [["first.jsonl", "late.jsonl"], ["slow.jsonl"]]
 
@@ -202,5 +208,5 @@ def test_once_does_not_wait_for_what_is_taken_away(tmp_path: Path) -> None:
             (folder / "slow.jsonl").unlink()
         return looks[0] * 10.0
 
-    (done,) = watch_inbox(job(tmp_path), Inbox(folder, 2.0, now=now), threading.Event(), once=True)
+    (done,) = watch(job(tmp_path), Inbox(folder, 2.0, now=now))
     assert [Path(report.name).name for report in done.reports] == ["first.jsonl"]

@@ -17,10 +17,11 @@ import pytest
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.feed import FeedSpec
 from lakehouse.contract.lake import Lake
-from lakehouse.feeds.errors import PullFailed
-from lakehouse.feeds.pull import Pulled, Puller
-from lakehouse.feeds.serve import run_feeds
-from tests.lakehouse.feeds.feeds import SOURCE, bronze, ids, job, offers
+from lakehouse.errors import FetchFailed
+from lakehouse.load.fetch import Download, FeedFetcher
+from lakehouse.load.loader import FeedResult, LoaderService
+from lakehouse.load.worker import LoadJob
+from tests.lakehouse.load.offers import SOURCE, bronze, ids, job, offers
 
 
 @dataclass
@@ -105,8 +106,8 @@ def upstream() -> Iterator[Upstream]:
     server.server_close()
 
 
-def puller(root: Path, now: float | None = None) -> Puller:
-    return Puller(Lake(root), "offers", sleep=lambda _: None, now=time.time if now is None else lambda: now)
+def fetcher(root: Path, now: float | None = None) -> FeedFetcher:
+    return FeedFetcher(Lake(root), "offers", sleep=lambda _: None, now=time.time if now is None else lambda: now)
 
 
 def feed(upstream: Upstream, **options: Any) -> FeedSpec:
@@ -116,15 +117,15 @@ def feed(upstream: Upstream, **options: Any) -> FeedSpec:
 def test_a_file_is_fetched_only_when_it_changes(tmp_path: Path, upstream: Upstream) -> None:
     upstream.body = b"x" * 1_000
     spec = feed(upstream)
-    pulled = puller(tmp_path).fetch(spec)
+    pulled = fetcher(tmp_path).fetch(spec)
     assert pulled is not None
     assert pulled.path.read_bytes() == upstream.body
-    puller(tmp_path).loaded(spec, pulled)
+    fetcher(tmp_path).loaded(spec, pulled)
     assert not pulled.path.exists()
-    assert puller(tmp_path).fetch(spec) is None
+    assert fetcher(tmp_path).fetch(spec) is None
     assert upstream.asked[-1]["if-none-match"] == '"1"'
     upstream.etag, upstream.body = '"2"', b"y"
-    again = puller(tmp_path).fetch(spec)
+    again = fetcher(tmp_path).fetch(spec)
     assert again is not None
     assert again.path.read_bytes() == b"y"
 
@@ -132,7 +133,7 @@ def test_a_file_is_fetched_only_when_it_changes(tmp_path: Path, upstream: Upstre
 def test_a_broken_download_goes_on_where_it_was(tmp_path: Path, upstream: Upstream) -> None:
     upstream.body = bytes(range(256)) * 4_000
     upstream.cut = 300_000
-    pulled = puller(tmp_path).fetch(feed(upstream))
+    pulled = fetcher(tmp_path).fetch(feed(upstream))
     assert pulled is not None
     assert pulled.path.read_bytes() == upstream.body
     assert upstream.asked[-1]["if-range"] == '"1"'
@@ -147,7 +148,7 @@ def test_a_file_that_changed_meanwhile_is_fetched_anew(tmp_path: Path, upstream:
     def changed(_: float) -> None:  # while the loader waits before it tries again
         upstream.etag, upstream.body = '"2"', b"b" * 10
 
-    pulled = Puller(Lake(tmp_path), "offers", sleep=changed).fetch(spec)
+    pulled = FeedFetcher(Lake(tmp_path), "offers", sleep=changed).fetch(spec)
     assert pulled is not None
     assert pulled.path.read_bytes() == b"b" * 10
     assert upstream.asked[-1]["if-range"] == '"1"'
@@ -155,63 +156,70 @@ def test_a_file_that_changed_meanwhile_is_fetched_anew(tmp_path: Path, upstream:
 
 def test_a_passing_error_is_tried_again_and_another_is_not(tmp_path: Path, upstream: Upstream) -> None:
     upstream.body, upstream.status = b"x", 503
-    assert puller(tmp_path).fetch(feed(upstream)) is not None
+    assert fetcher(tmp_path).fetch(feed(upstream)) is not None
     assert len(upstream.asked) == 2
     upstream.body = None
-    with pytest.raises(PullFailed, match="answers 404"):
-        puller(tmp_path).fetch(feed(upstream, name="other"))
+    with pytest.raises(FetchFailed, match="answers 404"):
+        fetcher(tmp_path).fetch(feed(upstream, name="other"))
     assert len(upstream.asked) == 3
 
 
 @pytest.mark.parametrize("length", [True, False])
 def test_a_file_that_is_too_large_is_refused(tmp_path: Path, upstream: Upstream, length: bool) -> None:
     upstream.body, upstream.length = b"x" * 5_000, length
-    with pytest.raises(PullFailed, match="more than the 1000 bytes allowed"):
-        puller(tmp_path).fetch(feed(upstream, max_bytes=1_000))
+    with pytest.raises(FetchFailed, match="more than the 1000 bytes allowed"):
+        fetcher(tmp_path).fetch(feed(upstream, max_bytes=1_000))
     assert len(upstream.asked) == 1
 
 
 def test_private_addresses_are_refused_unless_meant(tmp_path: Path, upstream: Upstream) -> None:
     upstream.body = b"x"
     for url in (upstream.url, upstream.url.replace("127.0.0.1", "localhost")):
-        with pytest.raises(PullFailed, match=r"private address .* set private = true"):
-            puller(tmp_path).fetch(FeedSpec(url))
+        with pytest.raises(FetchFailed, match=r"private address .* set private = true"):
+            fetcher(tmp_path).fetch(FeedSpec(url))
     assert upstream.asked == []
 
 
 def test_redirects_are_followed_but_not_to_anything(tmp_path: Path, upstream: Upstream) -> None:
     upstream.body, upstream.move = b"x", "/moved"
-    assert puller(tmp_path).fetch(feed(upstream)) is not None
+    assert fetcher(tmp_path).fetch(feed(upstream)) is not None
     upstream.move = "file:///etc/passwd"
-    with pytest.raises(PullFailed, match="leads to file:"):
-        puller(tmp_path).fetch(feed(upstream, name="other"))
+    with pytest.raises(FetchFailed, match="leads to file:"):
+        fetcher(tmp_path).fetch(feed(upstream, name="other"))
 
 
 def test_feeds_come_due(tmp_path: Path, upstream: Upstream) -> None:
     upstream.body = b"x"
     spec = feed(upstream, every="10 minutes")
-    assert puller(tmp_path, 1_000_000.0).due(spec) < 0
-    pulled = puller(tmp_path, 1_000_000.0).fetch(spec)
+    assert fetcher(tmp_path, 1_000_000.0).due(spec) < 0
+    pulled = fetcher(tmp_path, 1_000_000.0).fetch(spec)
     assert pulled is not None
-    puller(tmp_path, 1_000_000.0).loaded(spec, pulled)
-    assert puller(tmp_path, 1_000_060.0).due(spec) == pytest.approx(540.0)
+    fetcher(tmp_path, 1_000_000.0).loaded(spec, pulled)
+    assert fetcher(tmp_path, 1_000_060.0).due(spec) == pytest.approx(540.0)
+
+
+def checked(made: LoadJob) -> list[FeedResult]:
+    """Results of checking each feed once."""
+    return list(LoaderService(threading.Event(), once=True).fetch([made]))
 
 
 def test_what_is_fetched_is_loaded(tmp_path: Path, upstream: Upstream) -> None:
     rows = offers(50)
     upstream.body = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
     made = job(tmp_path, source=replace(SOURCE, feeds=(feed(upstream, sla="1 hour"),)))
-    outcomes = list(run_feeds([made], threading.Event(), once=True))
+    outcomes = checked(made)
     assert [(one.feed, one.load is not None and one.load.ok, one.problem) for one in outcomes] == [
         ("offers.jsonl", True, "")
     ]
     assert sorted(bronze(made)["event_id"].to_pylist()) == ids(rows)
     metrics = (tmp_path / "lake/_millrace/run/loader.prom").read_text()
     assert 'millrace_loader_rows_total{source="offers"} 50.0' in metrics
-    assert [one.load for one in run_feeds([made], threading.Event(), once=True)] == [None]
+    assert [one.load for one in checked(made)] == [None]
     upstream.body = None
     upstream.etag = '"gone"'
-    assert [one.problem for one in run_feeds([made], threading.Event(), once=True)] == ["the server answers 404"]
+    assert [one.problem for one in LoaderService(threading.Event(), once=True).fetch([made])] == [
+        "the server answers 404"
+    ]
 
 
 def in_time(fetch: Callable[[], object]) -> BaseException:
@@ -221,7 +229,7 @@ def in_time(fetch: Callable[[], object]) -> BaseException:
     def work() -> None:
         try:
             fetch()
-        except PullFailed as error:
+        except FetchFailed as error:
             raised.append(error)
 
     fetching = threading.Thread(target=work, daemon=True)
@@ -237,9 +245,9 @@ def test_a_server_that_drips_does_not_keep_the_feed_for_ever(
 ) -> None:
     upstream.drip, upstream.length = drip, length
     spec = feed(upstream, timeout="1 second")
-    assert "the download took longer than 1 second" in str(in_time(lambda: puller(tmp_path).fetch(spec)))
+    assert "the download took longer than 1 second" in str(in_time(lambda: fetcher(tmp_path).fetch(spec)))
     assert len(upstream.asked) == 1
-    assert puller(tmp_path).due(spec) > 0
+    assert fetcher(tmp_path).due(spec) > 0
     assert not list(tmp_path.rglob("*.whole"))
 
 
@@ -248,8 +256,8 @@ def test_a_download_ends_when_it_is_told_to(tmp_path: Path, upstream: Upstream) 
     made = job(tmp_path, source=replace(SOURCE, feeds=(feed(upstream),)))
 
     def run() -> None:
-        (outcome,) = run_feeds([made], stop)
-        raise PullFailed(outcome.feed, outcome.problem)
+        (outcome,) = LoaderService(stop).fetch([made])
+        raise FetchFailed(outcome.feed, outcome.problem)
 
     def asked() -> None:
         while not upstream.asked:
@@ -258,14 +266,14 @@ def test_a_download_ends_when_it_is_told_to(tmp_path: Path, upstream: Upstream) 
 
     threading.Thread(target=asked, daemon=True).start()
     assert str(in_time(run)) == "feed offers.jsonl: stopped"
-    assert Puller(made.lake, "offers").due(made.source.feeds[0]) <= 0  # it is looked at again at once
+    assert FeedFetcher(made.lake, "offers").due(made.source.feeds[0]) <= 0  # it is looked at again at once
 
 
 def test_the_sla_counts_from_when_a_file_was_first_offered(tmp_path: Path, upstream: Upstream) -> None:
     clock = [1_000_000.0]
 
-    def fetch() -> Pulled | None:
-        return Puller(Lake(tmp_path), "offers", now=lambda: clock[0], sleep=lambda _: None).fetch(spec)
+    def fetch() -> Download | None:
+        return FeedFetcher(Lake(tmp_path), "offers", now=lambda: clock[0], sleep=lambda _: None).fetch(spec)
 
     spec = feed(upstream)
     upstream.body, upstream.cut, upstream.etag = b"a" * 1_000, 10, 'W/"1"'  # no way to go on with the beginning
@@ -275,7 +283,7 @@ def test_the_sla_counts_from_when_a_file_was_first_offered(tmp_path: Path, upstr
     again = fetch()  # the first was never loaded
     assert first is not None and again is not None
     assert (first.met_at, again.met_at) == (1_000_000.0, 1_000_000.0)
-    Puller(Lake(tmp_path), "offers").loaded(spec, again)
+    FeedFetcher(Lake(tmp_path), "offers").loaded(spec, again)
     clock[0] += 600.0
     assert fetch() is None
     upstream.etag = 'W/"3"'

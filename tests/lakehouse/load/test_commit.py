@@ -16,14 +16,11 @@ from deltalake import CommitProperties, DeltaTable, write_deltalake
 from lakehouse.bronze.clock import BronzeClock, newest_bronze_at
 from lakehouse.bronze.table import COLUMNS, Progress, create, progress
 from lakehouse.contract.lake import Lake
-from lakehouse.feeds.commit import Committer
-from lakehouse.feeds.datafile import write
-from lakehouse.feeds.direct import write_rows
-from lakehouse.feeds.errors import CommitFailed, FileTaken
-from lakehouse.feeds.ledger import Done, Ledger
-from lakehouse.feeds.rows import Part, Sealer, Segment
-from tests.lakehouse.feeds.feeds import SOURCE
+from lakehouse.errors import CommitFailed, FileTaken
+from lakehouse.load.commit import Committer, Ledger, write_rows
+from lakehouse.load.rows import FilePosition, SealedSegment, Sealer, Segment, write_data_file
 from tests.lakehouse.lakes import bronze_rows
+from tests.lakehouse.load.offers import SOURCE
 
 ONE, OTHER = "1" * 32, "2" * 32
 
@@ -37,7 +34,7 @@ def sealer() -> Sealer:
     return Sealer(SOURCE, tenant="default", node="loader-1")
 
 
-def part(before: Done, count: int, *, ended: bool = False) -> Part:
+def part(before: FilePosition, count: int, *, ended: bool = False) -> SealedSegment:
     rows = [b'{"merchant":"m","offer":"%d","version":1}' % (before.rows + i) for i in range(count)]
     return sealer().seal("a.jsonl", before, Segment(rows, offset=before.offset + 10, ended=ended), 1_000_000)
 
@@ -47,8 +44,8 @@ def table_of(lake: Lake) -> pa.Table:
 
 
 def test_a_data_file_is_stamped_in_its_place(tmp_path: Path) -> None:
-    made = sealer().rows([part(Done(ONE), 1_000)])
-    data = write(made, tmp_path / "x.parquet")
+    made = sealer().rows([part(FilePosition(ONE), 1_000)])
+    data = write_data_file(made, tmp_path / "x.parquet")
     before = (tmp_path / "x.parquet").read_bytes()
     data.stamp(1_790_000_000_000_123)
     after = (tmp_path / "x.parquet").read_bytes()
@@ -61,12 +58,12 @@ def test_a_data_file_is_stamped_in_its_place(tmp_path: Path) -> None:
 
 def test_rows_come_with_the_place_to_go_on_from(lake: Lake) -> None:
     committer = Committer(lake, "offers", sealer())
-    first = part(Done(ONE), 3)
-    committer.commit([first, part(Done(OTHER), 0, ended=True)])
-    second, third = part(first.after, 2), part(Done(ONE, 5, offset=20), 1, ended=True)
+    first = part(FilePosition(ONE), 3)
+    committer.commit([first, part(FilePosition(OTHER), 0, ended=True)])
+    second, third = part(first.after, 2), part(FilePosition(ONE, 5, offset=20), 1, ended=True)
     version = committer.commit([second, third])
-    assert committer.look(ONE) == Done(ONE, 6, 0, 30, True)
-    assert committer.look(OTHER) == Done(OTHER, 0, 0, 10, True)
+    assert committer.position(ONE) == FilePosition(ONE, 6, 0, 30, True)
+    assert committer.position(OTHER) == FilePosition(OTHER, 0, 0, 10, True)
     assert len(committer.ledger) == 2
     found = table_of(lake)
     assert found.schema.names[: len(COLUMNS)] == COLUMNS.names
@@ -81,8 +78,8 @@ LOADER = """
 import sys
 from pathlib import Path
 from lakehouse.contract.lake import Lake
-from tests.lakehouse.feeds.test_commit import ONE, Committer, Done, part, sealer
-Committer(Lake(Path(sys.argv[1])), "offers", sealer()).commit([part(Done(ONE), 3, ended=True)])
+from tests.lakehouse.load.test_commit import ONE, Committer, FilePosition, part, sealer
+Committer(Lake(Path(sys.argv[1])), "offers", sealer()).commit([part(FilePosition(ONE), 3, ended=True)])
 """
 
 
@@ -90,7 +87,7 @@ def test_two_loaders_that_start_together_both_know_what_is_in(lake: Lake, monkey
     """One is still looking at the empty table while the other commits a file: it must not set the ledger back."""
     filled = Ledger._filled
 
-    def slowly(ledger: Ledger, delta: DeltaTable) -> list[Done]:
+    def slowly(ledger: Ledger, delta: DeltaTable) -> list[FilePosition]:
         found = filled(ledger, delta)
         monkeypatch.setattr(Ledger, "_filled", filled)
         subprocess.run([sys.executable, "-c", LOADER, str(lake.root)], cwd=Path(__file__).parents[3], check=True)
@@ -98,16 +95,16 @@ def test_two_loaders_that_start_together_both_know_what_is_in(lake: Lake, monkey
 
     monkeypatch.setattr(Ledger, "_filled", slowly)
     committer = Committer(lake, "offers", sealer())
-    assert committer.look(ONE) == Done(ONE, 3, 0, 10, True)
+    assert committer.position(ONE) == FilePosition(ONE, 3, 0, 10, True)
     with pytest.raises(FileTaken):
-        committer.commit([part(Done(ONE), 3)])
+        committer.commit([part(FilePosition(ONE), 3)])
     assert table_of(lake).num_rows == 3
     committer.close()
 
 
 def test_what_is_missing_from_the_ledger_is_not_passed_over_by_a_note(lake: Lake) -> None:
     committer = Committer(lake, "offers", sealer())
-    committer.commit([part(Done(OTHER), 2, ended=True)])
+    committer.commit([part(FilePosition(OTHER), 2, ended=True)])
     stale = DeltaTable(str(lake.bronze("offers").path), version=0)
     with committer.ledger._env.begin(write=True) as txn:  # as if the ledger were behind by that commit
         txn.delete(OTHER.encode())
@@ -115,16 +112,16 @@ def test_what_is_missing_from_the_ledger_is_not_passed_over_by_a_note(lake: Lake
     now = DeltaTable(str(lake.bronze("offers").path))
     write_deltalake(str(lake.bronze("offers").path), table_of(lake).slice(0, 0), mode="append")
     now.update_incremental()
-    committer.ledger.note([Done(ONE, 1)], now)
-    assert committer.look(OTHER) == Done(OTHER, 2, 0, 10, True)
+    committer.ledger.note([FilePosition(ONE, 1)], now)
+    assert committer.position(OTHER) == FilePosition(OTHER, 2, 0, 10, True)
     committer.close()
 
 
 def test_a_row_is_not_committed_twice(lake: Lake) -> None:
-    one, other = Committer(lake, "offers", sealer()), part(Done(ONE), 3)
+    one, other = Committer(lake, "offers", sealer()), part(FilePosition(ONE), 3)
     one.commit([other])
     with pytest.raises(FileTaken) as caught:
-        one.commit([part(Done(OTHER), 2), part(Done(ONE), 3)])
+        one.commit([part(FilePosition(OTHER), 2), part(FilePosition(ONE), 3)])
     assert caught.value.fingerprint == ONE
     assert table_of(lake).num_rows == 3
     one.close()
@@ -132,46 +129,46 @@ def test_a_row_is_not_committed_twice(lake: Lake) -> None:
 
 def test_the_ledger_is_what_bronze_says(lake: Lake) -> None:
     committer = Committer(lake, "offers", sealer())
-    committer.commit([part(Done(ONE), 4, ended=True)])
+    committer.commit([part(FilePosition(ONE), 4, ended=True)])
     committer.close()
     folder = lake.state / "loads" / "offers" / "ledger"
     kept = shutil.copytree(folder, folder.with_name("older"))
     committer = Committer(lake, "offers", sealer())
-    second = part(Done(OTHER), 2, ended=True)
+    second = part(FilePosition(OTHER), 2, ended=True)
     committer.commit([second])
     committer.close()
 
     shutil.rmtree(folder)
     shutil.copytree(kept, folder)  # as after a crash between the commit and the ledger
     committer = Committer(lake, "offers", sealer())
-    assert committer.look(OTHER) == Done(OTHER, 2, 0, 10, True)
+    assert committer.position(OTHER) == FilePosition(OTHER, 2, 0, 10, True)
     committer.close()
 
     shutil.rmtree(folder)
     shutil.copytree(kept, folder)  # the same, and the log that named the files has been cleaned up since
     ledger = Ledger(lake, lake.bronze("offers"))
     newest = max(table_of(lake)["bronze_at"].cast(pa.int64()).to_pylist())
-    ledger.intend([second.after, Done("4" * 32, 9)], newest)
+    ledger.intend([second.after, FilePosition("4" * 32, 9)], newest)
     ledger.close()
     DeltaTable(str(lake.bronze("offers").path)).create_checkpoint()
     for commit in (lake.bronze("offers").path / "_delta_log").glob("*.json"):
         commit.unlink()
     committer = Committer(lake, "offers", sealer())
-    assert committer.look(ONE) == Done(ONE, 4, 0, 10, True)
-    assert committer.look(OTHER) == second.after
-    assert committer.look("4" * 32) == Done("4" * 32)
+    assert committer.position(ONE) == FilePosition(ONE, 4, 0, 10, True)
+    assert committer.position(OTHER) == second.after
+    assert committer.position("4" * 32) == FilePosition("4" * 32)
     committer.close()
 
     shutil.rmtree(folder)  # lost: the rows say it
     committer = Committer(lake, "offers", sealer())
-    assert committer.look(ONE) == Done(ONE, 4, 0, -1, False)
-    assert committer.look(OTHER) == Done(OTHER, 2, 0, -1, False)
+    assert committer.position(ONE) == FilePosition(ONE, 4, 0, -1, False)
+    assert committer.position(OTHER) == FilePosition(OTHER, 2, 0, -1, False)
     assert len(committer.ledger) == 2
     committer.close()
 
     shutil.rmtree(lake.bronze("offers").path)  # another table: nothing of the old one counts
     committer = Committer(lake, "offers", sealer())
-    assert committer.look(ONE) == Done(ONE)
+    assert committer.position(ONE) == FilePosition(ONE)
     assert len(committer.ledger) == 0
     committer.close()
 
@@ -186,7 +183,7 @@ def test_a_load_does_not_hide_how_far_the_stream_is(lake: Lake) -> None:
         properties = CommitProperties(custom_metadata={"userMetadata": reached.to_metadata()})
         write_deltalake(str(table.path), rows, mode="append", commit_properties=properties)
     committer = Committer(lake, "offers", sealer())
-    committer.commit([part(Done(ONE), 2)])
+    committer.commit([part(FilePosition(ONE), 2)])
     committer.close()
     assert progress(table) == reached
     newest = max(table_of(lake)["bronze_at"].cast(pa.int64()).to_pylist())

@@ -14,9 +14,9 @@ from deltalake import DeltaTable
 from ingest.simulate.offers import offer
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Source
-from lakehouse.feeds.files import find
-from lakehouse.feeds.model import FileReport, Job
-from lakehouse.feeds.run import load_files
+from lakehouse.load.files import find
+from lakehouse.load.report import FileReport
+from lakehouse.load.worker import LoadJob, load_files
 
 SOURCE = Source(
     topic="offers",
@@ -42,24 +42,24 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]], *, packed: bool = Fa
     return path
 
 
-def job(root: Path, **options: Any) -> Job:
+def job(root: Path, **options: Any) -> LoadJob:
     """A job on the lake below ``root``."""
-    return Job(Lake(root / "lake"), options.pop("source", SOURCE), **options)
+    return LoadJob(Lake(root / "lake"), options.pop("source", SOURCE), **options)
 
 
-def run(made: Job, *paths: Path | str, workers: int = 1) -> dict[str, FileReport]:
+def run(made: LoadJob, *paths: Path | str, workers: int = 1) -> dict[str, FileReport]:
     """Load, and the reports by the files' names."""
     reports = load_files(made, find(paths), workers=workers)
     return {Path(report.name).name: report for report in reports}
 
 
-def bronze(made: Job, columns: Sequence[str] | None = None) -> pa.Table:
+def bronze(made: LoadJob, columns: Sequence[str] | None = None) -> pa.Table:
     """All rows of the job's bronze table."""
     path = made.lake.bronze(made.source.name).path
     return DeltaTable(str(path)).to_pyarrow_table(columns=list(columns) if columns else None)
 
 
-def payloads(made: Job) -> list[bytes]:
+def payloads(made: LoadJob) -> list[bytes]:
     """Payloads in bronze, sorted."""
     return sorted(bronze(made, ["payload"])["payload"].to_pylist())
 

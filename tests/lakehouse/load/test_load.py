@@ -20,20 +20,18 @@ import pytest
 from deltalake import DeltaTable
 
 from lakehouse.contract.lake import Lake
-from lakehouse.feeds.errors import CommitFailed
-from lakehouse.feeds.files import FeedFile, find
-from lakehouse.feeds.load import load
-from lakehouse.feeds.model import FileReport, Step
-from lakehouse.feeds.report import Deadline
-from lakehouse.feeds.run import GROUP_FILES, grouped, load_files
-from lakehouse.feeds.worker import FileLoader
-from tests.lakehouse.feeds.feeds import SOURCE, bronze, ids, job, offers, payloads, run, write_jsonl
+from lakehouse.errors import CommitFailed
+from lakehouse.load.files import FeedFile, find
+from lakehouse.load.loader import load
+from lakehouse.load.report import Deadline, FileReport, LoadProgress
+from lakehouse.load.worker import GROUP_FILES, FileLoader, grouped, load_files
+from tests.lakehouse.load.offers import SOURCE, bronze, ids, job, offers, payloads, run, write_jsonl
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = """
 import sys
 from pathlib import Path
-from tests.lakehouse.feeds.feeds import job, run
+from tests.lakehouse.load.offers import job, run
 for report in run(job(Path(sys.argv[1]), chunk_rows=500), *sys.argv[2:]).values():
     print(report.state, report.from_row, report.rows, flush=True)
 """
@@ -132,8 +130,8 @@ def test_worker_processes(tmp_path: Path) -> None:
     for number in range(8, GROUP_FILES + 5):
         write_jsonl(tmp_path / f"in/{number}.jsonl", made[number][:2])
     rows = [row for rows in made[:8] for row in rows] + [row for rows in made[8:] for row in rows[:2]]
-    told: list[Step | FileReport] = []
-    done = load(job(tmp_path), find([tmp_path / "in"]), workers=2, tell=told.append)
+    told: list[LoadProgress | FileReport] = []
+    done = load(job(tmp_path), find([tmp_path / "in"]), workers=2, notify=told.append)
     assert done.ok
     assert done.new_rows == len(rows)
     assert sum(isinstance(one, FileReport) for one in told) == GROUP_FILES + 5
@@ -164,7 +162,7 @@ def test_a_copy_of_a_file_that_is_not_in_is_not_in_either(tmp_path: Path) -> Non
 def test_a_loader_goes_on_after_a_commit_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a worker process does, which is given the next files."""
     rows = large(tmp_path / "in.jsonl", 30_000)
-    told: list[Step | FileReport] = []
+    told: list[LoadProgress | FileReport] = []
     real = DeltaTable.create_write_transaction
 
     def failing(*args: Any, **options: Any) -> None:
@@ -222,14 +220,14 @@ def test_a_file_that_grows_while_it_is_read_fails(tmp_path: Path) -> None:
     large(path, 30_000)
     reports: list[FileReport] = []
 
-    def tell(message: Step | FileReport) -> None:
+    def tell(message: LoadProgress | FileReport) -> None:
         if isinstance(message, FileReport):
             reports.append(message)
         else:
             with path.open("a") as file:
                 file.write('{"merchant":"m","offer":"late","version":1}\n')
 
-    load(job(tmp_path), find([path]), tell=tell)
+    load(job(tmp_path), find([path]), notify=tell)
     assert [report.state for report in reports] == ["failed"]
     assert "written to while it was read" in reports[0].reason
     assert run(job(tmp_path), path)["a.jsonl"].state == "loaded"  # all of it, under its new fingerprint
@@ -277,17 +275,17 @@ def test_a_killed_worker_is_told_and_loses_nothing(tmp_path: Path) -> None:
         (tmp_path / f"in/{number}.jsonl").write_bytes((tmp_path / "in/a.jsonl").read_bytes() + b'{"n":%d}\n' % number)
     killer = threading.Event()
 
-    def tell(message: Step | FileReport) -> None:
+    def tell(message: LoadProgress | FileReport) -> None:
         if not killer.is_set():
             killer.set()
             children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
             loaders = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
             os.kill(int(loaders[-1]), signal.SIGKILL)
 
-    from lakehouse.feeds.errors import LoaderDied
+    from lakehouse.errors import LoaderDied
 
     with pytest.raises(LoaderDied, match="run the same command again"):
-        load(job(tmp_path), find([tmp_path / "in"]), workers=2, tell=tell)
+        load(job(tmp_path), find([tmp_path / "in"]), workers=2, notify=tell)
     reports = run(job(tmp_path), tmp_path / "in")
     assert {report.state for report in reports.values()} <= {"loaded", "already"}
     assert set(bronze(job(tmp_path))["event_id"].to_pylist()) >= set(ids(rows))
@@ -297,16 +295,16 @@ def test_a_killed_worker_is_told_and_loses_nothing(tmp_path: Path) -> None:
 
 def test_a_worker_that_fails_leaves_no_other_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the others say has no end that a queue of one place could hold, and is heard all the same."""
-    monkeypatch.setattr("lakehouse.feeds.run._TOLD", 1)
+    monkeypatch.setattr("lakehouse.load.worker._QUEUE_SIZE", 1)
     for number in range(GROUP_FILES):
         write_jsonl(tmp_path / f"in/{number}.jsonl", offers(2, merchant=number))
     no_name = FeedFile(tmp_path / "no\0name", 1 << 30)  # the first group; no system opens such a file
-    told: list[Step | FileReport] = []
+    told: list[LoadProgress | FileReport] = []
     raised: list[BaseException] = []
 
     def work() -> None:
         try:
-            load_files(job(tmp_path), [no_name, *find([tmp_path / "in"])], workers=2, tell=told.append)
+            load_files(job(tmp_path), [no_name, *find([tmp_path / "in"])], workers=2, notify=told.append)
         except ValueError as error:
             raised.append(error)
 
@@ -324,8 +322,8 @@ def test_who_listens_badly_is_told_and_ends_the_load(tmp_path: Path) -> None:
         with (tmp_path / f"in/{number}.jsonl").open("a") as file:
             file.write(f'{{"n":{number}}}\n')
 
-    def tell(_: Step | FileReport) -> None:
+    def tell(_: LoadProgress | FileReport) -> None:
         raise BrokenPipeError
 
     with pytest.raises(BrokenPipeError):
-        load_files(job(tmp_path), find([tmp_path / "in"]), workers=2, tell=tell)
+        load_files(job(tmp_path), find([tmp_path / "in"]), workers=2, notify=tell)

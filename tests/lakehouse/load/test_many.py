@@ -11,10 +11,10 @@ import pytest
 from deltalake import DeltaTable
 
 from ingest.simulate.offers import MERCHANTS, feed_rows, write_feeds
-from lakehouse.feeds.files import find
-from lakehouse.feeds.load import load
-from lakehouse.feeds.model import FileReport, Step
-from tests.lakehouse.feeds.feeds import START_MS, bronze, ids, job
+from lakehouse.load.files import find
+from lakehouse.load.loader import load
+from lakehouse.load.report import FileReport, LoadProgress
+from tests.lakehouse.load.offers import START_MS, bronze, ids, job
 
 pytestmark = pytest.mark.soak
 _OPEN_FILES, _MEMORY_KB = 150, 1_000_000  # of a process
@@ -28,7 +28,7 @@ class Watched:
     files: int = 0
     memory: int = 0
 
-    def tell(self, _: Step | FileReport) -> None:
+    def tell(self, _: LoadProgress | FileReport) -> None:
         self.messages += 1
         if self.messages % 200 == 1:
             for pid in (str(os.getpid()), *children()):
@@ -48,7 +48,7 @@ def test_every_merchants_feed_is_in_within_the_hour(tmp_path: Path) -> None:
     written = write_feeds(tmp_path / "in", seed=7, start_ms=START_MS)
     assert written.files == MERCHANTS
     files, watched = find([tmp_path / "in"]), Watched()
-    done = load(job(tmp_path), files, workers=2, allowed_s=3_600, tell=watched.tell)
+    done = load(job(tmp_path), files, workers=2, allowed_s=3_600, notify=watched.tell)
     assert (done.ok, done.late) == (True, False)
     assert Counter(report.state for report in done.reports) == {"loaded": MERCHANTS}
     assert {report.name for report in done.reports} == {str(file.path) for file in files}

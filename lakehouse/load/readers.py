@@ -1,8 +1,8 @@
-"""CSV as JSON payloads: the header's names, values by the types of the source's schema.
+"""Readers: a CSV, JSON-lines or Parquet file as segments of JSON payloads, from any place at which a segment ended.
 
-A value that is not of its column's type stays text: the schema check then sends the row to quarantine, with its field
-named. An empty value is null. Blocks are parsed by Arrow; a block that it cannot take (a quote that is not closed, a
-text that is not UTF-8) is read row by row, so that one bad row costs one row.
+CSV: names come from the header, types from the source's schema. A value of another type stays text: the schema check
+then sends the row to quarantine, with its field named. An empty value is null. Arrow parses blocks of rows; a block
+that Arrow refuses (an unclosed quote, a text that is not UTF-8) is read row by row, so that one bad row costs one row.
 """
 
 from __future__ import annotations
@@ -10,40 +10,114 @@ from __future__ import annotations
 import csv
 import functools
 import io
+import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pacsv
+import pyarrow.parquet as pq
 import sqlglot
 from sqlglot import exp
 
 from lakehouse.contract.pipeline import Source
-from lakehouse.feeds.errors import BadFile
-from lakehouse.feeds.files import BLOCK, Stream, unpacked
-from lakehouse.feeds.jsontext import to_json
-from lakehouse.feeds.rows import Segment
+from lakehouse.errors import BadFile
+from lakehouse.load.files import BLOCK, OpenFile, read_lines
+from lakehouse.load.rows import FilePosition, Segment
 
+_BATCH = 20_000  # rows of a Parquet file at a time
 _INTEGERS = ("TINYINT", "SMALLINT", "INT", "BIGINT")
-_NUMBERS = ("FLOAT", "DOUBLE")  # a decimal stays text: exact, and Spark takes it
+_NUMBERS = ("FLOAT", "DOUBLE")  # a decimal stays text: exact, and Spark casts it
 _PLAIN_INTEGER = "0|-?[1-9][0-9]{0,17}"
 _JSON_NUMBER = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?"
 _NESTED = ("STRUCT", "ARRAY", "MAP", "OBJECT", "LIST")
 
+_local = threading.local()  # one connection a thread: a load may have thousands of files
 
-@dataclass(frozen=True, slots=True)
-class CsvOptions:
-    """How the file is written.
 
-    Attributes:
-        delimiter: one character.
-        encoding: as Python names it.
+def read(opened: OpenFile, source: Source, position: FilePosition) -> Iterator[Segment]:
+    """The rows after ``position``. The last segment has ``ended`` set, and may be empty.
+
+    Raises:
+        BadFile: the file cannot be read, or not to its end.
     """
+    if opened.format == "parquet":
+        return _parquet(opened, position.rows)
+    segments = _json_lines if opened.format == "jsonl" else read_csv
+    return _after(segments(opened, source, max(0, position.offset)), position)
 
-    delimiter: str = ","
-    encoding: str = "utf-8"
+
+def _after(segments: Iterator[Segment], position: FilePosition) -> Iterator[Segment]:
+    """The segments without the committed rows, if the offset of the next row is unknown."""
+    skip = position.rows if position.offset < 0 else 0
+    for segment in segments:
+        count = len(segment.payloads)
+        if skip >= count and not segment.ended:
+            skip -= count
+            continue
+        if skip:
+            refused = {index - skip: reason for index, reason in segment.refused.items() if index >= skip}
+            segment = Segment(segment.payloads[skip:], refused, segment.offset, segment.ended)
+            skip = 0
+        yield segment
+
+
+def _json_lines(opened: OpenFile, source: Source, offset: int) -> Iterator[Segment]:
+    """The untouched lines without empty ones. The sealer checks later that they are JSON."""
+    stream = opened.text(offset)
+    first = offset == 0
+    for block, end in read_lines(stream, offset, source.max_event_bytes):
+        if first:
+            first = False
+            block = block.removeprefix(b"\xef\xbb\xbf")
+            if block[:2] in (b"\xff\xfe", b"\xfe\xff"):
+                raise BadFile(opened.name, "UTF-16 text; give --encoding utf-16")
+            if block.lstrip()[:1] == b"[":
+                raise BadFile(opened.name, "begins with '[': a JSON array, not JSON lines")
+        lines = block.replace(b"\r\n", b"\n").split(b"\n") if b"\r\n" in block else block.split(b"\n")
+        yield Segment([line for line in lines if line and not line.isspace()], offset=end)
+        offset = end
+    yield Segment([], offset=offset, ended=True)
+
+
+def _parquet(opened: OpenFile, skip: int) -> Iterator[Segment]:
+    """Rows as JSON objects."""
+    try:
+        parquet = pq.ParquetFile(opened.file)
+        sizes = [parquet.metadata.row_group(number).num_rows for number in range(parquet.num_row_groups)]
+        first = 0
+        while first < len(sizes) and skip >= sizes[first]:
+            skip -= sizes[first]
+            first += 1
+        for batch in parquet.iter_batches(_BATCH, row_groups=range(first, len(sizes))):
+            if skip >= batch.num_rows:
+                skip -= batch.num_rows
+                continue
+            yield Segment(to_json(pa.Table.from_batches([batch]).slice(skip)))
+            skip = 0
+    except (pa.ArrowException, OSError, duckdb.Error) as error:
+        raise BadFile(opened.name, f"unreadable Parquet: {str(error).splitlines()[0]}") from None
+    yield Segment([], ended=True)
+
+
+def to_json(rows: pa.Table, select: str = "to_json(r)") -> list[bytes]:
+    """Each row as one JSON text, made by DuckDB: times as text in UTC, decimals as numbers, nulls kept.
+
+    Args:
+        select: SQL of the text over the table ``r``.
+    """
+    connection: duckdb.DuckDBPyConnection | None = getattr(_local, "connection", None)
+    if connection is None:
+        connection = _local.connection = duckdb.connect(config={"threads": "1"})
+        connection.execute("SET TimeZone = 'UTC'")
+    connection.register("r", rows)
+    try:
+        found = connection.sql(f"SELECT {select} AS payload FROM r").to_arrow_table()  # noqa: S608 - ours; names are quoted
+    finally:
+        connection.unregister("r")
+    return list(found["payload"].cast(pa.large_binary()).to_pylist())
 
 
 def column_types(ddl: str) -> dict[str, str]:
@@ -61,16 +135,15 @@ def column_types(ddl: str) -> dict[str, str]:
     return {column.name.lower(): column.args["kind"].this.name for column in columns if column.args.get("kind")}
 
 
-def read_csv(name: str, file: IO[bytes], source: Source, options: CsvOptions, offset: int) -> Iterator[Segment]:
-    """Segments of the rows from ``offset`` on, which is 0 or where a segment ended; the header is read each time.
+def read_csv(opened: OpenFile, source: Source, offset: int) -> Iterator[Segment]:
+    """Segments of the rows from ``offset`` on: 0, or the end of a segment. Each call reads the header.
 
     Raises:
-        BadFile: no header, or a text that cannot be read on.
+        BadFile: no header, or an unreadable text.
     """
-    header, begin = _header(name, unpacked(name, file, options.encoding), options)
-    offset = max(offset, begin)
-    parser = _Parser(name, header, source, options)
-    stream = unpacked(name, file, options.encoding, offset)
+    parser = _CsvParser(opened, source)
+    offset = max(offset, parser.begin)
+    stream = opened.text(offset)
     rest = b""
     while True:
         block = stream.read(BLOCK)
@@ -80,7 +153,7 @@ def read_csv(name: str, file: IO[bytes], source: Source, options: CsvOptions, of
             if len(text) <= source.max_event_bytes + BLOCK:
                 rest = text
                 continue
-            end = len(text)  # a quote that is not closed; found by the careful way below
+            end = len(text)  # a quote is not closed; the careful way below reports it
         if end:
             segment, used = parser.segment(text[:end], final=not block)
             offset += used
@@ -91,27 +164,27 @@ def read_csv(name: str, file: IO[bytes], source: Source, options: CsvOptions, of
     yield Segment([], offset=offset, ended=True)
 
 
-def _header(name: str, stream: Stream, options: CsvOptions) -> tuple[list[str], int]:
-    """Names of the columns, and where the rows begin."""
-    text = stream.read(BLOCK)
+def _header(opened: OpenFile, delimiter: str) -> tuple[list[str], int]:
+    """Names of the columns, and the offset of the first row."""
+    text = opened.text().read(BLOCK)
     mark = 3 if text.startswith(b"\xef\xbb\xbf") else 0
     if text[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise BadFile(name, "UTF-16 text; give --encoding utf-16")
+        raise BadFile(opened.name, "UTF-16 text; give --encoding utf-16")
     end = text.find(b"\n", mark) + 1 or len(text)
     try:
-        names = next(csv.reader([text[mark:end].decode()], delimiter=options.delimiter, strict=True), [])
+        names = next(csv.reader([text[mark:end].decode()], delimiter=delimiter, strict=True), [])
     except (UnicodeDecodeError, csv.Error) as error:
-        raise BadFile(name, f"the header cannot be read: {error}") from None
+        raise BadFile(opened.name, f"the header cannot be read: {error}") from None
     names = [column.strip() for column in names]
     if not names or not all(names):
-        raise BadFile(name, "it has no header, or a column without a name")
+        raise BadFile(opened.name, "it has no header, or a column without a name")
     if len({column.lower() for column in names}) < len(names):
-        raise BadFile(name, "two columns have the same name")
+        raise BadFile(opened.name, "two columns have the same name")
     return names, end
 
 
 def _end_of_rows(text: bytes) -> int:
-    """Behind the last line end that is not inside quotes; 0 for none."""
+    """Offset behind the last line end outside quotes; 0 if there is none."""
     if b'"' not in text:
         return text.rfind(b"\n") + 1
     codes = np.frombuffer(text, np.uint8)
@@ -124,30 +197,32 @@ def _end_of_rows(text: bytes) -> int:
 
 
 def _well_quoted(text: bytes, delimiter: bytes) -> bool:
-    """Whether each quote is at the edge of a field or beside another; Arrow would make something of others too."""
+    """Whether each quote is at the edge of a field or next to another quote; Arrow accepts other quotes silently."""
     codes = np.frombuffer(b"\n" + text + b"\n", np.uint8)
     quotes = np.flatnonzero(codes == 34)
     edges = np.frombuffer(delimiter + b'\r\n"', np.uint8)
     return quotes.size % 2 == 0 and bool(np.all(np.isin(codes[quotes - 1], edges) | np.isin(codes[quotes + 1], edges)))
 
 
-class _Parser:
-    def __init__(self, name: str, header: list[str], source: Source, options: CsvOptions) -> None:
-        self._name = name
+class _CsvParser:
+    def __init__(self, opened: OpenFile, source: Source) -> None:
+        self._name = opened.name
+        self._encoding = opened.encoding
+        self._delimiter = "\t" if opened.format == "tsv" else opened.delimiter
+        header, self.begin = _header(opened, self._delimiter)
         self._header = header
-        self._options = options
         self._limit = source.max_event_bytes
         self._select = _select(tuple(header), source.schema)
 
     def segment(self, text: bytes, *, final: bool) -> tuple[Segment, int]:
-        """Rows of a text that ends with a row, and how many bytes of it were used: all, but for a row cut off."""
+        """Rows of a text that ends with a row, and the number of bytes used: all, but for a row that is cut off."""
         try:
             return self._quick(text), len(text)
         except (pa.ArrowInvalid, _Unsure):
             return self._careful(text, final=final)
 
     def _quick(self, text: bytes) -> Segment:
-        if b'"' in text and not _well_quoted(text, self._options.delimiter.encode()):
+        if b'"' in text and not _well_quoted(text, self._delimiter.encode()):
             raise _Unsure
         bad: list[str] = []
 
@@ -159,7 +234,7 @@ class _Parser:
             io.BytesIO(text),
             read_options=pacsv.ReadOptions(column_names=self._header, use_threads=False, block_size=len(text) + 1),
             parse_options=pacsv.ParseOptions(
-                delimiter=self._options.delimiter, newlines_in_values=b'"' in text, invalid_row_handler=refuse
+                delimiter=self._delimiter, newlines_in_values=b'"' in text, invalid_row_handler=refuse
             ),
             convert_options=pacsv.ConvertOptions(
                 column_types=dict.fromkeys(self._header, pa.string()), strings_can_be_null=False, null_values=[]
@@ -168,10 +243,10 @@ class _Parser:
         return self._made(rows, [(row, self._width(row)) for row in bad])
 
     def _careful(self, text: bytes, *, final: bool) -> tuple[Segment, int]:
-        """Row by row. At the text's end a row may be cut off by a quote: it is left, unless nothing follows."""
+        """Parse row by row. A quote may cut off the last row: it waits for the next text, if there is one."""
         lines = text.splitlines(keepends=True)
-        taken = 0  # lines that the CSV reader has had
-        began = 0  # the first line of its present row
+        taken = 0  # lines given to the CSV reader
+        began = 0  # the first line of the current row
         cells: list[list[str]] = []
         bad: list[tuple[str, str]] = []
 
@@ -182,7 +257,7 @@ class _Parser:
                 yield line.decode("utf-8", "surrogateescape")
 
         csv.field_size_limit(self._limit)
-        reader = csv.reader(feed(), delimiter=self._options.delimiter, strict=True)
+        reader = csv.reader(feed(), delimiter=self._delimiter, strict=True)
         while taken < len(lines):
             began = taken
             try:
@@ -203,7 +278,7 @@ class _Parser:
             except UnicodeDecodeError as error:
                 raise BadFile(
                     self._name,
-                    f"not {self._options.encoding} (byte {raw[error.start]:#04x} in {raw[:60]!r}); give --encoding",
+                    f"not {self._encoding} (byte {raw[error.start]:#04x} in {raw[:60]!r}); give --encoding",
                 ) from None
             if len(row) != len(self._header):
                 bad.append((raw.decode(), self._width(row)))
@@ -212,7 +287,7 @@ class _Parser:
         return self._made(self._table(cells), bad), len(text)
 
     def _broken(self, cells: list[list[str]], line: bytes) -> BadFile:
-        last = f" after the row {self._options.delimiter.join(cells[-1])[:80]!r}" if cells else ""
+        last = f" after the row {self._delimiter.join(cells[-1])[:80]!r}" if cells else ""
         return BadFile(self._name, f"a quote is not closed in the row that begins {line[:80]!r}{last}")
 
     def _table(self, cells: list[list[str]]) -> pa.Table:
@@ -220,7 +295,7 @@ class _Parser:
         return pa.table([pa.array(list(column), pa.string()) for column in columns], names=self._header)
 
     def _made(self, rows: pa.Table, bad: list[tuple[str, str]]) -> Segment:
-        """The good rows in their order, then the refused ones as they stand in the file."""
+        """The good rows in their order, then the text of the refused ones."""
         payloads: list[bytes] = []
         if rows.num_rows:
             payloads = to_json(rows, self._select)
@@ -230,13 +305,13 @@ class _Parser:
 
     def _width(self, row: str | list[str]) -> str:
         if isinstance(row, str):
-            row = next(csv.reader(io.StringIO(row), delimiter=self._options.delimiter), [])
+            row = next(csv.reader(io.StringIO(row), delimiter=self._delimiter), [])
         return f"broken CSV: {len(row)} fields, the header has {len(self._header)}"
 
 
 @functools.lru_cache(maxsize=64)
 def _select(header: tuple[str, ...], schema: str) -> str:
-    """SQL of a row as JSON text, put together of texts: ``json_object`` would read every value that is JSON again."""
+    """SQL of a row as JSON text. It concatenates texts, because ``json_object`` would parse every JSON value again."""
     types = column_types(schema)
     pairs = [
         f"to_json({_text(name)})::VARCHAR, ':', {_quick_json_of(name, types.get(name.lower(), ''))}" for name in header
@@ -245,7 +320,7 @@ def _select(header: tuple[str, ...], schema: str) -> str:
 
 
 class _Unsure(Exception):
-    """The quick way may take the text for something else than it is."""
+    """Arrow may misread the text."""
 
 
 def _text(name: str) -> str:
@@ -257,7 +332,7 @@ def _column(name: str) -> str:
 
 
 def _quick_json_of(name: str, kind: str) -> str:
-    """The same as :func:`_json_of` as text, at once for values that are written as JSON writes them."""
+    """The value of :func:`_json_of` as text, with a shortcut for values in JSON's own notation."""
     column = _column(name)
     careful = f"coalesce(({_json_of(name, kind)})::VARCHAR, 'null')"
     if kind == "BOOLEAN":
@@ -267,7 +342,7 @@ def _quick_json_of(name: str, kind: str) -> str:
 
 
 def _json_of(name: str, kind: str) -> str:
-    """SQL for a text column's value as JSON of the declared type, or as text where it is not of it."""
+    """SQL of a text column's value as JSON of the declared type, or as text if it has another type."""
     column = _column(name)
     empty = f"WHEN {column} = '' THEN NULL"
     text = f"to_json({column})"

@@ -17,7 +17,8 @@ from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, Product, Source, load_pipeline
 from lakehouse.contract.settings import conf_dir
 from lakehouse.contract.staging import Staging
-from lakehouse.feeds.staging import StagingError, rebuild, refresh
+from lakehouse.errors import StagingError
+from lakehouse.load.staging import refresh
 from serve.sql.statement import run_sql
 
 COLUMNS = ("merchant", "offer", "version", "title", "price", "available", "tie")
@@ -83,10 +84,10 @@ def test_rebuilt_and_refreshed(tmp_path: Path) -> None:
         {"title": "Tea"},
     ]
 
-    made = rebuild(lake, pipeline(), STAGING)
+    made = refresh(lake, pipeline(), STAGING, rebuild=True)
     assert (made.rows, made.changed, made.version) == (3, True, again.version + 1)
     shutil.rmtree(lake.table("gold", "bargains").path)  # dropped: the record has everything
-    assert rebuild(lake, pipeline(), STAGING).rows == 3
+    assert refresh(lake, pipeline(), STAGING, rebuild=True).rows == 3
     assert len(shown(lake)) == 3
 
     wider = replace(STAGING, where="", columns=())

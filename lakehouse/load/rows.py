@@ -1,28 +1,40 @@
-"""Payloads to bronze rows: the same envelope, event id and refusals as a collector's border gives.
+"""Payloads to bronze rows, with the envelope, event id and refusals that a collector's border gives.
 
-The hot loop of the loader: one pass over the payloads in Python (parse, id, key, fingerprint), the rest in Arrow.
+This is the hot loop of the loader: one pass over the payloads in Python (parse, id, key, fingerprint), the rest in
+Arrow.
+
+Rows become a data file before the time of their commit is known. ``bronze_at`` has one value in a commit, later than in
+every commit before; the loader learns it in its turn (lakehouse.bronze.clock), too late to write megabytes. So the file
+has a placeholder: the column is dictionary-encoded and uncompressed, and its dictionary is one 8-byte value, which
+:meth:`DataFile.stamp` overwrites. Nothing else in the file depends on it: it has no statistics and no page checksums.
 """
 
 from __future__ import annotations
 
+import os
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from lakehouse.bronze.table import COLUMNS
 from lakehouse.contract.lake import FILE_TOPIC as TOPIC
 from lakehouse.contract.pipeline import Source, Template
-from lakehouse.feeds.ledger import Done
 
-MAX_ID_BYTES = 512  # as ingest/border.py has them; a test compares what the two do
+MAX_ID_BYTES = 512  # the limits of ingest/border; a test compares the two
 KEPT_BYTES = 65_536
-PLACEHOLDER = "bronze_at"  # the column that is filled in when the commit's turn comes
+PLACEHOLDER = "bronze_at"  # this column gets its value when the commit's turn comes
+_CONSTANT = ("source", "tenant", "collector", "suspect", "reject", "topic", "partition", "origin", "weight")
+_MICROS = struct.Struct("<q")
+_CODEC = "zstd"
 _JSON_NAMES: Mapping[type, str] = {
     list: "an array",
     str: "a string",
@@ -35,14 +47,43 @@ Render = Callable[[Mapping[str, Any]], str | None]
 
 
 @dataclass(frozen=True, slots=True)
+class FilePosition:
+    """How much of a file is in bronze.
+
+    Attributes:
+        file: fingerprint of its content.
+        rows: committed rows, refused ones too; the next row has this number.
+        rejects: refused rows among them.
+        offset: next byte of the unpacked text to read; -1: unknown, count rows.
+        ended: whether the whole file is in.
+    """
+
+    file: str
+    rows: int = 0
+    rejects: int = 0
+    offset: int = 0
+    ended: bool = False
+
+    def to_json(self) -> list[Any]:
+        """The form in commits."""
+        return [self.file, self.rows, self.rejects, self.offset, int(self.ended)]
+
+    @classmethod
+    def from_json(cls, found: list[Any]) -> FilePosition:
+        """The inverse of :meth:`to_json`."""
+        file, rows, rejects, offset, ended = found
+        return cls(str(file), int(rows), int(rejects), int(offset), bool(ended))
+
+
+@dataclass(frozen=True, slots=True)
 class Segment:
     """Consecutive rows of one file, as its reader gives them.
 
     Attributes:
-        payloads: JSON objects, or what stands in their place.
+        payloads: JSON objects; for a refused row its text.
         refused: index in ``payloads`` to the reason why the reader refuses the row.
-        offset: where the next segment begins, bytes of the unpacked text.
-        ended: whether it is the file's last.
+        offset: start of the next segment, bytes of the unpacked text.
+        ended: whether this is the last segment of the file.
     """
 
     payloads: list[bytes]
@@ -52,20 +93,20 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A segment with its envelopes.
+class SealedSegment:
+    """A segment with the envelopes of its rows.
 
     Attributes:
-        name: of the file, for people.
-        before: how far the file was.
-        after: how far it is with these rows.
-        received_at: when they were read, microseconds since the epoch.
-        payloads, event_ids, keys, fingerprints, rejects: a value a row; ``rejects`` is empty where none is refused.
+        name: path of the file.
+        before: position of the file before these rows.
+        after: position after them.
+        received_at: reading time, microseconds since the epoch.
+        payloads, event_ids, keys, fingerprints, rejects: a value a row; ``rejects`` is empty if no row is refused.
     """
 
     name: str
-    before: Done
-    after: Done
+    before: FilePosition
+    after: FilePosition
     received_at: int
     payloads: list[bytes]
     event_ids: list[str]
@@ -80,7 +121,11 @@ class Part:
 
 
 class Sealer:
-    """Gives rows of one source their envelopes."""
+    """Gives rows of one source their envelopes.
+
+    Args:
+        node: id of the loader, the rows' ``collector``.
+    """
 
     def __init__(self, source: Source, *, tenant: str, node: str) -> None:
         self._source = source
@@ -89,7 +134,7 @@ class Sealer:
         self._event_id = render(source.event_id_template) if source.event_id_template else None
         self._key = render(source.key_template) if source.key_template and source.key != source.event_id else None
 
-    def seal(self, name: str, before: Done, segment: Segment, received_at: int) -> Part:
+    def seal(self, name: str, before: FilePosition, segment: Segment, received_at: int) -> SealedSegment:
         """The segment's rows, numbered from ``before.rows`` on."""
         payloads = segment.payloads
         event_ids: list[str] = []
@@ -127,7 +172,7 @@ class Sealer:
             offset=segment.offset,
             ended=segment.ended,
         )
-        return Part(
+        return SealedSegment(
             name,
             before,
             after,
@@ -140,7 +185,7 @@ class Sealer:
         )
 
     def _identify(self, fields: Mapping[str, Any]) -> tuple[str | None, str | None, str | None]:
-        """Event id, key, and why the event is refused."""
+        """Event id, key, and the reason of a refusal."""
         event_id = key = None
         if self._event_id is not None:
             event_id = self._event_id(fields)
@@ -156,8 +201,8 @@ class Sealer:
                 return event_id, None, f"the key is longer than {MAX_ID_BYTES} bytes"
         return event_id, key, None
 
-    def rows(self, parts: Sequence[Part]) -> pa.Table:
-        """Bronze rows of the parts, all columns but the partition's and :data:`PLACEHOLDER`."""
+    def rows(self, parts: Sequence[SealedSegment]) -> pa.Table:
+        """Bronze rows of the segments, without the partition column and :data:`PLACEHOLDER`."""
         size = sum(len(part.payloads) for part in parts)
         counts = [len(part.payloads) for part in parts]
         rejects = [
@@ -172,7 +217,7 @@ class Sealer:
             ),
             "collector": pa.repeat(pa.scalar(self._node, pa.string()), size),
             "fingerprint": pa.array([f for part in parts for f in part.fingerprints], pa.string()),
-            "suspect": pa.repeat(pa.scalar(True), size),  # an event of a file may have come another way before
+            "suspect": pa.repeat(pa.scalar(True), size),  # an event of a file may have come another way too
             "reject": pa.array(rejects, pa.string()),
             "headers": _no_headers(size),
             "key": _binary([key for part in parts for key in part.keys]),
@@ -188,7 +233,7 @@ class Sealer:
 
 
 def render(template: Template) -> Render:
-    """What :meth:`Template.render` does, quicker where the fields are plain and their values strings or integers."""
+    """A faster :meth:`Template.render` for plain fields whose values are strings or integers."""
     fields = template.fields
     if any("." in name for name in fields):
         return template.render
@@ -220,12 +265,12 @@ def _missing(what: str, template: str) -> str:
 
 
 def _each(values: Sequence[Any], counts: Sequence[int], kind: pa.DataType) -> pa.Array:
-    """Each value as often as its count says."""
+    """Repeats each value by its count."""
     return pa.array(values, kind).take(pa.array(np.repeat(np.arange(len(values)), counts)))
 
 
 def _binary(values: list[bytes]) -> pa.Array:
-    """The same as ``pa.array``, in a tenth of its time."""
+    """``pa.array``, ten times as fast."""
     offsets = np.zeros(len(values) + 1, dtype=np.int32)
     np.cumsum(np.fromiter(map(len, values), np.int32, len(values)), out=offsets[1:])
     buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(values))]
@@ -235,3 +280,60 @@ def _binary(values: list[bytes]) -> pa.Array:
 def _no_headers(size: int) -> pa.Array:
     offsets = pa.array(np.zeros(size + 1, dtype=np.int32))
     return pa.MapArray.from_arrays(offsets, pa.array([], pa.string()), pa.array([], pa.binary()))
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """A written file that waits for its commit.
+
+    Attributes:
+        path: the file.
+        rows: number of rows.
+        size: bytes.
+        stamp_at: offset of the value of ``bronze_at`` in the file.
+    """
+
+    path: Path
+    rows: int
+    size: int
+    stamp_at: int
+
+    def stamp(self, bronze_at: int) -> None:
+        """Set ``bronze_at`` (microseconds since the epoch) of all rows."""
+        with self.path.open("r+b") as file:
+            file.seek(self.stamp_at)
+            file.write(_MICROS.pack(bronze_at))
+
+
+def write_data_file(rows: pa.Table, path: Path) -> DataFile:
+    """Write the rows as one Parquet file of one row group."""
+    mark = os.urandom(_MICROS.size)
+    at = pa.array(_MICROS.unpack(mark), pa.int64()).cast(pa.timestamp("us", "UTC"))
+    rows = rows.append_column(PLACEHOLDER, pa.repeat(at[0], rows.num_rows))
+    compression = {field.name: _CODEC for field in rows.schema if field.name != PLACEHOLDER}
+    if "headers" in rows.schema.names:
+        del compression["headers"]
+        compression |= {f"headers.key_value.{part}": _CODEC for part in ("key", "value")}
+    with pq.ParquetWriter(
+        path,
+        rows.schema,
+        compression={**compression, PLACEHOLDER: "NONE"},
+        compression_level=dict.fromkeys(compression, 1),
+        use_dictionary=[*_CONSTANT, PLACEHOLDER],
+        write_statistics=False,
+        store_schema=False,
+    ) as writer:
+        writer.write_table(rows, row_group_size=max(1, rows.num_rows))
+    return DataFile(path, rows.num_rows, path.stat().st_size, _stamp_place(mark, path))
+
+
+def _stamp_place(mark: bytes, path: Path) -> int:
+    metadata = pq.read_metadata(path)
+    group = metadata.row_group(0)
+    column = next(group.column(i) for i in range(group.num_columns) if group.column(i).path_in_schema == PLACEHOLDER)
+    start = column.dictionary_page_offset
+    with path.open("rb") as file:
+        file.seek(start)
+        page = file.read(column.data_page_offset - start)
+    assert metadata.num_row_groups == 1 and column.compression == "UNCOMPRESSED" and page.count(mark) == 1
+    return int(start + page.index(mark))

@@ -1,4 +1,4 @@
-"""Feed files: which there are, what they are, and their unpacked text."""
+"""Files to load: finding them, their fingerprints and formats, and their unpacked text."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from lakehouse.contract.errors import ConfigError
-from lakehouse.feeds.errors import BadFile
+from lakehouse.errors import BadFile
 
 FORMATS = ("auto", "csv", "tsv", "jsonl", "parquet")
 BLOCK = 1 << 22
-Mark = tuple[int, int, int]
-"""Size, time of change (ns) and inode of a file."""
+FileMark = tuple[int, int, int]
+"""Size, time of change (ns) and inode of a file: differs after a write or a replacement."""
 _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
 _UNFINISHED = (".part", ".tmp", ".crdownload", ".filepart")
 SUFFIXES = {
@@ -36,18 +36,36 @@ SUFFIXES = {
 
 @dataclass(frozen=True, slots=True)
 class FeedFile:
-    """A file to be loaded.
-
-    Attributes:
-        path: where it is.
-        size: bytes, when it was found.
-    """
+    """A file to load, with its size in bytes when it was found."""
 
     path: Path
     size: int
 
 
-class Stream(Protocol):
+@dataclass(frozen=True, slots=True)
+class OpenFile:
+    """A file that is being read.
+
+    Attributes:
+        name: path, for messages.
+        file: the opened file.
+        format: ``csv``, ``tsv``, ``jsonl`` or ``parquet``.
+        encoding: of CSV and JSON lines, as Python names it.
+        delimiter: of CSV, one character.
+    """
+
+    name: str
+    file: IO[bytes]
+    format: str
+    encoding: str = "utf-8"
+    delimiter: str = ","
+
+    def text(self, offset: int = 0) -> TextStream:
+        """Its unpacked text from a byte offset on; see :func:`unpacked`."""
+        return unpacked(self.name, self.file, self.encoding, offset)
+
+
+class TextStream(Protocol):
     """Unpacked text of a file, read forward in blocks."""
 
     def read(self, size: int, /) -> bytes:
@@ -55,15 +73,15 @@ class Stream(Protocol):
 
 
 def is_finished(path: Path) -> bool:
-    """Whether its name says that nobody writes it any more."""
+    """Whether its name does not mark it as unfinished (``.part``, ``.tmp``, a leading dot)."""
     return not path.name.startswith(".") and path.suffix.lower() not in _UNFINISHED
 
 
 def find(paths: Iterable[str | Path]) -> list[FeedFile]:
-    """The files that the arguments name: files, folders (with all below them) and globs; each once, in order.
+    """The files that the arguments name: files, folders (recursively) and globs; each once, in order.
 
     Raises:
-        ConfigError: an argument names nothing.
+        ConfigError: an argument matches nothing.
     """
     found: dict[Path, FeedFile] = {}
     for text in paths:
@@ -83,7 +101,7 @@ def find(paths: Iterable[str | Path]) -> list[FeedFile]:
 
 
 def fingerprint_of(file: IO[bytes]) -> str:
-    """BLAKE2b-128 of the whole content in hexadecimal: what a file is known by, whatever its name."""
+    """BLAKE2b-128 of the whole content in hexadecimal; it identifies a file, whatever its name."""
     digest = blake2b(digest_size=16)
     file.seek(0)
     while block := file.read(BLOCK):
@@ -93,10 +111,10 @@ def fingerprint_of(file: IO[bytes]) -> str:
 
 
 def format_of(path: Path, file: IO[bytes], wanted: str = "auto") -> str:
-    """The format by what was asked for, else by the name, else by the first bytes.
+    """The wanted format; of ``auto`` the format by the name, else by the first bytes.
 
     Raises:
-        BadFile: it cannot be told.
+        BadFile: the format is unknown.
     """
     if wanted != "auto":
         return wanted
@@ -114,14 +132,14 @@ def format_of(path: Path, file: IO[bytes], wanted: str = "auto") -> str:
         return "jsonl"
     if b"," in text.split(b"\n")[0]:
         return "csv"
-    raise BadFile(str(path), "its format is not known by its name or first bytes; give --format")
+    raise BadFile(str(path), "neither its name nor its first bytes tell the format; give --format")
 
 
-def unpacked(name: str, file: IO[bytes], encoding: str = "utf-8", skip: int = 0) -> Stream:
-    """The file's text as UTF-8, gunzipped where it is gzip (by its first bytes), from the given place on.
+def unpacked(name: str, file: IO[bytes], encoding: str = "utf-8", skip: int = 0) -> TextStream:
+    """The text of the file as UTF-8, without its first ``skip`` bytes; gzip is detected by its first bytes.
 
     Raises:
-        BadFile: when reading: the gzip stream is cut off or damaged, or the text is not of the encoding.
+        BadFile: while reading: the gzip stream is cut off or damaged, or the text does not have the encoding.
     """
     file.seek(0)
     packed = file.read(2) == _GZIP
@@ -130,7 +148,7 @@ def unpacked(name: str, file: IO[bytes], encoding: str = "utf-8", skip: int = 0)
     if not packed and plain:
         file.seek(skip)
         return io.BufferedReader(file, BLOCK) if isinstance(file, io.RawIOBase) else file
-    stream: Stream = _Gunzipped(name, file) if packed else file
+    stream: TextStream = _Gunzipped(name, file) if packed else file
     if not plain:
         stream = _Transcoded(name, stream, encoding)
     while skip > 0:
@@ -158,7 +176,7 @@ class _Gunzipped:
 
 
 class _Transcoded:
-    def __init__(self, name: str, stream: Stream, encoding: str) -> None:
+    def __init__(self, name: str, stream: TextStream, encoding: str) -> None:
         self._name = name
         self._stream = stream
         self._encoding = encoding
@@ -178,12 +196,12 @@ class _Transcoded:
         return taken
 
 
-def read_lines(stream: Stream, offset: int, limit: int) -> Iterator[tuple[bytes, int]]:
-    """Blocks of whole lines with the place behind each, bytes from the beginning.
+def read_lines(stream: TextStream, offset: int, limit: int) -> Iterator[tuple[bytes, int]]:
+    """Blocks of whole lines, each with the offset behind it.
 
     Args:
-        stream: stands at ``offset``.
-        limit: a line longer than this comes cut to it (without its end), so that memory is bounded.
+        stream: positioned at ``offset``.
+        limit: a longer line is cut to this length (without its line end), so that memory is bounded.
     """
     rest = b""
     while block := stream.read(BLOCK):
@@ -201,8 +219,8 @@ def read_lines(stream: Stream, offset: int, limit: int) -> Iterator[tuple[bytes,
         yield rest, offset + len(rest)
 
 
-def _skip_line(stream: Stream, begun: bytes, limit: int) -> tuple[bytes, int, bytes]:
-    """The beginning of an overlong line, its length with its end, and what follows it."""
+def _skip_line(stream: TextStream, begun: bytes, limit: int) -> tuple[bytes, int, bytes]:
+    """The beginning of an overlong line, its length with the line end, and the bytes after it."""
     kept, length = begun[: limit + 1], len(begun)
     while block := stream.read(BLOCK):
         end = block.find(b"\n") + 1
@@ -212,6 +230,6 @@ def _skip_line(stream: Stream, begun: bytes, limit: int) -> tuple[bytes, int, by
     return kept, length, b""
 
 
-def mark_of(found: os.stat_result) -> Mark:
-    """What differs when somebody writes the file, or puts another in its place."""
+def mark_of(found: os.stat_result) -> FileMark:
+    """The mark of a file by its status."""
     return found.st_size, found.st_mtime_ns, found.st_ino

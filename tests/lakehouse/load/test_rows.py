@@ -12,9 +12,8 @@ from ingest.border import admission as border
 from ingest.border.admission import Border
 from lakehouse.contract.envelope import fingerprint
 from lakehouse.contract.pipeline import Source, Template
-from lakehouse.feeds.ledger import Done
-from lakehouse.feeds.rows import KEPT_BYTES, MAX_ID_BYTES, Sealer, Segment, render
-from tests.lakehouse.feeds.feeds import SOURCE
+from lakehouse.load.rows import KEPT_BYTES, MAX_ID_BYTES, FilePosition, Sealer, Segment, render
+from tests.lakehouse.load.offers import SOURCE
 
 plain = st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False) | st.text(max_size=8)
 value = plain | st.lists(plain, max_size=2) | st.dictionaries(st.sampled_from("ab"), plain, max_size=2)
@@ -22,9 +21,9 @@ event = st.dictionaries(st.sampled_from(["merchant", "offer", "version", "x%s"])
 payload = event.map(lambda found: json.dumps(found).encode()) | st.binary(max_size=12) | st.just(b"[1]")
 
 
-def sealed(source: Source, rows: list[bytes], refused: dict[int, str] | None = None, done: Done | None = None):
+def sealed(source: Source, rows: list[bytes], refused: dict[int, str] | None = None, done: FilePosition | None = None):
     sealer = Sealer(source, tenant="t1", node="loader-9")
-    part = sealer.seal("f.csv", done or Done("f" * 32), Segment(list(rows), refused or {}, 77), 5_000_000)
+    part = sealer.seal("f.csv", done or FilePosition("f" * 32), Segment(list(rows), refused or {}, 77), 5_000_000)
     return part, sealer.rows([part])
 
 
@@ -59,7 +58,7 @@ def test_the_quick_template_is_the_template(fields: dict[str, object], text: str
 
 
 def test_coordinates_cannot_be_those_of_kafka() -> None:
-    part, table = sealed(SOURCE, [b"{}", b"x"], {1: "broken"}, Done("ab" * 16, rows=10, rejects=3))
+    part, table = sealed(SOURCE, [b"{}", b"x"], {1: "broken"}, FilePosition("ab" * 16, rows=10, rejects=3))
     assert table["topic"].to_pylist() == ["file:" + "ab" * 16] * 2
     assert table["offset"].to_pylist() == [10, 11]
     assert table["partition"].to_pylist() == [0, 0]

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lakehouse.contract.source import Source
-from lakehouse.feeds.csvfile import CsvOptions, read_csv
+from lakehouse.load.files import OpenFile
+from lakehouse.load.readers import read_csv
 
 SOURCE = Source(
     topic="t", schema="Number BIGINT, `price` DOUBLE, ok BOOLEAN, text STRING", event_time="now()", name="things"
@@ -34,7 +35,7 @@ def payloads(cells: list[tuple[str, str, str, str]]) -> list[bytes]:
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n", quoting=csv.QUOTE_ALL)
     writer.writerows([["number", "price", "ok", 'a "text"'], *cells])
-    found = read_csv("f", io.BytesIO(out.getvalue().encode()), SOURCE, CsvOptions(), 0)
+    found = read_csv(OpenFile("f", io.BytesIO(out.getvalue().encode()), "csv"), SOURCE, 0)
     return [payload for segment in found for payload in segment.payloads]
 
 

@@ -18,19 +18,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lakehouse.contract.errors import ConfigError
-from lakehouse.feeds import csvfile, files, readers
-from lakehouse.feeds.csvfile import column_types
-from lakehouse.feeds.errors import BadFile
-from lakehouse.feeds.files import find, fingerprint_of, format_of
-from lakehouse.feeds.ledger import Done
-from lakehouse.feeds.rows import Segment
-from tests.lakehouse.feeds.feeds import SOURCE, offers
+from lakehouse.errors import BadFile
+from lakehouse.load import files, readers
+from lakehouse.load.files import OpenFile, find, fingerprint_of, format_of
+from lakehouse.load.readers import column_types
+from lakehouse.load.rows import FilePosition, Segment
+from tests.lakehouse.load.offers import SOURCE, offers
 
 HEADER = b"merchant,offer,version,title,price,available\n"
 
 
-def segments(text: bytes, kind: str, done: Done | None = None, **options: Any) -> list[Segment]:
-    return list(readers.read("f", io.BytesIO(text), kind, SOURCE, done or Done("f"), **options))
+def segments(text: bytes, kind: str, done: FilePosition | None = None, **options: Any) -> list[Segment]:
+    return list(readers.read(OpenFile("f", io.BytesIO(text), kind, **options), SOURCE, done or FilePosition("f")))
 
 
 def rows(text: bytes, kind: str, **options: Any) -> tuple[list[bytes], list[str]]:
@@ -47,7 +46,7 @@ def parsed(text: bytes, kind: str, **options: Any) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (files, csvfile):
+    for module in (files, readers):
         monkeypatch.setattr(module, "BLOCK", 64)
     monkeypatch.setattr(readers, "_BATCH", 3)
 
@@ -60,7 +59,8 @@ def test_json_lines_are_untouched() -> None:
 def test_an_overlong_line_is_cut_and_the_next_is_whole(small_blocks: None) -> None:
     source = replace(SOURCE, max_event_bytes=100)
     text = b'{"a":1}\n' + b"x" * 5_000 + b'\n{"b":2}\n'
-    found = [p for s in readers.read("f", io.BytesIO(text), "jsonl", source, Done("f")) for p in s.payloads]
+    opened = OpenFile("f", io.BytesIO(text), "jsonl")
+    found = [p for s in readers.read(opened, source, FilePosition("f")) for p in s.payloads]
     assert [found[0], found[-1]] == [b'{"a":1}', b'{"b":2}']
     assert len(found) == 3
     assert 100 < len(found[1]) < 300
@@ -129,6 +129,12 @@ cells = st.text(st.characters(codec="utf-8", exclude_characters="\r\x00"), max_s
 tables = st.lists(st.tuples(cells, cells, st.integers(0, 99)), max_size=12)
 
 
+def test_resumed_parquet_file_keeps_a_smaller_last_row_group() -> None:
+    made = [("m", "t", number) for number in range(9)]  # row groups of 4, 4 and 1
+    resumed = segments(_text(made, "parquet"), "parquet", FilePosition("f", rows=3))
+    assert [json.loads(p)["version"] for segment in resumed for p in segment.payloads] == [3, 4, 5, 6, 7, 8]
+
+
 @settings(max_examples=30)
 @given(tables, st.sampled_from(["csv", "jsonl", "parquet"]), st.booleans(), st.data())
 def test_reading_on_from_any_place_gives_the_rest(
@@ -138,7 +144,7 @@ def test_reading_on_from_any_place_gives_the_rest(
     if packed and kind != "parquet":
         text = gzip.compress(text)
     with pytest.MonkeyPatch.context() as patch:
-        for module in (files, csvfile):
+        for module in (files, readers):
             patch.setattr(module, "BLOCK", 64)
         patch.setattr(readers, "_BATCH", 3)
         whole = segments(text, kind)
@@ -147,9 +153,9 @@ def test_reading_on_from_any_place_gives_the_rest(
         after = [payload for segment in whole[count:] for payload in segment.payloads]
         assert len(before + after) == len(made)
         offset = whole[count - 1].offset if count else 0
-        resumed = segments(text, kind, Done("f", rows=len(before), offset=offset))
+        resumed = segments(text, kind, FilePosition("f", rows=len(before), offset=offset))
         assert [payload for segment in resumed for payload in segment.payloads] == after
-        counted = segments(text, kind, Done("f", rows=len(before), offset=-1))
+        counted = segments(text, kind, FilePosition("f", rows=len(before), offset=-1))
         assert [payload for segment in counted for payload in segment.payloads] == after
         if kind != "parquet":
             assert whole[-1].offset == len(_text(made, kind))

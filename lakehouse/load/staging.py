@@ -1,7 +1,7 @@
-"""Staging tables: a part of a product's result, copied for readers that take their time.
+"""Staging tables: copies of a part of a product, for slow readers.
 
-A copy is made in one commit: who reads it sees the old or the new one. It can be dropped at any time; the record has
-everything. Neither needs Spark: DuckDB folds and filters, delta-rs writes, a batch of rows at a time.
+A copy is made in one commit: a reader sees the old or the new one. It can be dropped at any time, because the product
+has all of its rows. Spark is not needed: DuckDB folds and filters, delta-rs writes, a batch of rows at a time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lakehouse.contract.pipeline import Pipeline
 from lakehouse.contract.rows import Fold
 from lakehouse.contract.sqlcheck import QueryRefused, parse_condition
 from lakehouse.contract.staging import Staging
-from lakehouse.errors import LakehouseError
+from lakehouse.errors import StagingError
 from lakehouse.lock import WriterLocks
 
 log = logging.getLogger(__name__)
@@ -30,34 +30,17 @@ COMMIT_STAGED = "millrace.staged"  # TABLE_ID/VERSION of the product that the co
 _BATCH_ROWS = 100_000
 
 
-class StagingError(LakehouseError):
-    """A staging table that cannot be made.
-
-    Attributes:
-        name: of the table.
-        problem: why.
-    """
-
-    def __init__(self, name: str, problem: str) -> None:
-        super().__init__(problem)
-        self.name = name
-        self.problem = problem
-
-    def __str__(self) -> str:
-        return f"staging table {self.name}: {self.problem}"
-
-
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """What became of a staging table.
+    """The state of a staging table after a refresh.
 
     Attributes:
         name: of the table.
-        product: that it is a copy of.
-        product_version: version of the product that it shows.
+        product: the copied product.
+        product_version: version of the product that the copy shows.
         version: the staging table's own version.
-        rows: in it.
-        changed: whether a commit was made.
+        rows: rows of the copy.
+        changed: whether the refresh made a commit.
     """
 
     name: str
@@ -68,27 +51,17 @@ class Staged:
     changed: bool
 
 
-def refresh(lake: Lake, pipeline: Pipeline, staging: Staging) -> Staged:
-    """Bring the copy up to the product's newest version; one that shows it already is left alone.
+def refresh(lake: Lake, pipeline: Pipeline, staging: Staging, *, rebuild: bool = False) -> Staged:
+    """Copy the product's newest version, unless the table shows it already.
+
+    Args:
+        rebuild: copy in any case: drop the rows and the schema, and make them again from the product, in one commit.
 
     Raises:
         StagingError: there is no product yet, or it lacks a column.
-        ConfigError: the condition is not one.
-        TableBusy: somebody else is making the copy.
+        ConfigError: the condition is invalid.
+        TableBusy: another process makes the copy.
     """
-    return _make(lake, pipeline, staging, anew=False)
-
-
-def rebuild(lake: Lake, pipeline: Pipeline, staging: Staging) -> Staged:
-    """Drop the copy's rows and schema, and make it anew from the record, in one commit.
-
-    Raises:
-        As :func:`refresh`.
-    """
-    return _make(lake, pipeline, staging, anew=True)
-
-
-def _make(lake: Lake, pipeline: Pipeline, staging: Staging, *, anew: bool) -> Staged:
     layer = (pipeline.products.get(staging.product) or pipeline.views[staging.product]).layer
     record, target = lake.table(layer, staging.product), lake.table("gold", staging.name)
     if not record.exists():
@@ -96,17 +69,17 @@ def _make(lake: Lake, pipeline: Pipeline, staging: Staging, *, anew: bool) -> St
     with WriterLocks(lake, [staging.name], patience_s=2.0):
         product = DeltaTable(str(record.path))
         shows = f"{product.metadata().id}/{product.version()}/{staging.columns}/{staging.where}"
-        if target.exists() and not anew and _shown(target) == shows:
-            rows, changed = _count(target), False
-        else:
-            rows, changed = _copy(product, target, staging, shows), True
-            log.info("staging table %s: %d rows of %s version %d", staging.name, rows, record.name, product.version())
-        version = DeltaTable(str(target.path)).version()
-        return Staged(staging.name, staging.product, product.version(), version, rows, changed)
+        changed = rebuild or not target.exists() or DeltaLog(target.path).newest_info(COMMIT_STAGED) != shows
+        if changed:
+            _copy(product, target, staging, shows)
+        made = DeltaTable(str(target.path))
+        rows = made.to_pyarrow_dataset().count_rows()
+        log.info("staging table %s: %d rows of %s version %d", staging.name, rows, record.name, product.version())
+        return Staged(staging.name, staging.product, product.version(), made.version(), rows, changed)
 
 
-def _copy(product: DeltaTable, target: TableRef, staging: Staging, shows: str) -> int:
-    """Write the copy in one commit; returns its rows."""
+def _copy(product: DeltaTable, target: TableRef, staging: Staging, shows: str) -> None:
+    """Write the copy in one commit."""
     configuration = product.metadata().configuration
     key = tuple(name for name in configuration.get(names.PROPERTY_KEY, "").split(",") if name)
     dataset = product.to_pyarrow_dataset()
@@ -123,23 +96,22 @@ def _copy(product: DeltaTable, target: TableRef, staging: Staging, shows: str) -
         picked = ", ".join(_quoted(name) for name in columns)
         found = connection.sql(f"SELECT {picked} FROM ({source}){where}")  # noqa: S608 - names are quoted, the rest parsed
         schema = pa.schema([dataset.schema.field(name) for name in columns])
-        counted = _Counted(found.to_arrow_reader(_BATCH_ROWS), schema)
+        batches = (batch.cast(schema) for batch in found.to_arrow_reader(_BATCH_ROWS))
         _ready(target, schema, {names.PROPERTY_KEY: ",".join(key), names.PROPERTY_STAGING: staging.product})
         write_deltalake(
             str(target.path),
-            pa.RecordBatchReader.from_batches(schema, counted),
+            pa.RecordBatchReader.from_batches(schema, batches),
             mode="overwrite",
             schema_mode="overwrite",
             commit_properties=CommitProperties(custom_metadata={COMMIT_STAGED: shows}),
         )
-    return counted.rows
 
 
 def _ready(target: TableRef, schema: pa.Schema, properties: dict[str, str]) -> None:
-    """Make the table where it is absent, and see to what it says of itself."""
+    """Create the table if it is absent, and set its properties."""
     if not target.exists():
         target.path.mkdir(parents=True, exist_ok=True)
-        description = f"A part of {properties[names.PROPERTY_STAGING]}, made by `millrace staging`"
+        description = f"A copy of a part of {properties[names.PROPERTY_STAGING]}, made by `millrace staging`"
         DeltaTable.create(
             str(target.path),
             schema,
@@ -156,23 +128,6 @@ def _ready(target: TableRef, schema: pa.Schema, properties: dict[str, str]) -> N
         delta.alter.set_table_properties(properties, raise_if_not_exists=False)
 
 
-class _Counted:
-    """Batches in the table's types, counted as they go by."""
-
-    def __init__(self, reader: pa.RecordBatchReader, schema: pa.Schema) -> None:
-        self._reader = reader
-        self._schema = schema
-        self.rows = 0
-
-    def __iter__(self) -> _Counted:
-        return self
-
-    def __next__(self) -> pa.RecordBatch:
-        batch = self._reader.read_next_batch()
-        self.rows += batch.num_rows
-        return batch.cast(self._schema)
-
-
 def _columns(staging: Staging, key: tuple[str, ...], schema: pa.Schema) -> list[str]:
     wanted = [*key, *(name for name in staging.columns if name not in key)] if staging.columns else schema.names
     if missing := [name for name in wanted if name not in schema.names]:
@@ -185,14 +140,6 @@ def _condition(staging: Staging) -> str:
         return str(parse_condition(staging.where).sql(dialect="duckdb"))
     except QueryRefused as error:
         raise ConfigError(error.problem, key=f"staging.{staging.name}.where", remedy=error.remedy) from None
-
-
-def _shown(target: TableRef) -> str:
-    return str(DeltaLog(target.path).newest_info(COMMIT_STAGED) or "")
-
-
-def _count(target: TableRef) -> int:
-    return int(DeltaTable(str(target.path)).to_pyarrow_dataset().count_rows())
 
 
 def _quoted(name: str) -> str:

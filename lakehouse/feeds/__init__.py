@@ -1,1 +1,0 @@
-"""The batch loader: feed files into the same bronze tables as the stream, each row once. Needs no JVM."""
