@@ -34,7 +34,7 @@ from lakehouse.contract.envelope import Envelope
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.expectations import HALT, QUARANTINE, WARN
 from lakehouse.contract.pipeline import Product, Source
-from lakehouse.contract.sqlcheck import unrepeatable
+from lakehouse.contract.sql.spark import unrepeatable
 from lakehouse.operators import Operator
 from lakehouse.operators.sql import parse, tree_of
 from lakehouse.prepared import PreparedQuery, Query, Table, is_local

@@ -3,12 +3,12 @@
 ::
 
     MillraceError
+    ├── StatementError
+    │   ├── SqlError         the SQL is refused or wrong: send another statement
+    │   └── FilterError      a subscriber's condition, columns or aggregate are refused: write them otherwise
     └── ServeError
         ├── PositionError        not one of our positions: ask without it
         ├── PositionExpired      the log no longer reaches back to it: take a snapshot
-        ├── StatementError
-        │   ├── SqlError         the SQL is refused or wrong: send another statement
-        │   └── FilterError      a subscriber's condition, columns or aggregate are refused: write them otherwise
         └── RequestError         a subscriber's request is wrong: close code and machine-readable code
 
 :mod:`lakehouse.contract.deltalog` has TableGone and TableUnreadable.
@@ -19,7 +19,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
-from lakehouse.contract.errors import MillraceError
+from lakehouse.contract.errors import FilterError as FilterError
+from lakehouse.contract.errors import MillraceError, StatementError
 
 
 class ServeError(MillraceError):
@@ -62,29 +63,8 @@ class PositionExpired(ServeError):
         return f"{self.table}: version {self.version} is no longer served: {self.detail}"
 
 
-class StatementError(ServeError):
-    """A user's SQL was refused; see the subclasses.
-
-    Attributes:
-        problem: what is wrong.
-        remedy: what to write instead.
-    """
-
-    def __init__(self, problem: str, remedy: str = "") -> None:
-        super().__init__(problem)
-        self.problem = problem
-        self.remedy = remedy
-
-    def __str__(self) -> str:
-        return f"{self.problem}. {self.remedy}" if self.remedy else self.problem
-
-
 class SqlError(StatementError):
     """A statement that is not run, or that failed."""
-
-
-class FilterError(StatementError):
-    """A condition, list of columns or aggregate that is not taken."""
 
 
 class RequestError(ServeError):

@@ -25,11 +25,11 @@ from typing import Any
 
 import orjson
 
-from ingest.border.ddl import Field, find_field, parse_ddl
 from ingest.border.expectations import compile_expectations
 from ingest.border.shed import TAKEN, Shedder
 from lakehouse.contract.envelope import Envelope, fingerprint, new_event_id
 from lakehouse.contract.pipeline import Pipeline, Source, Template
+from lakehouse.contract.sql.ddl import Field, find_field, parse_ddl
 
 MAX_ID_BYTES = 512
 MAX_DEPTH = 100  # of nested objects and arrays

@@ -8,19 +8,17 @@ types. And only unambiguous values are judged: an event whose value Spark might 
 from __future__ import annotations
 
 import math
-import operator
 import re
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ingest.border.ddl import Field, parse_ddl
-from lakehouse.contract.errors import ConfigError, EnvironmentProblem
+from lakehouse.contract.errors import ConfigError, StatementError
 from lakehouse.contract.expectations import BORDER
 from lakehouse.contract.pipeline import Source
-from lakehouse.contract.sqlcheck import QueryRefused, parse_condition
+from lakehouse.contract.sql import BOOL, FLOAT, INT, TEXT
+from lakehouse.contract.sql.ddl import Field, parse_ddl
 from lakehouse.contract.tomlfile import line_of
 
 if TYPE_CHECKING:
@@ -34,10 +32,10 @@ Verdict = Callable[[Fields], bool | None]
 
 BITS = {"TINYINT": 8, "BYTE": 8, "SMALLINT": 16, "SHORT": 16, "INT": 32, "INTEGER": 32, "BIGINT": 64, "LONG": 64}
 SINGLES, DOUBLES = ("FLOAT", "REAL"), ("DOUBLE",)
+_KINDS = dict.fromkeys(BITS, INT) | dict.fromkeys((*SINGLES, *DOUBLES), FLOAT) | {"STRING": TEXT, "BOOLEAN": BOOL}
 
-_INTEGER, _FLOAT, _STRING, _BOOLEAN = "integer", "float", "string", "boolean"
 _LEAST_SINGLE, _MOST_SINGLE = 2.0**-126, (2 - 2.0**-23) * 2.0**127
-_NUMBER = re.compile(r"\d{1,19}|(?=.{1,24}$)(\d+\.\d*|\.\d+|\d+)([eE][+-]?\d{1,3})?", re.ASCII)
+_LITERAL = re.compile(r"\d{1,19}|(?=.{1,24}$)(\d+\.\d*|\.\d+|\d+)([eE][+-]?\d{1,3})?", re.ASCII)
 # Spark and sqlglot may read these differently: escapes, variables, comments.
 _AMBIGUOUS = ("\\", "${", "--", "/*")
 _SUPPORTED = (
@@ -50,22 +48,6 @@ class _Unsupported(Exception):
     """A part of an expression that the border does not judge."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Operand:
-    """A field, the length of one, or a literal.
-
-    Attributes:
-        kind: ``integer``, ``float``, ``string`` or ``boolean``.
-        get: reads the value from an event; None for a literal.
-        exact: greatest integer literal that it can be compared with exactly.
-    """
-
-    kind: str
-    get: Value | None = None
-    literal: Any = None
-    exact: int = 2**63
-
-
 def compile_expectations(source: Source, file: Path | None = None) -> Callable[[Fields], str | None] | None:
     """A function that returns the name of the first expectation that an event fails, or None; None if none is declared.
 
@@ -75,7 +57,6 @@ def compile_expectations(source: Source, file: Path | None = None) -> Callable[[
 
     Raises:
         ConfigError: an expectation cannot be judged at the border.
-        EnvironmentProblem: sqlglot is not installed.
     """
     named = {name: found.sql for name, found in source.expectations.items() if found.at == BORDER}
     if not named:
@@ -84,14 +65,12 @@ def compile_expectations(source: Source, file: Path | None = None) -> Callable[[
     verdicts = []
     for name, sql in named.items():
         try:
-            verdicts.append((name, _ExpectationCompiler(declared).compile(sql)))
-        except (_Unsupported, QueryRefused) as error:
-            problem = error.problem if isinstance(error, QueryRefused) else str(error)
+            verdicts.append((name, _compiled(sql, declared)))
+        except (_Unsupported, StatementError) as error:
+            problem = error.problem if isinstance(error, StatementError) else str(error)
             key, line = f"sources.{source.name}.expectations.{name}", line_of(file, name) if file else None
             text = f"cannot be judged at the border: {problem}"
             raise ConfigError(text, key=key, remedy=_REMEDY, file=file, line=line) from None
-        except ModuleNotFoundError as error:
-            raise EnvironmentProblem(f"at = 'border' needs {error.name}", f"pip install {error.name}") from None
 
     def failed(fields: Fields) -> str | None:
         try:
@@ -106,178 +85,133 @@ def compile_expectations(source: Source, file: Path | None = None) -> Callable[[
     return failed
 
 
-class _ExpectationCompiler:
-    """Compiles a parsed expression to a function of an event's fields."""
+def _compiled(sql: str, declared: Mapping[str, Field]) -> Verdict:
+    from lakehouse.contract.sql.closures import compile_condition  # with sqlglot, which other collectors do without
+    from lakehouse.contract.sql.spark import parse_condition
+
+    if bad := next((text for text in _AMBIGUOUS if text in sql), ""):
+        raise _Unsupported(f"it has {bad!r} in it")
+    tree, fields = parse_condition(sql), _EventFields(declared)
+    _check(tree, fields)
+    return compile_condition(tree, fields)
+
+
+class _EventFields:
+    """The fields of an event, for the compiler of conditions."""
 
     def __init__(self, declared: Mapping[str, Field]) -> None:
         self._declared = declared
 
-    def compile(self, sql: str) -> Verdict:
-        if bad := next((text for text in _AMBIGUOUS if text in sql), ""):
-            raise _Unsupported(f"it has {bad!r} in it")
-        return self._verdict(parse_condition(sql))
+    def column(self, node: exp.Expr) -> tuple[str, Value]:
+        """Kind of a field, and the reader of its value."""
+        path, declared = self.find(node)
+        kind = _KINDS.get(declared)
+        if kind is None:
+            raise _Unsupported(f"{_shown(node)} is {declared}")
+        return kind, value_at(path, declared)
 
-    def _verdict(self, node: exp.Expr) -> Verdict:
-        from sqlglot import exp
-
-        node = node.unnest()
-        if isinstance(node, exp.And | exp.Or):
-            left, right = self._verdict(node.left), self._verdict(node.right)
-            return _both(left, right) if isinstance(node, exp.And) else _either(left, right)
-        if isinstance(node, exp.Not):
-            return _negated(self._verdict(node.this))
-        if isinstance(node, exp.Is):
-            return self._is(node)
-        if isinstance(node, exp.Between):
-            _only(node, "this", "low", "high")
-            of, low, high = (self._operand(node.args[name]) for name in ("this", "low", "high"))
-            return _both(_comparison(of, low, operator.ge, node), _comparison(of, high, operator.le, node))
-        if isinstance(node, exp.In):
-            return self._among(node)
-        if isinstance(node, exp.Column | exp.Dot):
-            of = self._operand(node)
-            if of.kind != _BOOLEAN or of.get is None:
-                raise _Unsupported(f"{_shown(node)} is no condition")
-            return of.get
-        compare = _comparisons().get(type(node))
-        if compare is None:
-            raise _Unsupported(_shown(node))
-        _only(node, "this", "expression")
-        return _comparison(self._operand(node.args["this"]), self._operand(node.args["expression"]), compare, node)
-
-    def _is(self, node: exp.Is) -> Verdict:
-        from sqlglot import exp
-
-        _only(node, "this", "expression")
-        of, wanted = self._operand(node.this), node.expression
-        if of.get is None or not isinstance(wanted, exp.Null | exp.Boolean):
-            raise _Unsupported(_shown(node))
-        if isinstance(wanted, exp.Boolean) and of.kind != _BOOLEAN:
-            raise _Unsupported(_shown(node))
-        get, value = of.get, None if isinstance(wanted, exp.Null) else bool(wanted.this)
-        return lambda fields: get(fields) is value
-
-    def _among(self, node: exp.In) -> Verdict:
-        _only(node, "this", "expressions")
-        of, choices = self._operand(node.this), [self._operand(item) for item in node.expressions]
-        if of.get is None or of.kind not in (_INTEGER, _STRING) or not choices:
-            raise _Unsupported(_shown(node))
-        if any(item.get is not None or item.kind != of.kind for item in choices):
-            raise _Unsupported(f"{_shown(node)}: literals of its own kind are taken")
-        get, values = of.get, frozenset(item.literal for item in choices)
-
-        def among(fields: Fields) -> bool | None:
-            value = get(fields)
-            return None if value is None else value in values
-
-        return among
-
-    def _operand(self, node: exp.Expr) -> _Operand:
-        from sqlglot import exp
-
-        node = node.unnest()
-        if isinstance(node, exp.Column | exp.Dot):
-            return self._field(node)
-        if isinstance(node, exp.Length):
-            _only(node, "this")
-            of = self._operand(node.this)
-            if of.kind == _STRING and of.get is not None:
-                get = of.get
-                return _Operand(_INTEGER, lambda fields: None if (value := get(fields)) is None else len(value))
-        if isinstance(node, exp.Boolean):
-            return _Operand(_BOOLEAN, literal=bool(node.this))
-        sign, number = (-1, node.this.unnest()) if isinstance(node, exp.Neg) else (1, node)
-        if isinstance(number, exp.Literal) and number.is_string and number is node:
-            return _Operand(_STRING, literal=number.this)
-        if isinstance(number, exp.Literal) and not number.is_string and _NUMBER.fullmatch(number.this):
-            if number.this.isdigit() and -(2**63) <= sign * int(number.this) < 2**63:
-                return _Operand(_INTEGER, literal=sign * int(number.this))
-            if not number.this.isdigit() and math.isfinite(float(number.this)):
-                return _Operand(_FLOAT, literal=sign * float(number.this))
-        raise _Unsupported(_shown(node))
-
-    def _field(self, node: exp.Column | exp.Dot) -> _Operand:
+    def find(self, node: exp.Expr) -> tuple[list[str], str]:
+        """Path of a field, and its declared type."""
         from sqlglot import exp
 
         below, path, field = self._declared, list[str](), None
         if not all(isinstance(inner, exp.Column | exp.Dot | exp.Identifier) for inner in node.walk()):
             raise _Unsupported(_shown(node))
-        for part in node.parts:
+        for part in node.parts:  # type: ignore[attr-defined]
             names = [name for name in below if name.lower() == part.name.lower()]  # Spark ignores case
             if len(names) != 1:
                 raise _Unsupported(f"the schema has no one field {_shown(node)}")
             path, field = [*path, names[0]], below[names[0]]
             below = field.fields
-        kind = field.declared if field is not None else ""
-        if kind in BITS:
-            return _Operand(_INTEGER, value_at(path, kind))
-        if kind in SINGLES:
-            return _Operand(_FLOAT, value_at(path, kind), exact=2**24)
-        if kind in DOUBLES:
-            return _Operand(_FLOAT, value_at(path, kind), exact=2**53)
-        if kind in ("STRING", "BOOLEAN"):
-            return _Operand(kind.lower(), value_at(path, kind))
-        raise _Unsupported(f"{_shown(node)} is {kind}")
+        return path, field.declared if field is not None else ""
 
 
-def _comparison(left: _Operand, right: _Operand, compare: Callable[[Any, Any], bool], node: exp.Expr) -> Verdict:
-    if left.get is None:
-        left, right, compare = right, left, _MIRRORED[compare]
-    if left.get is None or not _fit(left, right):
+def _check(node: exp.Expr, fields: _EventFields) -> None:
+    """Refuse a condition whose meaning may differ between Spark and the closures."""
+    from sqlglot import exp
+
+    match node:
+        case exp.Paren():
+            _check(node.this, fields)
+        case exp.And() | exp.Or():
+            _check(node.left, fields)
+            _check(node.right, fields)
+        case exp.Not():
+            _check(node.this, fields)
+        case exp.Column() | exp.Dot():
+            if fields.column(node)[0] != BOOL:
+                raise _Unsupported(f"{_shown(node)} is no condition")
+        case exp.Is():
+            _only(node, "this", "expression")
+            kind = _kind_of_field(node.this, fields)
+            boolean = isinstance(node.expression, exp.Boolean) and kind == BOOL
+            if not kind or not (boolean or isinstance(node.expression, exp.Null)):
+                raise _Unsupported(_shown(node))
+        case exp.Between():
+            _only(node, "this", "low", "high")
+            for bound in ("low", "high"):
+                _check_pair(node, node.this, node.args[bound], fields)
+        case exp.In():
+            _only(node, "this", "expressions")
+            if _kind_of_field(node.this, fields) not in (INT, TEXT) or not node.expressions:
+                raise _Unsupported(_shown(node))
+            for item in node.expressions:
+                if _kind_of_field(item, fields) or _kind_of_literal(item) != _kind_of_field(node.this, fields):
+                    raise _Unsupported(f"{_shown(node)}: literals of its own kind are taken")
+        case exp.EQ() | exp.NEQ() | exp.LT() | exp.LTE() | exp.GT() | exp.GTE():
+            _only(node, "this", "expression")
+            if _kind_of_field(node.this, fields):
+                _check_pair(node, node.this, node.expression, fields)
+            else:
+                _check_pair(node, node.expression, node.this, fields)
+        case _:
+            raise _Unsupported(_shown(node))
+
+
+def _check_pair(node: exp.Expr, field: exp.Expr, other: exp.Expr, fields: _EventFields) -> None:
+    """A field compares with a field or a literal of its own kind, and with an integer that it holds exactly."""
+    from sqlglot import exp
+
+    kind, second = _kind_of_field(field, fields), _kind_of_field(other, fields)
+    literal = "" if second else _kind_of_literal(other)
+    fits = kind == (second or literal)
+    if kind == FLOAT and literal == INT:
+        exact = 2**24 if fields.find(field.unnest())[1] in SINGLES else 2**53
+        fits = int(other.find(exp.Literal).name) <= exact  # type: ignore[union-attr]
+    if not kind or not fits:
         raise _Unsupported(f"{_shown(node)}: a field with a literal, or with a field, of its own kind is taken")
-    if left.kind == _BOOLEAN and compare not in (operator.eq, operator.ne):
+    if kind == BOOL and not isinstance(node, exp.EQ | exp.NEQ):
         raise _Unsupported(f"{_shown(node)}: booleans are equal or not")
-    get, other = left.get, right.get
-    if other is None:
-        literal = float(right.literal) if left.kind == _FLOAT else right.literal
-
-        def with_literal(fields: Fields) -> bool | None:
-            value = get(fields)
-            return None if value is None else compare(value, literal)
-
-        return with_literal
-
-    def with_field(fields: Fields) -> bool | None:
-        value, second = get(fields), other(fields)
-        return None if value is None or second is None else compare(value, second)
-
-    return with_field
 
 
-def _fit(field: _Operand, other: _Operand) -> bool:
-    if other.get is None and other.kind == _INTEGER and field.kind in (_INTEGER, _FLOAT):
-        return bool(abs(other.literal) <= field.exact)
-    return field.kind == other.kind
+def _kind_of_field(node: exp.Expr, fields: _EventFields) -> str:
+    """Kind of a field, or of the length of one; empty for anything else."""
+    from sqlglot import exp
+
+    node = node.unnest()
+    if isinstance(node, exp.Length):
+        _only(node, "this")
+        return INT if _kind_of_field(node.this, fields) == TEXT else ""
+    return fields.column(node)[0] if isinstance(node, exp.Column | exp.Dot) else ""
 
 
-def _both(left: Verdict, right: Verdict) -> Verdict:
-    def both(fields: Fields) -> bool | None:
-        first = left(fields)
-        if first is False:
-            return False
-        second = right(fields)
-        return False if second is False else None if first is None or second is None else True
+def _kind_of_literal(node: exp.Expr) -> str:
+    from sqlglot import exp
 
-    return both
-
-
-def _either(left: Verdict, right: Verdict) -> Verdict:
-    def either(fields: Fields) -> bool | None:
-        first = left(fields)
-        if first is True:
-            return True
-        second = right(fields)
-        return True if second is True else None if first is None or second is None else False
-
-    return either
-
-
-def _negated(of: Verdict) -> Verdict:
-    def negated(fields: Fields) -> bool | None:
-        found = of(fields)
-        return None if found is None else not found
-
-    return negated
+    node = node.unnest()
+    if isinstance(node, exp.Boolean):
+        return BOOL
+    number = node.this.unnest() if isinstance(node, exp.Neg) else node
+    if isinstance(number, exp.Literal):
+        text = number.this
+        if number.is_string and number is node:
+            return TEXT
+        if not number.is_string and _LITERAL.fullmatch(text):
+            if text.isdigit() and int(text) < 2**63 + (number is not node):
+                return INT
+            if not text.isdigit() and math.isfinite(float(text)):
+                return FLOAT
+    raise _Unsupported(_shown(node))
 
 
 def _only(node: exp.Expr, *known: str) -> None:
@@ -289,21 +223,6 @@ def _only(node: exp.Expr, *known: str) -> None:
 def _shown(node: exp.Expr) -> str:
     text = str(node.sql(dialect="spark"))
     return text if len(text) <= 60 else f"{text[:60]} …"
-
-
-def _comparisons() -> Mapping[type, Callable[[Any, Any], bool]]:
-    from sqlglot import exp
-
-    return {
-        exp.EQ: operator.eq, exp.NEQ: operator.ne, exp.LT: operator.lt,
-        exp.LTE: operator.le, exp.GT: operator.gt, exp.GTE: operator.ge,
-    }  # fmt: skip
-
-
-_MIRRORED: Mapping[Callable[[Any, Any], bool], Callable[[Any, Any], bool]] = {
-    operator.eq: operator.eq, operator.ne: operator.ne, operator.lt: operator.gt,
-    operator.le: operator.ge, operator.gt: operator.lt, operator.ge: operator.le,
-}  # fmt: skip
 
 
 class Doubtful(Exception):

@@ -89,8 +89,8 @@ def ls(lake: LakeOption = None, pipeline: PipelineOption = None, as_json: JsonOp
 def rm(name: Annotated[str, typer.Argument(help="Of the alert.")], lake: LakeOption = None) -> None:
     """Remove an alert that was added; its rows go from table alerts."""
     from lakehouse.contract.alerts import Alert
+    from lakehouse.contract.errors import QueryRefused
     from lakehouse.contract.queries import Declared
-    from lakehouse.contract.sqlcheck import QueryRefused
 
     declared = Declared(Lake(load_settings(lake=lake).lake), Alert)
     if name not in declared.all():

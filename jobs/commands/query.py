@@ -90,8 +90,8 @@ def rm(
     as_json: JsonOption = False,
 ) -> None:
     """Stop a query and remove its checkpoint and index; its table stays unless --drop says otherwise."""
+    from lakehouse.contract.errors import QueryRefused
     from lakehouse.contract.queries import Declared, QuerySpec
-    from lakehouse.contract.sqlcheck import QueryRefused
     from lakehouse.errors import TableBusy
     from lakehouse.lock import WriterLocks
     from lakehouse.queries.forget import forget, is_ours
@@ -128,7 +128,7 @@ def columns_of(lake: Lake) -> dict[str, tuple[str, ...]]:
 
 def _check_merges(spec: QuerySpec) -> None:
     """Refuse now what the driver would refuse later: an aggregate that does not merge."""
-    from lakehouse.contract.sqlcheck import QueryRefused
+    from lakehouse.contract.errors import QueryRefused
     from lakehouse.errors import BadProduct
     from lakehouse.operators import operator_of
 

@@ -12,7 +12,8 @@ from sqlglot import exp
 from lakehouse.alerts.book import EPOCH, AlertBook, Progress
 from lakehouse.alerts.machine import Machine, Seen, joined
 from lakehouse.contract.alerts import Alert
-from lakehouse.contract.sqlcheck import QueryRefused, parse_condition
+from lakehouse.contract.errors import QueryRefused
+from lakehouse.contract.sql.spark import parse_condition
 from lakehouse.queries.engine import Engine
 from lakehouse.queries.errors import QueryError
 from lakehouse.queries.follow import Follower

@@ -4,7 +4,11 @@
 
     MillraceError
     ├── ConfigError          a setting or pipeline file is wrong: file, key, remedy
-    ├── EnvironmentProblem   something the machine lacks or refuses: what, remedy
+    ├── ProblemWithRemedy
+    │   ├── EnvironmentProblem   something the machine lacks or refuses
+    │   └── StatementError       SQL that is not taken: send another
+    │       ├── QueryRefused         a query or alert of the run time
+    │       └── FilterError          a subscriber's condition, columns or aggregate
     ├── lakehouse.errors.LakehouseError
     ├── ingest.errors.IngestError
     └── serve.errors.ServeError
@@ -56,12 +60,12 @@ class ConfigError(MillraceError):
         return f"{text}. {self.remedy}" if self.remedy else text
 
 
-class EnvironmentProblem(MillraceError):
-    """The machine lacks something, or another process holds it.
+class ProblemWithRemedy(MillraceError):
+    """Something that a person can mend.
 
     Attributes:
-        problem: what is missing or held.
-        remedy: the command or setting that mends it.
+        problem: what is wrong.
+        remedy: what to write or do instead.
     """
 
     def __init__(self, problem: str, remedy: str = "") -> None:
@@ -71,3 +75,28 @@ class EnvironmentProblem(MillraceError):
 
     def __str__(self) -> str:
         return f"{self.problem}. {self.remedy}" if self.remedy else self.problem
+
+
+class EnvironmentProblem(ProblemWithRemedy):
+    """The machine lacks something, or another process holds it; the remedy is a command or a setting."""
+
+
+class StatementError(ProblemWithRemedy):
+    """SQL that is not taken."""
+
+
+class QueryRefused(StatementError):
+    """A query or an alert that is not taken.
+
+    Attributes:
+        code: for programs: ``name``, ``taken``, ``sql``, ``relation``, ``function``, ``column``, ``key``, ``quota``,
+            ``option`` or ``unknown``.
+    """
+
+    def __init__(self, code: str, problem: str, remedy: str = "") -> None:
+        super().__init__(problem, remedy)
+        self.code = code
+
+
+class FilterError(StatementError):
+    """A subscriber's condition, list of columns or aggregate that is not taken."""

@@ -17,19 +17,18 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from lakehouse.contract.alerts import Alert
-from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.errors import ConfigError, QueryRefused
 from lakehouse.contract.faults import crash_point
 from lakehouse.contract.lake import ALERTS, LOADS, NAME_PATTERN, QUALITY, QUARANTINE, WARNINGS, Lake
 from lakehouse.contract.pipeline import Pipeline, Product
 from lakehouse.contract.settings import QuerySettings
-from lakehouse.contract.sqlcheck import (
+from lakehouse.contract.sql.ddl import parse_ddl
+from lakehouse.contract.sql.spark import (
     SOURCE_FUNCTIONS,
     VIEW_FUNCTIONS,
-    QueryRefused,
     check_columns,
     check_functions,
     check_relations,
-    ddl_fields,
     grouped,
     outputs,
     parse_condition,
@@ -226,9 +225,9 @@ def checked_query(
     spec = replace(spec, relation=relation, created=spec.created or datetime.now(UTC).isoformat(timespec="seconds"))
     if relation in pipeline.sources:
         check_functions(tree, SOURCE_FUNCTIONS)
-        fields_ = ddl_fields(pipeline.sources[relation].schema)
-        if fields_:
-            check_columns(tree, (*fields_, *pipeline.sources[relation].enrich, *SQL_COLUMNS))
+        payload = parse_ddl(pipeline.sources[relation].schema)
+        if payload:
+            check_columns(tree, (*payload, *pipeline.sources[relation].enrich, *SQL_COLUMNS))
         return _over_source(spec, grouped(tree))
     check_functions(tree, VIEW_FUNCTIONS)
     if columns and relation in columns:

@@ -15,11 +15,11 @@ from deltalake import CommitProperties, DeltaTable, write_deltalake
 
 from lakehouse.contract import lake as names
 from lakehouse.contract.deltalog import DeltaLog
-from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.errors import ConfigError, QueryRefused
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Pipeline
 from lakehouse.contract.rows import Fold
-from lakehouse.contract.sqlcheck import QueryRefused, parse_condition
+from lakehouse.contract.sql.spark import parse_condition
 from lakehouse.contract.staging import Staging
 from lakehouse.errors import StagingError
 from lakehouse.lock import WriterLocks

@@ -12,9 +12,9 @@ from sqlglot.errors import SqlglotError
 
 from lakehouse.contract.expectations import FAIL, HALT, Check
 from lakehouse.contract.pipeline import Source
+from lakehouse.contract.sql.locked import locked_connection
 from lakehouse.errors import QualityProblem
-from lakehouse.quality.ddl import plain_times
-from lakehouse.quality.subject import Subject, quoted
+from lakehouse.quality.subject import Subject, plain_times, quoted
 
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]
@@ -125,7 +125,7 @@ def _verdict(item: Asked, subject: Subject) -> str:
 
 
 def _ask(subject: Subject, sql: str) -> pd.DataFrame:
-    connection = duckdb.connect(config={"enable_external_access": "false"})
+    connection = locked_connection(threads=None)
     try:
         for macro in _SPARK_FUNCTIONS:
             connection.execute(macro)

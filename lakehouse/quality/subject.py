@@ -6,6 +6,7 @@ used only for predicates that DuckDB cannot evaluate (``engine = "spark"``, :mod
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,13 +14,14 @@ from typing import Any
 
 import pyarrow.dataset as ds
 from deltalake import DeltaTable
+from sqlglot import exp
 
 from lakehouse.contract.deltalog import DeltaLog, TableGone
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Product, Source
+from lakehouse.contract.sql.ddl import Field, parse_ddl
 from lakehouse.errors import QualityProblem
 from lakehouse.operators import operator_of
-from lakehouse.quality.ddl import fields_of, spark_name, structure_of
 
 _SPARK_NAMES = {"long": "bigint", "integer": "int", "short": "smallint", "byte": "tinyint"}
 _RANGE = re.compile(r"(\d+)(?:\.\.(\d+))?")
@@ -96,18 +98,19 @@ def bronze_subject(lake: Lake, source: Source, batch: str = "") -> Subject:
 
 def events_subject(source: Source, rows: Any, version: int, batch: str) -> Subject:
     """Bronze rows as events: fields of the payload beside the envelope."""
-    shape = structure_of(source).replace("'", "''")
+    fields = parse_ddl(source.schema)
+    shape = json.dumps({name: _shape(field) for name, field in fields.items()}).replace("'", "''")
     envelope = ", ".join(
         f"CAST({name} AS TIMESTAMP) AS {name}" if name.endswith("_at") else name
         for name in _ENVELOPE
-        if name not in fields_of(source)
+        if name not in fields
     )
     query = (
         f"SELECT j.*, {envelope}, j IS NOT NULL AND reject IS NULL AS fits FROM (SELECT *, json_transform("  # noqa: S608
         f"CASE WHEN json_valid(t) AND json_type(t) = 'OBJECT' THEN t END, '{shape}') AS j "
         "FROM (SELECT *, TRY(decode(payload)) AS t FROM rows))"
     )
-    types = {name: spark_name(kind) for name, kind in fields_of(source).items()}
+    types = {name: _built(field).sql(dialect="spark").lower() for name, field in fields.items()}
     given = " AND ".join(["fits", *(f"{quoted(path)} IS NOT NULL" for path in source.required)])
     return Subject(source.name, "bronze", version, batch, rows, query, types, given)
 
@@ -115,6 +118,26 @@ def events_subject(source: Source, rows: Any, version: int, batch: str) -> Subje
 def quoted(path: str) -> str:
     """A column, or a field inside one by dots, as SQL."""
     return ".".join('"' + part.replace('"', '""') + '"' for part in path.split("."))
+
+
+def plain_times(node: exp.Expr) -> exp.Expr:
+    """Times in UTC, without a zone: DuckDB computes with zones only with an extension that it would have to fetch."""
+    if isinstance(node, exp.DataType) and node.is_type("timestamptz", "timestampltz"):
+        return exp.DataType.build("timestamp")
+    return node
+
+
+def _shape(field: Field) -> Any:
+    """The type as DuckDB's ``json_transform`` takes it."""
+    if field.fields:
+        return {name: _shape(inner) for name, inner in field.fields.items()}
+    if field.element is not None:
+        return [_shape(field.element)]
+    return _built(field).transform(plain_times).sql(dialect="duckdb")
+
+
+def _built(field: Field) -> exp.DataType:
+    return exp.DataType.build(field.text, dialect="spark")
 
 
 def _open(table: TableRef) -> DeltaTable:

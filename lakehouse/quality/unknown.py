@@ -13,11 +13,10 @@ from typing import Any
 
 import pyarrow.parquet as pq
 from deltalake import DeltaTable
-from sqlglot import exp
 
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Source
-from lakehouse.quality.ddl import fields_of, names_below
+from lakehouse.contract.sql.ddl import Field, parse_ddl
 
 SAMPLE = 200  # events
 _MOST = 100  # paths that are told
@@ -25,7 +24,7 @@ _MOST = 100  # paths that are told
 
 def unknown_fields(payloads: Iterable[bytes | None], source: Source) -> Counter[str]:
     """Paths of fields that the source's schema does not have, with the number of payloads that have them."""
-    known = fields_of(source)
+    known = parse_ddl(source.schema)
     found: Counter[str] = Counter()
     for payload in payloads:
         try:
@@ -59,7 +58,7 @@ def note(lake: Lake, source: Source) -> list[str]:
         return []
     found = unknown_fields(sample(table), source)
     before = noted(lake, source.name)
-    schema = fields_of(source)
+    schema = parse_ddl(source.schema)
     kept = {path for path in before if not _has(schema, path)}  # those that have been declared since are known now
     fresh = sorted(found.keys() - kept)
     if fresh or kept != set(before):
@@ -83,22 +82,20 @@ def _file(lake: Lake, source: str) -> Path:
     return lake.state / "unknown" / f"{source}.json"
 
 
-def _has(fields: Mapping[str, exp.DataType], path: str) -> bool:
+def _has(fields: Mapping[str, Field], path: str) -> bool:
     head, _, rest = path.partition(".")
     if head not in fields:
         return False
-    return not rest or _has(names_below(fields[head]) or {}, rest)
+    return not rest or _has(fields[head].below, rest)
 
 
-def _paths(event: Mapping[str, Any], known: Mapping[str, exp.DataType], at: str = "") -> Iterator[str]:
+def _paths(event: Mapping[str, Any], known: Mapping[str, Field], at: str = "") -> Iterator[str]:
     for name, value in event.items():
         path = f"{at}{name}"
         if name not in known:
             yield path
             continue
-        below = names_below(known[name])
-        if below is None:
-            continue
+        below = known[name].below
         for item in value if isinstance(value, list) else [value]:
-            if isinstance(item, dict):
+            if below and isinstance(item, dict):
                 yield from _paths(item, below, f"{path}.")

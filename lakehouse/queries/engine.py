@@ -1,7 +1,7 @@
 """SQL over a product's rows: DuckDB over Arrow, a few milliseconds where a Spark job would take a hundred.
 
 The connection has no files, no network, no extensions, little memory and little time. The SQL was parsed and checked in
-Spark's dialect (``lakehouse.contract.sqlcheck``) and is translated from the tree, never from the text.
+Spark's dialect (``lakehouse.contract.sql.spark``) and is translated from the tree, never from the text.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import duckdb
 import pyarrow as pa
 from sqlglot import exp
 
-from lakehouse.contract.sqlcheck import to_duckdb
+from lakehouse.contract.sql.locked import locked_connection
+from lakehouse.contract.sql.spark import to_duckdb
 from lakehouse.queries.errors import QueryError
 
-_MEMORY = "512MB"
+_MEMORY_MB = 512
 _LIMIT_S = 10.0
 
 
@@ -23,18 +24,7 @@ class Engine:
     """One connection, for one thread."""
 
     def __init__(self) -> None:
-        self._connection = duckdb.connect(
-            config={
-                "enable_external_access": "false",
-                "autoinstall_known_extensions": "false",
-                "autoload_known_extensions": "false",
-                "python_enable_replacements": "false",
-                "memory_limit": _MEMORY,
-                "threads": "1",
-            }
-        )
-        self._connection.execute("SET TimeZone = 'UTC'")
-        self._connection.execute("SET lock_configuration = true")
+        self._connection = locked_connection(memory_mb=_MEMORY_MB)
 
     def close(self) -> None:
         """Let go of its memory."""

@@ -20,12 +20,12 @@ from deltalake.exceptions import DeltaError
 
 from lakehouse.contract import lake as names
 from lakehouse.contract.deltalog import DeltaLog
+from lakehouse.contract.errors import QueryRefused
 from lakehouse.contract.faults import crash_point
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Pipeline, View
-from lakehouse.contract.sqlcheck import (
+from lakehouse.contract.sql.spark import (
     VIEW_FUNCTIONS,
-    QueryRefused,
     check_functions,
     check_relations,
     grouped,

@@ -15,12 +15,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.errors import ConfigError, QueryRefused
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, load_pipeline
 from lakehouse.contract.queries import Declared, QuerySpec, checked_query
 from lakehouse.contract.settings import Settings
-from lakehouse.contract.sqlcheck import QueryRefused
 from serve.core.hub import Hub
 from serve.core.values import to_json
 from serve.errors import RequestError

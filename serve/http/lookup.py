@@ -22,6 +22,8 @@ from starlette.responses import Response
 
 from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.rows import Key, Row
+from lakehouse.contract.sql import BOOL, DATE, DECIMAL, FLOAT, INT, TEXT, TIMESTAMP
+from lakehouse.contract.sql.closures import as_date, as_timestamp, kind_of
 from serve.core.channel import Channel
 from serve.core.hub import Hub
 from serve.core.model import TableInfo, in_order
@@ -33,7 +35,6 @@ from serve.push.request import admitted, invalid, query_of, subscription_of, who
 from serve.security.access import Principal
 from serve.sql.pool import Workers
 from serve.tables.tables import Tables
-from serve.views.functions import BOOL, DATE, DECIMAL, FLOAT, INT, TEXT, TIMESTAMP, as_date, as_timestamp, kind_of
 from serve.views.view import RowsView, SubscriberView
 
 MAX_ROWS = 1_000

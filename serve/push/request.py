@@ -11,12 +11,12 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lakehouse.contract.sql.filters import MAX_LENGTH
 from serve.core.model import SubscribeRequest
 from serve.core.position import Position, Seal
 from serve.core.values import to_json
 from serve.errors import PositionError, RequestError
 from serve.security.access import Access, Credentials, OpenAccess, Principal
-from serve.views.parse import MAX_LENGTH
 
 PARAMETERS = frozenset({"table", "from", "where", "columns", "select", "conflate", "window"})
 """What a subscription takes; a transport may take more. See docs/protocol.md."""

@@ -31,11 +31,11 @@ from lakehouse.contract.keys import Key, KeyFile, KeyRing
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.rates import TokenBucket
 from lakehouse.contract.settings import ServeSettings, Settings
+from lakehouse.contract.sql.filters import checked
 from serve.core.position import Seal, lake_seal
 from serve.errors import FilterError, RequestError
 from serve.push.request import TICKET
 from serve.security.access import OPEN, Closing, Credentials, Principal
-from serve.views.parse import check, parsed
 from serve.webhooks.sealed import sealer_of
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class ReaderKey(Key):
             )
         for table, condition in self.rows.items():
             try:
-                check(parsed(condition))
+                checked(condition)
             except FilterError as error:
                 raise ConfigError(str(error), key=f"rows.{table}", remedy="Write a condition as in where=") from None
 

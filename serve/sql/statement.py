@@ -27,13 +27,14 @@ from sqlglot.errors import SqlglotError
 from lakehouse.contract.deltalog import TableGone, TableUnreadable
 from lakehouse.contract.lake import Lake, UnknownTable
 from lakehouse.contract.rows import Fold
+from lakehouse.contract.sql.closures import Columns
+from lakehouse.contract.sql.filters import parse_condition
+from lakehouse.contract.sql.locked import locked_connection
 from serve.core.model import TableInfo
 from serve.core.values import encode_rows
 from serve.errors import FilterError, PositionExpired, SqlError
 from serve.security.access import OPEN, Principal
 from serve.tables.reader import AsOf, describe, metadata_of, parse_as_of, version_at
-from serve.views.functions import Columns
-from serve.views.parse import parse_condition
 
 PARTIALS = "__partials"
 """Suffix under which the raw rows of a folded table are reached."""
@@ -155,23 +156,11 @@ def _executed(statement: Statement) -> Iterator[tuple[pa.Schema, Iterable[pa.Rec
         yield names.schema, names.to_batches(), {}
         return
     wanted = _tables(tree, known, statement)
-    connection = duckdb.connect(
-        config={
-            "enable_external_access": "false",
-            "autoinstall_known_extensions": "false",
-            "autoload_known_extensions": "false",
-            "python_enable_replacements": "false",
-            "temp_directory": "",
-            "memory_limit": f"{statement.memory_mb}MB",
-            "threads": str(_THREADS),
-        }
-    )
+    connection = locked_connection(memory_mb=statement.memory_mb, threads=_THREADS)
     versions: dict[str, int] = {}
     try:
-        connection.execute("SET TimeZone = 'UTC'")
         for alias, (name, moment) in wanted.items():
             versions[name] = _open(connection, lake, alias, name, moment, statement.principal)
-        connection.execute("SET lock_configuration = true")
         as_written = statement.trusted and not any(moment for _, moment in wanted.values())
         text = statement.sql.strip().rstrip(";") if as_written else tree.sql(dialect="duckdb")
         named = {name.lower().removesuffix(PARTIALS) for name in connection.get_table_names(text)}

@@ -17,18 +17,21 @@ import pyarrow as pa
 from sqlglot import exp
 
 from lakehouse.contract.rows import Key, Row
+from lakehouse.contract.sql import BOOL, DATE, DECIMAL, FLOAT, INT, NUMBERS, OTHER, TEXT, TIMESTAMP
+from lakehouse.contract.sql.closures import Columns, Getter, compile_condition, compile_expression, pin_of
+from lakehouse.contract.sql.filters import check, conjunction, normal, parse_condition, parsed
 from serve.core.model import TableChange, TableInfo, in_order
 from serve.errors import FilterError
-from serve.views.compile import compile_condition, compile_expression, pin_of
-from serve.views.functions import BOOL, DATE, DECIMAL, FLOAT, INT, NUMBERS, OTHER, TEXT, TIMESTAMP, Columns, Getter
-from serve.views.parse import conjunction, parse_condition, parse_select
 from serve.views.view import SubscriberView, touched_rows
 
 _EXACT = Context(prec=76)  # decimal128 has 38 digits: this adds 10^38 of them without rounding
 
 
 MAX_GROUPS = 100_000
+MAX_ITEMS = 64
 OPENING_ROWS = 1_000  # at a time, so that grouping a large table blocks nobody
+_HOW = (exp.Count, exp.Sum, exp.Min, exp.Max, exp.Avg)
+_CLAUSES = ("expressions", "from_", "from", "where", "group")
 _ARROW = {
     INT: pa.int64(),
     FLOAT: pa.float64(),
@@ -364,3 +367,60 @@ def _type_of(node: exp.Expr, kind: str, table: TableInfo, known: Columns) -> pa.
     if isinstance(node, exp.Column):
         return table.types[known.at[known.resolve(node.name)][0]]
     return _ARROW.get(kind, pa.string())
+
+
+def parse_select(sql: str, table: TableInfo) -> exp.Select:
+    """The statement, normalized, without FROM. Raises FilterError for what is not kept up to date here."""
+    tree = parsed(sql)
+    if not isinstance(tree, exp.Select):
+        raise FilterError("a live aggregate is one SELECT", "Write SELECT city, sum(n) AS n GROUP BY city")
+    for name, value in tree.args.items():
+        if value and name not in _CLAUSES:
+            raise FilterError(
+                f"{name.upper()} is not kept up to date here", "SELECT … WHERE … GROUP BY … is; or make it a product"
+            )
+    source = tree.args.get("from_") or tree.args.get("from")
+    if source is not None:
+        if not isinstance(source.this, exp.Table) or source.this.sql("duckdb").strip('"') != table.name:
+            raise FilterError(f"FROM names this table, {table.name!r}, or nothing")
+        source.pop()
+    if len(tree.expressions) > MAX_ITEMS:
+        raise FilterError(f"it has more than {MAX_ITEMS} columns")
+    known = Columns.of(table)
+    inner, grouped = tree.args.get("where"), tree.args.get("group")
+    if inner is not None:
+        check(inner.this)
+    if grouped is not None:
+        if any(value for name, value in grouped.args.items() if name != "expressions"):
+            raise FilterError("GROUP BY takes columns only")
+        if not all(isinstance(node, exp.Column) for node in grouped.expressions):
+            raise FilterError("GROUP BY takes columns only")
+    for node in [*tree.expressions, *(grouped.expressions if grouped else [])]:
+        _check_item(node)
+    normalised = normal(tree, known)
+    assert isinstance(normalised, exp.Select)
+    return normalised
+
+
+def _check_item(node: exp.Expr) -> None:
+    inner = node.this if isinstance(node, exp.Alias) else node
+    if isinstance(inner, exp.Column):
+        check(inner)
+        return
+    if not isinstance(inner, _HOW):
+        raise FilterError(
+            f"{inner.sql('duckdb')} is not kept up to date here",
+            "count, count(DISTINCT …), sum, min, max and avg are, beside the columns grouped by",
+        )
+    extra = [name for name, value in inner.args.items() if value and name not in ("this", "big_int")]
+    if extra:
+        raise FilterError(f"{inner.sql('duckdb')} is not kept up to date here")
+    argument = inner.this
+    if isinstance(argument, exp.Distinct):
+        if not isinstance(inner, exp.Count) or len(argument.expressions) != 1 or argument.args.get("on"):
+            raise FilterError("DISTINCT is taken in count(DISTINCT column) only")
+        argument = argument.expressions[0]
+    if not (isinstance(argument, exp.Star) and isinstance(inner, exp.Count)):
+        if argument is None:
+            raise FilterError(f"{inner.sql('duckdb')} lacks its argument")
+        check(argument)

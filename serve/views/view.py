@@ -11,12 +11,11 @@ from typing import Any, Protocol
 import orjson
 
 from lakehouse.contract.rows import Key, Row
+from lakehouse.contract.sql.closures import Columns, Getter, Pin, compile_condition, pin_of
+from lakehouse.contract.sql.filters import MAX_LENGTH, conjunction, parse_condition
 from serve.core.model import TableChange, TableInfo, in_order
 from serve.core.position import WHOLE
 from serve.errors import FilterError
-from serve.views.compile import Pin, compile_condition, pin_of
-from serve.views.functions import Columns, Getter
-from serve.views.parse import MAX_LENGTH, conjunction, parse_condition
 
 MAX_COLUMNS = 1_000
 FEW_ROWS = 8  # changes this small are scanned even if a condition pins a column
@@ -96,7 +95,7 @@ def rows_view(
         seen: the table with the columns that ``where`` and ``columns`` may name; None: all.
 
     Raises:
-        FilterError: see :func:`serve.views.parse.parse_condition`; or a column is missing.
+        FilterError: see :func:`lakehouse.contract.sql.filters.parse_condition`; or a column is missing.
     """
     known, named = Columns.of(table), Columns.of(seen or table)
     if len(columns) > MAX_COLUMNS or sum(map(len, columns)) > MAX_LENGTH:

@@ -12,12 +12,12 @@ from dataclasses import replace
 from lakehouse.contract.channel import EVERYTHING, ChannelSpec
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline import Pipeline
+from lakehouse.contract.sql.closures import Columns
+from lakehouse.contract.sql.filters import checked, conjunction, parse_condition
 from lakehouse.contract.tomlfile import line_of
 from serve.core.model import SubscribeRequest, TableInfo
 from serve.errors import FilterError
 from serve.views.aggregate import aggregate_view
-from serve.views.functions import Columns
-from serve.views.parse import check, conjunction, parse_condition, parsed
 from serve.views.view import SubscriberView, rows_view
 
 NOT_SERVED = "its pipeline declares that it has no channel; query it with SQL"
@@ -35,7 +35,7 @@ def channels_of(pipeline: Pipeline) -> dict[str, ChannelSpec]:
     for name, spec in found.items():
         try:
             if spec.where:
-                check(parsed(spec.where))
+                checked(spec.where)
         except FilterError as error:
             raise ConfigError(
                 str(error),

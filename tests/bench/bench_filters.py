@@ -22,6 +22,8 @@ import pyarrow.compute as pc
 
 from lakehouse.contract.lake import CommitFacts
 from lakehouse.contract.settings import ServeSettings
+from lakehouse.contract.sql.closures import Columns, compile_condition
+from lakehouse.contract.sql.filters import parse_condition
 from serve.core.codec import WEBSOCKET
 from serve.core.hub import Hub
 from serve.core.model import SubscribeRequest, TableInfo
@@ -29,9 +31,6 @@ from serve.core.position import Seal
 from serve.core.subscriber import Subscriber, deliver
 from serve.tables.state import StateStep, TableState
 from serve.views import view
-from serve.views.compile import compile_condition
-from serve.views.functions import Columns
-from serve.views.parse import parse_condition
 
 SCHEMA = pa.schema([("k", pa.int64()), ("city", pa.string()), ("n", pa.int64()), ("share", pa.float64())])
 TABLE = TableInfo("t", "id", tuple(SCHEMA.names), ("k",), types=tuple(SCHEMA.types))

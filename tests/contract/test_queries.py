@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lakehouse.contract.alerts import Alert
+from lakehouse.contract.errors import QueryRefused
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, load_pipeline
 from lakehouse.contract.queries import (
@@ -21,7 +22,6 @@ from lakehouse.contract.queries import (
     checked_query,
 )
 from lakehouse.contract.settings import QuerySettings, conf_dir
-from lakehouse.contract.sqlcheck import QueryRefused
 
 MEETUP = load_pipeline(conf_dir() / "pipelines" / "meetup")
 COUNTS = "SELECT response, count(*) AS n FROM rsvps GROUP BY response"

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from jobs.cli import app
 from lakehouse.contract.alerts import Alert
+from lakehouse.contract.errors import QueryRefused
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.queries import OWNER, Declared, QuerySpec, State
-from lakehouse.contract.sqlcheck import QueryRefused
 from lakehouse.lock import WriterLocks
 from tests.lakehouse.queries.tables import Product
 

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 
 from lakehouse.contract.lake import CommitFacts
 from lakehouse.contract.rows import Key, Row
+from lakehouse.contract.sql.closures import Pin, pin_of
+from lakehouse.contract.sql.filters import parse_condition
 from serve.core.model import TableChange, TableInfo
 from serve.core.position import WHOLE
 from serve.errors import FilterError
 from serve.tables.state import StateStep, TableState
-from serve.views.compile import Pin, pin_of
-from serve.views.parse import parse_condition
 from serve.views.view import RowsView, SubscriberView, rows_before, rows_view
-from tests.serve.views.test_compile import COLUMNS, NOON, SCHEMA, TABLE, TEXTS, VALUES, Writer
+from tests.contract.sql.test_closures import COLUMNS, NOON, SCHEMA, TABLE, TEXTS, VALUES, Writer
 
 INTS, FLOATS, DECIMALS = range(-3, 4), [-1.5, 0.25, 2.5], [Decimal("0.25"), Decimal("2.00")]
 TIMES = [NOON, NOON.replace(hour=0)]

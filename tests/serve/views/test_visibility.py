@@ -20,9 +20,9 @@ from serve.core.model import SubscribeRequest
 from serve.errors import FilterError
 from serve.security.access import Principal
 from serve.views.visibility import channels_of, view_of
+from tests.contract.sql.test_closures import TABLE
 from tests.serve.conftest import receive, subscribed
 from tests.serve.lakes import city, rsvps_by_city, top_topics, topics, window
-from tests.serve.views.test_compile import TABLE
 
 PIPELINE = """
 [sources.rsvps]

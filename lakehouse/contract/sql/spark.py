@@ -8,10 +8,10 @@ another answer when it is asked again (``now``, ``rand``, ``uuid``) is in neithe
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from lakehouse.contract.errors import MillraceError
+from lakehouse.contract.errors import QueryRefused
 
 if TYPE_CHECKING:
     from sqlglot import exp
@@ -59,26 +59,6 @@ _UNREPEATABLE = _names(
 )
 
 WINDOW = "window_of"  # what the function `window` is called in a parsed query
-
-
-class QueryRefused(MillraceError):
-    """A query or an alert that is not taken.
-
-    Attributes:
-        code: for programs: ``name``, ``taken``, ``sql``, ``relation``, ``function``, ``column``, ``key``, ``quota``,
-            ``option`` or ``unknown``.
-        problem: what is wrong.
-        remedy: what to write or do instead.
-    """
-
-    def __init__(self, code: str, problem: str, remedy: str = "") -> None:
-        super().__init__(code, problem)
-        self.code = code
-        self.problem = problem
-        self.remedy = remedy
-
-    def __str__(self) -> str:
-        return f"{self.problem}. {self.remedy}" if self.remedy else self.problem
 
 
 def parse_query(sql: str, *, max_bytes: int) -> exp.Query:
@@ -281,19 +261,6 @@ def grouped(tree: exp.Query) -> tuple[str, ...]:
     return tuple(c.alias_or_name for c in tree.expressions if not c.find(exp.AggFunc, exp.Window) and not c.is_star)
 
 
-def ddl_fields(ddl: str) -> tuple[str, ...]:
-    """Names of the top-level fields of a Spark DDL schema; empty where it cannot be read without Spark."""
-    import sqlglot
-    from sqlglot import exp
-
-    try:
-        tree = sqlglot.parse_one(f"CREATE TABLE t ({ddl})", dialect="spark")
-    except sqlglot.errors.SqlglotError:
-        return ()
-    columns = tree.this.expressions if isinstance(tree.this, exp.Schema) else []
-    return tuple(column.name for column in columns if isinstance(column, exp.ColumnDef))
-
-
 def to_spark(tree: exp.Expr) -> str:
     """The same in Spark's dialect: what was checked, and not what a second parser makes of the text."""
     return re.sub(rf"\b{WINDOW}(?=\()", "window", tree.sql(dialect="spark"), flags=re.IGNORECASE)
@@ -307,13 +274,9 @@ def to_duckdb(tree: exp.Expr) -> str:
 def _depth(tree: exp.Expr) -> int:
     deepest, level = 0, [tree]
     while level and deepest <= MAX_DEPTH:
-        level = [child for node in level for child in _children(node)]
+        level = [child for node in level for child in node.iter_expressions()]
         deepest += 1
     return deepest
-
-
-def _children(node: exp.Expr) -> Iterator[exp.Expr]:
-    yield from node.iter_expressions()
 
 
 def _short(text: str) -> str:

@@ -14,12 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lakehouse.contract.rows import Row
+from lakehouse.contract.sql.closures import Columns, compile_condition
+from lakehouse.contract.sql.filters import MAX_LENGTH, parse_condition
 from serve.core.model import TableInfo
 from serve.core.values import rows_of
 from serve.errors import FilterError
-from serve.views.compile import compile_condition
-from serve.views.functions import Columns
-from serve.views.parse import MAX_LENGTH, parse_condition
 
 SCHEMA = pa.schema(
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ingest.border.ddl import find_field, parse_ddl
+from lakehouse.contract.sql.ddl import find_field, parse_ddl
 
 NUMBER = frozenset({int, float})
 

@@ -1,4 +1,4 @@
-"""SQL text into a tree that holds only what filters and live aggregates may be made of."""
+"""Conditions of subscribers and keys, in DuckDB's dialect: text into a tree that holds only what is allowed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import sqlglot
 from sqlglot import exp
 from sqlglot.errors import SqlglotError
 
-from serve.core.model import TableInfo
-from serve.errors import FilterError
-from serve.views.functions import FUNCTIONS, Columns
+from lakehouse.contract.errors import FilterError
+from lakehouse.contract.sql.closures import FUNCTIONS, Columns
 
 MAX_LENGTH = 4_096  # characters
 MAX_DEPTH = 32  # levels; a chain of ANDs or ORs counts as one
@@ -58,11 +57,6 @@ _ARGUMENTS: dict[type[exp.Expr], frozenset[str]] = {
 """What a node may carry: an argument that nobody here reads would be a condition that nobody checks."""
 
 
-MAX_ITEMS = 64
-_HOW = (exp.Count, exp.Sum, exp.Min, exp.Max, exp.Avg)
-_CLAUSES = {"expressions": "SELECT", "from_": "FROM", "from": "FROM", "where": "WHERE", "group": "GROUP BY"}
-
-
 def parse_condition(sql: str, columns: Columns) -> exp.Expr | None:
     """The condition with columns spelled as in the table, without comments and redundant parentheses. None for no text.
 
@@ -73,9 +67,14 @@ def parse_condition(sql: str, columns: Columns) -> exp.Expr | None:
     """
     if not sql.strip():
         return None
+    return normal(checked(sql), columns)
+
+
+def checked(sql: str) -> exp.Expr:
+    """A condition that may be taken, whatever columns there are. Raises FilterError."""
     tree = parsed(sql)
     check(tree)
-    return normal(tree, columns)
+    return tree
 
 
 def parsed(sql: str) -> exp.Expr:
@@ -140,20 +139,6 @@ def conjunction(*conditions: exp.Expr | None) -> exp.Expr | None:
     return exp.and_(*present, copy=True) if present else None
 
 
-def flat(tree: exp.Expr, kind: type[exp.Expr]) -> list[exp.Expr]:
-    """Operands of a chain such as ``a AND (b AND c)``, in order."""
-    found, waiting = [], [tree]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, kind):
-            waiting += [node.args["expression"], node.this]
-        elif isinstance(node, exp.Paren) and isinstance(node.this, (kind, exp.Paren)):
-            waiting.append(node.this)
-        else:
-            found.append(node)
-    return found
-
-
 def _levels(tree: exp.Expr) -> Iterator[tuple[int, exp.Expr]]:
     waiting: list[tuple[int, exp.Expr]] = [(1, tree)]
     while waiting:
@@ -170,60 +155,3 @@ def _named(node: exp.Expr) -> str:
     if isinstance(node, exp.Query):
         return "a query"
     return node.key.upper()
-
-
-def parse_select(sql: str, table: TableInfo) -> exp.Select:
-    """The statement, normalized, without FROM. Raises FilterError for what is not kept up to date here."""
-    tree = parsed(sql)
-    if not isinstance(tree, exp.Select):
-        raise FilterError("a live aggregate is one SELECT", "Write SELECT city, sum(n) AS n GROUP BY city")
-    for name, value in tree.args.items():
-        if value and name not in _CLAUSES:
-            raise FilterError(
-                f"{name.upper()} is not kept up to date here", "SELECT … WHERE … GROUP BY … is; or make it a product"
-            )
-    source = tree.args.get("from_") or tree.args.get("from")
-    if source is not None:
-        if not isinstance(source.this, exp.Table) or source.this.sql("duckdb").strip('"') != table.name:
-            raise FilterError(f"FROM names this table, {table.name!r}, or nothing")
-        source.pop()
-    if len(tree.expressions) > MAX_ITEMS:
-        raise FilterError(f"it has more than {MAX_ITEMS} columns")
-    known = Columns.of(table)
-    inner, grouped = tree.args.get("where"), tree.args.get("group")
-    if inner is not None:
-        check(inner.this)
-    if grouped is not None:
-        if any(value for name, value in grouped.args.items() if name != "expressions"):
-            raise FilterError("GROUP BY takes columns only")
-        if not all(isinstance(node, exp.Column) for node in grouped.expressions):
-            raise FilterError("GROUP BY takes columns only")
-    for node in [*tree.expressions, *(grouped.expressions if grouped else [])]:
-        _check_item(node)
-    normalised = normal(tree, known)
-    assert isinstance(normalised, exp.Select)
-    return normalised
-
-
-def _check_item(node: exp.Expr) -> None:
-    inner = node.this if isinstance(node, exp.Alias) else node
-    if isinstance(inner, exp.Column):
-        check(inner)
-        return
-    if not isinstance(inner, _HOW):
-        raise FilterError(
-            f"{inner.sql('duckdb')} is not kept up to date here",
-            "count, count(DISTINCT …), sum, min, max and avg are, beside the columns grouped by",
-        )
-    extra = [name for name, value in inner.args.items() if value and name not in ("this", "big_int")]
-    if extra:
-        raise FilterError(f"{inner.sql('duckdb')} is not kept up to date here")
-    argument = inner.this
-    if isinstance(argument, exp.Distinct):
-        if not isinstance(inner, exp.Count) or len(argument.expressions) != 1 or argument.args.get("on"):
-            raise FilterError("DISTINCT is taken in count(DISTINCT column) only")
-        argument = argument.expressions[0]
-    if not (isinstance(argument, exp.Star) and isinstance(inner, exp.Count)):
-        if argument is None:
-            raise FilterError(f"{inner.sql('duckdb')} lacks its argument")
-        check(argument)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from lakehouse.contract.sqlcheck import (
+from lakehouse.contract.errors import QueryRefused
+from lakehouse.contract.sql.spark import (
     SOURCE_FUNCTIONS,
     VIEW_FUNCTIONS,
-    QueryRefused,
     check_columns,
     check_functions,
     check_relations,
-    ddl_fields,
     grouped,
     outputs,
     parse_condition,
@@ -134,12 +133,6 @@ def test_what_a_query_gives() -> None:
     assert (outputs(tree, limit=3), grouped(tree)) == (("x", "n", "y"), ("x", "y"))
     assert outputs(parse_query("SELECT *, 1 AS b FROM t", max_bytes=999), limit=1) == ()
     assert grouped(parse_query("SELECT a FROM t", max_bytes=999)) == ()
-
-
-def test_fields_of_a_schema() -> None:
-    ddl = "id BIGINT, `group` STRUCT<city: STRING, topics: ARRAY<STRUCT<a: INT>>>, m MAP<STRING, INT>"
-    assert ddl_fields(ddl) == ("id", "group", "m")
-    assert ddl_fields("not a ddl (") == ()
 
 
 def test_in_either_dialect() -> None:
