@@ -9,46 +9,34 @@ import logging
 import resource
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from functools import partial
 from typing import Any
 
 import uvicorn
-from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
-from prometheus_client.registry import Collector
 from starlette.applications import Starlette
-from starlette.middleware import Middleware
 
 from lakehouse.contract.errors import EnvironmentProblem
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.contract.settings import ServeSettings, Settings
-from serve.core.codec import WEBSOCKET
+from serve.access import ReaderGate, make_gate, uses_tls
 from serve.core.hub import Hub
-from serve.core.position import Seal, lake_seal
-from serve.core.subscriber import Link, deliver
+from serve.core.position import lake_seal
+from serve.core.ring import Link, deliver
 from serve.http import routes
-from serve.http.lookup import Lookups
-from serve.http.metrics import AccessCollector, HubCollector
-from serve.http.peers import Peers
-from serve.http.routes import AccessMiddleware
-from serve.http.rows import Bodies, History
+from serve.http.metrics import AccessCollector, HubCollector, ServerMetrics
+from serve.http.rows import RowSource
 from serve.push.sse import ServingHttpProtocol
-from serve.push.websocket import WebSocketConnection
-from serve.security.access import Access
-from serve.security.gate import ReaderGate, make_gate, uses_tls
-from serve.sql import routes as sql
-from serve.sql.pool import Result, Workers
+from serve.push.websocket import WEBSOCKET, WebSocketConnection
+from serve.sql.pool import Workers
 from serve.tables.tables import Tables, clock_ms
 from serve.views.visibility import channels_of
 from serve.webhooks.runner import WebhookContext, WebhookFleet
-from serve.webhooks.sealed import sealer_of
 
 log = logging.getLogger(__name__)
 
 OTHER_FILES = 256  # tables, logs, workers, requests
-
-
 _BACKLOG = 4_096
 _STOP_S = 3
 _BEAT_S = 0.02
@@ -75,62 +63,54 @@ def allow_files(subscribers: int) -> int:
     return soft
 
 
-def make_app(settings: Settings, access: Access | None = None, *, name: str = "") -> Starlette:
+def make_app(settings: Settings, *, name: str = "") -> Starlette:
     """The ASGI application. Its lifespan runs the tails and the clock.
 
     Args:
         settings: the lake, and ``serve``.
-        access: who may come in and what they see; None: the keys of ``serve.keys``.
         name: of one of several processes on a port.
 
     Raises:
-        ConfigError: see :func:`serve.security.gate.make_gate`; or the pipeline or a channel in it is wrong.
+        ConfigError: see :func:`serve.access.make_gate`; or the pipeline or a channel in it is wrong.
     """
     lake = Lake(settings.lake)
     seal = lake_seal(lake.state)
     gate = make_gate(settings, seal)
-    shown = access or gate
     specs = channels_of(load_pipeline(settings.pipeline_folder()))
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[dict[str, Any]]:
         work = asyncio.Event()
         hub = Hub(settings.serve, [WEBSOCKET], seal, work.set, specs)
-        tables = Tables(lake, hub, settings.serve, deliver)
+        tables, workers = Tables(lake, hub, settings.serve, deliver), Workers(settings)
+        rows = RowSource(hub, tables, workers)
+        fleet = WebhookFleet(lake.state / "webhooks", WebhookContext(hub, tables, gate, settings.serve))
+        own = (HubCollector(hub), AccessCollector(gate, workers, rows, fleet))
+        metrics = ServerMetrics(lake.state / "run" / "metrics", name, own)
         kept = (partial(_run_clock, hub, settings.serve), partial(_run_work, hub, work), partial(_run_gate, gate))
-        runs = (tables.run(), *map(_run_forever, kept))
-        history, workers = History(settings.serve.max_sql), Workers(settings)
-        lookups = Lookups(hub, tables, workers)
-        fleet = WebhookFleet(lake.state / "webhooks", WebhookContext(hub, tables, shown, settings.serve))
-        registry = _registry(HubCollector(hub), AccessCollector(gate, workers, lookups, fleet))
-        statements: dict[tuple[str, str], asyncio.Task[Result]] = {}
-        peers = _peers(lake, name, seal, registry, statements) if name else None
-        tasks = [asyncio.create_task(run) for run in (*runs, fleet.run(), *([peers.run()] if peers else []))]
+        runs = [tables.run(), fleet.run(), *map(_run_forever, kept), *([metrics.run()] if name else [])]
+        tasks = [asyncio.create_task(run) for run in runs]
         try:
             yield {
                 "hub": hub,
                 "tables": tables,
-                "registry": registry,
-                "peers": peers,
-                "bodies": Bodies(),
-                "access": shown,
+                "metrics": metrics,
+                "gate": gate,
                 "settings": settings,
-                "history": history,
+                "rows": rows,
                 "workers": workers,
                 "fleet": fleet,
-                "lookups": lookups,
-                "statements": statements,
             }
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            history.close()
+            rows.close()
             await workers.close()
 
     return Starlette(
         routes=routes.ROUTES,
-        middleware=[Middleware(AccessMiddleware)],
+        middleware=routes.middleware(settings.serve.origin_list),
         exception_handlers=routes.HANDLERS,
         lifespan=lifespan,
     )
@@ -141,7 +121,6 @@ async def run_server(
     *,
     ready: Callable[[str], None] | None = None,
     stop: asyncio.Event | None = None,
-    access: Access | None = None,
     alone: bool = False,
     name: str = "",
 ) -> None:
@@ -151,10 +130,8 @@ async def run_server(
         settings: the lake, and ``serve``.
         ready: called with the base URL, e.g. ``http://127.0.0.1:8400``, once connections are taken.
         stop: ends the server; None: only cancelling does.
-        access: see :func:`make_app`.
         alone: the process is only this server: its garbage collector and its limit of open files may be set.
-        name: of one of several processes that share the port. They end each other's statements and report each other's
-            metrics. Empty: the only one.
+        name: of one of several processes that share the port, which report each other's metrics. Empty: the only one.
 
     Raises:
         EnvironmentProblem: the address cannot be bound.
@@ -163,8 +140,7 @@ async def run_server(
     if alone:
         allow_files(settings.serve.max_subscribers)
     tls = uses_tls(settings.serve)
-    sealer_of(settings.serve.webhook_key)
-    app = make_app(settings, access, name=name)
+    app = make_app(settings, name=name)
     listener = _bind(settings.serve, shared=bool(name))
     host, port = listener.getsockname()[:2]
     config = uvicorn.Config(
@@ -217,8 +193,7 @@ class _UvicornServer(uvicorn.Server):
 
 def _tune_gc() -> None:
     """Keep the garbage collector away from objects that live as long as the process, and from what a commit allocates
-    for a
-    thousand filters: with 10,000 subscribers each full collection took 65 ms.
+    for a thousand filters. With 10,000 subscribers each full collection took 65 ms.
     """
     gc.collect()
     gc.freeze()
@@ -245,32 +220,6 @@ def _bind(settings: ServeSettings, *, shared: bool) -> socket.socket:
         ) from None
     listener.setblocking(False)
     return listener
-
-
-def _peers(
-    lake: Lake,
-    name: str,
-    seal: Seal,
-    registry: CollectorRegistry,
-    statements: Mapping[tuple[str, str], asyncio.Task[Result]],
-) -> Peers:
-    async def metrics(_: dict[str, Any]) -> str:
-        return generate_latest(registry).decode()
-
-    async def end(asked: dict[str, Any]) -> bool:
-        return sql.end(statements, str(asked["key"]), str(asked["id"]))
-
-    answers = {"metrics": metrics, "end": end}
-    return Peers(lake.state / "run" / "peers", name, seal.derived(b"peers"), answers)
-
-
-def _registry(*own: Collector) -> CollectorRegistry:
-    registry = CollectorRegistry()
-    for collector in (ProcessCollector, PlatformCollector, GCCollector):
-        collector(registry=registry)
-    for each in own:
-        registry.register(each)
-    return registry
 
 
 async def _run_forever(run: partial[Coroutine[Any, Any, None]]) -> None:

@@ -7,7 +7,6 @@
     │   ├── SqlError         the SQL is refused or wrong: send another statement
     │   └── FilterError      a subscriber's condition, columns or aggregate are refused: write them otherwise
     └── ServeError
-        ├── PositionError        not one of our positions: ask without it
         ├── PositionExpired      the log no longer reaches back to it: take a snapshot
         └── RequestError         a subscriber's request is wrong: close code and machine-readable code
 
@@ -25,23 +24,6 @@ from lakehouse.contract.errors import MillraceError, StatementError
 
 class ServeError(MillraceError):
     """Base of the serving tier's errors."""
-
-
-class PositionError(ServeError):
-    """A text that is not a position.
-
-    Attributes:
-        token: the text, shortened.
-        problem: what is wrong with it.
-    """
-
-    def __init__(self, token: str, problem: str) -> None:
-        super().__init__(token, problem)
-        self.token = token[:80]
-        self.problem = problem
-
-    def __str__(self) -> str:
-        return f"{self.token!r} is not a position: {self.problem}"
 
 
 class PositionExpired(ServeError):

@@ -43,7 +43,7 @@ def keys_new(
     _refuse_foreign(reader, {"--source": source, "--max-event-bytes": max_event_bytes}, "readers")
     _refuse_foreign(not reader, {"--table": table, "--rows": rows, "--queries": queries}, "senders")
     if reader:
-        from serve.security.gate import ReaderKey, checked_rows
+        from serve.access import ReaderKey, checked_rows
 
         conditions = checked_rows(rows or [])
         limits = (rate, connections)
@@ -88,7 +88,7 @@ def keys_revoke(
 
 def _file(settings: Settings, reader: bool) -> KeyFile[Any]:
     if reader:
-        from serve.security.gate import reader_keys
+        from serve.access import reader_keys
 
         return reader_keys(settings)
     from ingest.border.access import ApiKey, keys_path

@@ -204,7 +204,7 @@ async def serve_many(
     Raises:
         EnvironmentProblem: the port is taken, or they do not start.
     """
-    from serve.security.gate import check_start
+    from serve.access import check_start
 
     await asyncio.to_thread(check_start, settings)
     holder = _hold(settings)

@@ -155,7 +155,6 @@ class ServeSettings:
         webhook_timeout_s: the longest that one attempt takes.
         webhook_backoff_ms: pause after the first failed attempt at most; it doubles with each one, up to five minutes.
         webhook_log: deliveries, and as many dead letters, that are kept of each webhook.
-        webhook_key: file of the keys that encrypt webhooks' secrets, made where absent; empty: kept as they are.
     """
 
     host: str = "127.0.0.1"
@@ -186,7 +185,6 @@ class ServeSettings:
     webhook_timeout_s: float = 10.0
     webhook_backoff_ms: int = 1_000
     webhook_log: int = 1_000
-    webhook_key: str = ""
 
     def __post_init__(self) -> None:
         for name in ("processes", "max_sql", "sql_memory_mb", "sql_rows", "sql_bytes", "webhook_attempts"):

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from typing import TypeVar
 
 from lakehouse.contract.channel import EVERYTHING, ChannelSpec
 from lakehouse.contract.rows import Key, Row
 from lakehouse.contract.settings import ServeSettings
-from serve.core.codec import Codec
-from serve.core.messages import Message, change_messages, snapshot_messages
+from serve.core.messages import Codec, Message, change_messages, snapshot_messages
 from serve.core.model import SubscribeRequest, TableChange, in_order
 from serve.core.position import WHOLE, Position, Seal
-from serve.core.ring import Ring, SharedSnapshot, WireChannel
-from serve.core.subscriber import Subscriber
+from serve.core.ring import Ring, SharedSnapshot, Subscriber, WireChannel
 from serve.core.values import encode_rows
 from serve.errors import RequestError
 from serve.tables.state import TableState
 from serve.views.aggregate import AggregateView
 from serve.views.view import LiveView, RowsView, SubscriberView, filter_errors, rows_before
 from serve.views.visibility import view_of, visible
+
+_T = TypeVar("_T")
 
 SLICE_ROWS = 1_000  # of a snapshot, built before others get their turn: 1 to 3 ms
 INLINE_ROWS = 2_000  # tables up to this size are not sliced
@@ -142,16 +143,7 @@ class ViewStream:
             self.opened = True
             yield  # the caller applies commits that came meanwhile
         table, position, total, facts = self.live.table, self.head, self.total, self.channel.state.facts
-        waiting = self.live.source(self.channel.state.rows)
-        runs: list[list[tuple[Key, Row]]] = []
-        for start in range(0, len(waiting), SLICE_ROWS):
-            runs.append(sorted(self.live.rows(waiting[start : start + SLICE_ROWS]), key=_by_key))
-            yield
-        ordered = heapq.merge(*runs, key=_by_key)
-        rows: list[tuple[Row, bytes]] = []
-        while some := [row for _, row in islice(ordered, SLICE_ROWS)]:
-            rows += zip(some, encode_rows(table.columns, some), strict=True)
-            yield
+        rows = yield from rows_in_order(self.live, self.channel.state.rows)
         messages = []
         for message in snapshot_messages(table, position, facts, rows, self.channel.seal, self.view.description):
             messages.append(message)
@@ -165,8 +157,7 @@ class ViewStream:
         if not self.view.select:
             return RowsView(self.view, table)
         live = AggregateView(self.view, table)
-        for _ in live.opening(rows_before(self.channel.state.rows, changes).values()):
-            pass
+        finished(live.opening(rows_before(self.channel.state.rows, changes).values()))
         return live
 
     def _new_ring(self) -> Ring:
@@ -275,25 +266,45 @@ class Channel:
         self._history.clear()
         self._history_rows = 0
 
-    def rows(self, limit: int | None = None) -> list[bytes]:
-        """Current rows as JSON objects, in the order of their keys."""
-        keys: Sequence[tuple[object, ...]] = sorted(self.state.rows, key=in_order)[:limit]
-        return encode_rows(self.state.table.columns, (self.state.rows[key] for key in keys))
-
 
 def live_view(view: SubscriberView, state: TableState) -> LiveView:
     """The view at work on a state. An aggregate must still be opened with the rows. Raises FilterError."""
     return AggregateView(view, state.table) if view.select else RowsView(view, state.table)
 
 
-def opened_view(view: SubscriberView, state: TableState) -> LiveView:
-    """The view at work on a state, with all of its rows. It takes as long as they take. Raises FilterError."""
-    with filter_errors(view):
-        live = live_view(view, state)
-        if isinstance(live, AggregateView):
-            for _ in live.opening(state.rows.values()):
-                pass
+def opened_view(view: SubscriberView, state: TableState) -> Generator[None, None, LiveView]:
+    """The view at work on a state, with all of its rows, in steps of a few milliseconds. Raises FilterError."""
+    live = live_view(view, state)
+    if isinstance(live, AggregateView):
+        yield from live.opening(list(state.rows.values()))
     return live
+
+
+def rows_in_order(
+    live: LiveView, rows: Mapping[Key, Row], limit: int | None = None
+) -> Generator[None, None, list[tuple[Row, bytes]]]:
+    """The view's rows in the order of their keys, each with its JSON, in steps of a few milliseconds."""
+    waiting = live.source(rows)
+    runs: list[list[tuple[Key, Row]]] = []
+    for start in range(0, len(waiting), SLICE_ROWS):
+        runs.append(sorted(live.rows(waiting[start : start + SLICE_ROWS]), key=_by_key))
+        yield
+    ordered = islice(heapq.merge(*runs, key=_by_key), limit)
+    found: list[tuple[Row, bytes]] = []
+    while some := [row for _, row in islice(ordered, SLICE_ROWS)]:
+        found += zip(some, encode_rows(live.table.columns, some), strict=True)
+        yield
+    return found
+
+
+def finished(steps: Generator[None, None, _T]) -> _T:
+    """The result of work in steps, done at once."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: _T = end.value
+            return result
 
 
 def _by_key(pair: tuple[Key, Row]) -> tuple[object, ...]:

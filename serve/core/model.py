@@ -1,4 +1,4 @@
-"""The terms of the serving tier: a table as subscribers see it, a change, a request. Data only."""
+"""The terms of the serving tier: a table as subscribers see it, a change, a request, a caller's rights. Data only."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pyarrow as pa
 from lakehouse.contract.lake import CommitFacts
 from lakehouse.contract.rows import Fold, Key, Row
 from serve.core.position import Position
+from serve.errors import RequestError
 
 DEFAULT_RETENTION_MS = 7 * 86_400_000
 """Delta keeps removed data files for a week and the log for a month, where a table does not say otherwise."""
@@ -121,6 +122,54 @@ class SubscribeRequest:
     select: str = ""
     conflate: bool = False
     window: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """A caller and its rights.
+
+    Attributes:
+        name: for logs; never a secret.
+        tenant: empty if none.
+        tables: that it may read; None: all.
+        rows: SQL conditions by table (``*``: every other one) that its rows must fulfil, whatever else it asks for.
+        key: id of the key that it showed; empty if none was required.
+        queries: may add and remove continuous queries.
+    """
+
+    name: str = "anyone"
+    tenant: str = ""
+    tables: frozenset[str] | None = None
+    rows: Mapping[str, str] = field(default_factory=dict)
+    key: str = ""
+    queries: bool = False
+
+    def may_read(self, table: str) -> bool:
+        """Whether the table exists for it."""
+        return self.tables is None or table in self.tables
+
+    def check_table(self, table: str) -> None:
+        """Raises RequestError as for a missing table: what it may not read does not exist for it."""
+        if not self.may_read(table):
+            raise no_such_table(table)
+
+    def condition(self, table: str) -> str:
+        """Condition on the table's rows; empty if none."""
+        return self.rows.get(table, self.rows.get("*", ""))
+
+    @property
+    def unlimited(self) -> bool:
+        """Whether it may see everything, as a monitoring system must."""
+        return self.tables is None and not self.rows
+
+
+def no_such_table(table: str) -> RequestError:
+    """The refusal for tables that are missing or hidden."""
+    return RequestError(RequestError.NOT_FOUND, "no_such_table", f"no table {table!r} is served here")
+
+
+OPEN = Principal(queries=True)
+"""Everything: for a server that only this machine reaches."""
 
 
 class _Index:

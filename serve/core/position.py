@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from lakehouse.contract.errors import EnvironmentProblem
-from serve.errors import PositionError
+from serve.errors import RequestError
 
 WHOLE = bytes(8)
 """The view of one who has the whole table."""
@@ -78,18 +78,18 @@ class Seal:
         return self._written(position)
 
     def parse(self, token: str) -> Position:
-        """The position that :meth:`token` wrote. Raises PositionError for anything else, or for another lake's."""
+        """The position that :meth:`token` wrote. Raises RequestError for anything else, or for another lake's."""
         if not _TOKEN.fullmatch(token) or len(token) > _MAX_LENGTH:
-            raise PositionError(token, "it is not URL-safe base64 of a sensible length")
+            raise _no_position(token, "it is not URL-safe base64 of a sensible length")
         try:
             signed = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
         except binascii.Error:
-            raise PositionError(token, "it is not URL-safe base64") from None
+            raise _no_position(token, "it is not URL-safe base64") from None
         raw, tag = signed[:-_TAG_BYTES], signed[-_TAG_BYTES:]
         if len(raw) <= _FORMAT.size:
-            raise PositionError(token, "it is too short")
+            raise _no_position(token, "it is too short")
         if not hmac.compare_digest(tag, self._tag(raw)):
-            raise PositionError(token, "its signature is not of this lake")
+            raise _no_position(token, "its signature is not of this lake")
         form, version, ordinal, view = _FORMAT.unpack_from(raw)
         return Position(_unpacked(token, form, raw[_FORMAT.size :]), version, ordinal, view)
 
@@ -141,6 +141,10 @@ def _checked(path: Path) -> bytes:
     return key
 
 
+def _no_position(token: str, problem: str) -> RequestError:
+    return RequestError(RequestError.BAD_REQUEST, "bad_position", f"{token[:80]!r} is not a position: {problem}")
+
+
 @lru_cache(1_024)
 def _packed(table_id: str) -> tuple[int, bytes]:
     try:  # the Delta protocol says GUID but does not enforce it
@@ -158,4 +162,4 @@ def _unpacked(token: str, form: int, ident: bytes) -> str:
             return ident.decode()
         except UnicodeDecodeError:
             pass
-    raise PositionError(token, "its table id cannot be read")
+    raise _no_position(token, "its table id cannot be read")

@@ -11,6 +11,7 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -20,15 +21,24 @@ from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, load_pipeline
 from lakehouse.contract.queries import Declared, QuerySpec, checked_query
 from lakehouse.contract.settings import Settings
+from serve.access import is_loopback
 from serve.core.hub import Hub
-from serve.core.values import to_json
 from serve.errors import RequestError
-from serve.push.request import admitted, invalid, json_object, json_response
-from serve.security.gate import is_loopback
+from serve.push.request import admitted, invalid, json_body, json_response, problem
 
 MAX_BODY = 65_536
 _STATUS = {"taken": 409, "quota": 429, "unknown": 404}
-_KEYS = frozenset({"name", "sql", "key", "from", "source", "options"})
+
+
+class NewQuery(msgspec.Struct, forbid_unknown_fields=True):
+    """A query to be added; see ``lakehouse.contract.queries``."""
+
+    name: str
+    sql: str
+    key: tuple[str, ...] = ()
+    start: str = msgspec.field(name="from", default="now")
+    source: str = ""
+    options: dict[str, str | bool | int | float | list[Any]] = {}
 
 
 async def list_queries(request: Request) -> Response:
@@ -49,12 +59,14 @@ async def show_query(request: Request) -> Response:
 async def add_query(request: Request) -> Response:
     """Check a query and record it: 201, or a problem that says what to write instead."""
     _check_may(request)
-    spec = _spec(await json_object(request, MAX_BODY, _KEYS))
-    columns = _columns(request.state.hub)
+    new = await json_body(request, MAX_BODY, NewQuery)
+    spec = QuerySpec(new.name, new.sql, new.source, new.key, new.start, new.options)
+    hub: Hub = request.state.hub
+    columns = {name: channel.state.table.columns for name, channel in hub.channels.items()}
     try:
         made = await asyncio.to_thread(_add, request.state.settings, spec, columns)
     except QueryRefused as refused:
-        return _refusal(refused)
+        return problem(_STATUS.get(refused.code, 422), refused.problem, refused.code, remedy=refused.remedy)
     return json_response({**_shown(made), "state": "waiting"}, 201, Location=f"/v1/queries/{made.name}")
 
 
@@ -126,29 +138,11 @@ def _pipeline(settings: Settings) -> Pipeline:
         raise RequestError(RequestError.FULL, "busy", f"the server's pipeline cannot be read: {error}") from None
 
 
-def _spec(body: dict[str, Any]) -> QuerySpec:
-    texts = {
-        key: body.get(key, default) for key, default in (("name", ""), ("sql", ""), ("from", "now"), ("source", ""))
-    }
-    key, options = body.get("key", []), body.get("options", {})
-    plain = isinstance(options, dict) and all(isinstance(v, str | int | float | list) for v in options.values())
-    if not all(isinstance(text, str) for text in texts.values()) or not plain:
-        raise invalid("bad_request", "name, sql, from and source are text, options an object of plain values")
-    if not isinstance(key, list) or not all(isinstance(column, str) for column in key):
-        raise invalid("bad_request", "key is an array of column names")
-    return QuerySpec(texts["name"], texts["sql"], texts["source"], tuple(key), texts["from"], options)
-
-
-def _columns(hub: Hub) -> dict[str, tuple[str, ...]]:
-    return {name: channel.state.table.columns for name, channel in hub.channels.items()}
-
-
 def _check_may(request: Request) -> None:
     """Only a key with the right may change queries; without keys, only this machine, and no page of another site."""
     principal = admitted(request)
-    if not (principal.queries and principal.unlimited):
-        remedy = "make one with: millrace keys new NAME --reader --queries"
-        raise _forbidden(f"this key may not change queries, or does not see everything; {remedy}")
+    if not principal.queries:
+        raise _forbidden("this key may not change queries; make one with: millrace keys new NAME --reader --queries")
     if principal.key:
         return
     settings: Settings = request.state.settings
@@ -161,16 +155,3 @@ def _check_may(request: Request) -> None:
 
 def _forbidden(detail: str) -> RequestError:
     return RequestError(RequestError.FORBIDDEN, "forbidden", detail)
-
-
-def _refusal(refused: QueryRefused) -> Response:
-    status = _STATUS.get(refused.code, 422)
-    content = {
-        "type": f"urn:millrace:query-{refused.code}",
-        "title": "Query refused",
-        "status": status,
-        "code": refused.code,
-        "detail": refused.problem,
-        "remedy": refused.remedy,
-    }
-    return Response(to_json(content), status, {"Cache-Control": "no-store"}, "application/problem+json")

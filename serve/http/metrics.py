@@ -1,19 +1,99 @@
-"""Prometheus metrics of the serving tier, read when scraped: the hot path counts in plain integers."""
+"""Prometheus metrics of the serving tier, read when scraped: the hot path counts in plain integers.
+
+Several processes may share a port, and a scrape reaches any of them. So each writes its metrics into a file of its own
+every second, and the one that is asked adds those of the others.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from serve.access import ReaderGate
 from serve.core.channel import Channel
 from serve.core.hub import Hub
-from serve.http.lookup import Lookups
-from serve.security.gate import ReaderGate
+from serve.http.rows import RowSource
 from serve.sql.pool import Workers
 from serve.webhooks.runner import WebhookFleet
+
+log = logging.getLogger(__name__)
+
+_PAUSE_S = 1.0
+_FRESH_S = 10.0  # an older file is of a process that has ended
+
+
+class ServerMetrics:
+    """The metrics of a server.
+
+    Args:
+        folder: of the processes' files.
+        name: of this process, e.g. ``serve-1``; empty: it has the port to itself.
+        own: collectors of this process.
+    """
+
+    def __init__(self, folder: Path, name: str, own: Iterable[Collector]) -> None:
+        self.registry = CollectorRegistry()
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=self.registry)
+        for each in own:
+            self.registry.register(each)
+        self._folder = folder
+        self._name = name
+
+    async def run(self) -> None:
+        """Write the file every second until cancelled; at the end remove it."""
+        file = self._folder / f"{self._name}.prom"
+        draft = file.with_suffix(".new")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            while True:
+                try:
+                    draft.write_bytes(generate_latest(self.registry))
+                    draft.replace(file)
+                except OSError as error:
+                    log.warning("metrics cannot be written to %s: %s", file, error)
+                await asyncio.sleep(_PAUSE_S)
+        finally:
+            file.unlink(missing_ok=True)
+
+    def text(self) -> bytes:
+        """All metrics in Prometheus' text format; if processes share the port, with the label ``process``."""
+        own = generate_latest(self.registry)
+        if not self._name:
+            return own
+        texts = {self._name: own.decode()}
+        for file in sorted(self._folder.glob("*.prom")):
+            with contextlib.suppress(OSError):  # its process has just ended
+                if file.stem != self._name and time.time() - file.stat().st_mtime < _FRESH_S:
+                    texts[file.stem] = file.read_text(encoding="utf-8")
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Merged(texts))
+        return generate_latest(registry)
+
+
+class _Merged(Collector):
+    """Metrics of several processes: each sample gets the label ``process``, the key in ``texts``."""
+
+    def __init__(self, texts: dict[str, str]) -> None:
+        self._texts = texts
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for process, text in self._texts.items():
+            for family in text_string_to_metric_families(text):
+                known = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                for sample in family.samples:
+                    known.samples.append(sample._replace(labels={**sample.labels, "process": process}))
+        yield from families.values()
 
 
 class HubCollector(Collector):
@@ -75,10 +155,10 @@ def _by_codec(channel: Channel) -> dict[str, tuple[int, int]]:
 class AccessCollector(Collector):
     """Metrics of refusals, statements, look-ups that were read through, and webhooks."""
 
-    def __init__(self, gate: ReaderGate, workers: Workers, lookups: Lookups, fleet: WebhookFleet) -> None:
+    def __init__(self, gate: ReaderGate, workers: Workers, rows: RowSource, fleet: WebhookFleet) -> None:
         self._gate = gate
         self._workers = workers
-        self._lookups = lookups
+        self._rows = rows
         self._fleet = fleet
 
     def collect(self) -> Iterator[Metric]:
@@ -90,16 +170,15 @@ class AccessCollector(Collector):
                 "millrace_serve_read_through",
                 "Look-ups in tables that are not in memory.",
                 "cache",
-                {"hit": self._lookups.hits, "miss": self._lookups.misses},
+                {"hit": self._rows.hits, "miss": self._rows.misses},
             ),
         ):
             family = CounterMetricFamily(name, text, labels=[label])
             for value, count in counts.items():
                 family.add_metric([value], count)
             yield family
-        yield GaugeMetricFamily(
-            "millrace_serve_sql_running", "SQL statements that run or wait.", value=self._workers.running
-        )
-        yield GaugeMetricFamily(
-            "millrace_serve_webhooks", "Webhooks that this process runs.", value=self._fleet.running
-        )
+        for name, text, running in (
+            ("millrace_serve_sql_running", "SQL statements that run or wait.", self._workers.running),
+            ("millrace_serve_webhooks", "Webhooks that this process runs.", self._fleet.running),
+        ):
+            yield GaugeMetricFamily(name, text, value=running)

@@ -7,39 +7,35 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import MutableMapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lakehouse.contract.lake import UnknownTable
+from serve.access import LIVES_S, ReaderGate
 from serve.core.hub import Hub
 from serve.errors import RequestError
-from serve.http import control, lookup, schema
-from serve.http.peers import merged_metrics
-from serve.http.rows import rows
+from serve.http import control, schema
+from serve.http.metrics import ServerMetrics
+from serve.http.rows import row, rows
 from serve.push import longpoll
-from serve.push.request import admitted, invalid, json_response, problem, refused
-from serve.security.access import Access, Credentials
-from serve.security.gate import LIVES_S, ReaderGate
+from serve.push.request import admitted, json_response, problem, refused
 from serve.sql import routes as sql
 from serve.tables.tables import Tables
 from serve.webhooks import routes as webhooks
 
 PUBLIC = frozenset({"/healthz", "/readyz", "/v1/openapi.json", "/v1/asyncapi.json"})
 """Routes without data; so are the dashboard's files, which lie beside ``/v1/``."""
-
-ALLOWED_HEADERS = "authorization, x-api-key, content-type, if-none-match, last-event-id"
-EXPOSED_HEADERS = "etag, millrace-position, millrace-behind, millrace-version, retry-after"
-_METHODS = "GET, POST, DELETE"
-
 
 WEB = Path(__file__).parents[1] / "web"
 _SAFE = {
@@ -64,61 +60,33 @@ class AccessMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        state: MutableMapping[str, Any] = scope.setdefault("state", {})
-        access: Access = state["access"]
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        origin = access.allowed_origin(headers)
-        if origin is not None:
-            send = _with_cors(send, origin)
-            if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
-                await _preflight(send)
-                return
-        if needs_key(scope["path"]):
-            client = scope.get("client")
-            peer = f"{client[0]}:{client[1]}" if client else "?"
+        if scope["type"] == "http" and needs_key(scope["path"]):
+            gate: ReaderGate = scope["state"]["gate"]
+            headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
             try:
-                query = scope["query_string"].decode("latin-1")
-                state["principal"] = access.admit(Credentials(headers, query, peer))
+                scope["state"]["principal"] = gate.admit(headers, scope["query_string"].decode("latin-1"))
             except RequestError as error:
                 await refused(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
 
-def _with_cors(send: Send, origin: str) -> Send:
-    async def wrapped(message: Message) -> None:
-        if message["type"] == "http.response.start":
-            message["headers"] = [
-                *message.get("headers", ()),
-                (b"access-control-allow-origin", origin.encode("latin-1")),
-                (b"access-control-expose-headers", EXPOSED_HEADERS.encode()),
-                (b"vary", b"origin"),
-            ]
-        await send(message)
-
-    return wrapped
-
-
-async def _preflight(send: Send) -> None:
-    headers = [
-        (b"access-control-allow-methods", _METHODS.encode()),
-        (b"access-control-allow-headers", ALLOWED_HEADERS.encode()),
-        (b"access-control-max-age", b"600"),
-    ]
-    await send({"type": "http.response.start", "status": 204, "headers": headers})
-    await send({"type": "http.response.body", "body": b""})
+def middleware(origins: Sequence[str]) -> list[Middleware]:
+    """What stands in front of the routes. Pages of ``origins`` may read answers."""
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=origins,
+        allow_methods=["GET", "POST", "DELETE"],
+        allow_headers=["authorization", "x-api-key", "content-type", "if-none-match", "last-event-id"],
+        expose_headers=["etag", "retry-after"],
+    )
+    return [cors, Middleware(AccessMiddleware)]
 
 
 async def new_ticket(request: Request) -> Response:
     """A ticket with the rights of the caller's key, for ``?ticket=`` on one address."""
-    access = request.state.access
-    if not isinstance(access, ReaderGate):
-        raise invalid("bad_request", "no tickets are needed here")
-    content = {"ticket": access.ticket(admitted(request)), "lives_s": LIVES_S}
-    return json_response(content, 201)
+    gate: ReaderGate = request.state.gate
+    return json_response({"ticket": gate.ticket(admitted(request)), "lives_s": LIVES_S}, 201)
 
 
 async def http_error(_: Request, error: Exception) -> Response:
@@ -189,11 +157,8 @@ async def metrics(request: Request) -> Response:
     """Prometheus text, of all processes of the port."""
     if not admitted(request).unlimited:
         raise RequestError(RequestError.FORBIDDEN, "forbidden", "metrics are of all tables; this key sees some only")
-    registry: CollectorRegistry = request.state.registry
-    text, peers = generate_latest(registry), request.state.peers
-    if peers is not None:
-        text = merged_metrics({peers.name: text.decode(), **await peers.ask("metrics")})
-    return Response(text, media_type=CONTENT_TYPE_LATEST)
+    known: ServerMetrics = request.state.metrics
+    return Response(known.text(), media_type=CONTENT_TYPE_LATEST)
 
 
 class Web(StaticFiles):
@@ -206,12 +171,11 @@ class Web(StaticFiles):
 
 
 ROUTES: list[BaseRoute] = [
-    Route("/v1/tables/{name}/{key:path}", lookup.row),  # first, because it is called by the thousand
+    Route("/v1/tables/{name}/{key:path}", row),  # first, because it is called by the thousand
     Route("/v1/tables", tables),
     Route("/v1/tables/{name}", rows),
     Route("/v1/poll", longpoll.poll),
     Route("/v1/subscribe", subscribe),
-    Route("/v1/sse", subscribe),
     *schema.ROUTES,
     *sql.ROUTES,
     *webhooks.ROUTES,

@@ -1,72 +1,80 @@
-"""A table's rows over HTTP: ``GET /v1/tables/NAME``, as they are, or with ``as_of`` as they were.
+"""A table's rows over HTTP: ``GET /v1/tables/NAME``, with ``as_of`` as they were, and ``GET /v1/tables/NAME/KEY``.
 
-Current rows come from memory. The entity tag is the position: ``If-None-Match`` gives 304 at no cost. ``max-age`` is
-what is left of the usual pause between commits. Older versions are read from the Delta log and the files of that
-version, as long as the table keeps them. A subscription can go on from the position of either answer.
+Current rows come from memory, where tails *refresh them ahead*. The entity tag is the position: ``If-None-Match`` gives
+304 at no cost. ``max-age`` is what is left of the usual pause between commits. A look-up by key is one in a dictionary,
+by the first columns of a key one in an index.
+
+What is not in memory is *read through*. Older versions come from the Delta log and the files of that version, as long
+as the table keeps them. An event of bronze is found by its id by a SQL worker, and the answer is cached until the table
+has a new version. A subscription can go on from the position of any answer. docs/serving.md explains these terms.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Callable, Generator, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from heapq import merge
-from itertools import islice
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+from urllib.parse import unquote_to_bytes
 
 import orjson
+from sqlglot import exp
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lakehouse.contract.channel import EVERYTHING, ChannelSpec
+from lakehouse.contract.channel import EVERYTHING
 from lakehouse.contract.deltalog import DeltaLog, TableGone, TableUnreadable
-from lakehouse.contract.lake import CommitFacts
 from lakehouse.contract.rows import Key, Row
-from serve.core.channel import SLICE_ROWS, Channel, live_view, opened_view
+from lakehouse.contract.sql import BOOL, DATE, DECIMAL, FLOAT, INT, TEXT, TIMESTAMP
+from lakehouse.contract.sql.closures import as_date, as_timestamp, kind_of
+from serve.core.channel import Channel, opened_view, rows_in_order
 from serve.core.hub import Hub
-from serve.core.model import SubscribeRequest, TableInfo, in_order
+from serve.core.model import Principal, SubscribeRequest, TableInfo, in_order
 from serve.core.position import Position, Seal
 from serve.core.values import encode_rows, to_json
 from serve.errors import FilterError, PositionExpired, RequestError, SqlError
-from serve.push.request import admitted, invalid, problem, query_of, subscription_of, whole_number
-from serve.tables.reader import AsOf, TableReader, parse_as_of, version_at
-from serve.tables.state import TableState
+from serve.push.request import admitted, invalid, query_of, subscription_of, whole_number
+from serve.sql.pool import Workers
+from serve.tables.state import TableReader, TableState, parse_as_of, version_at
 from serve.tables.tables import Tables, now_ms
-from serve.views.aggregate import AggregateView
-from serve.views.view import SubscriberView, filter_errors
+from serve.views.view import LiveView, RowsView, SubscriberView, filter_errors
 from serve.views.visibility import NOT_SERVED, view_of
 
-K = TypeVar("K", bound=Hashable)
+_K = TypeVar("_K", bound=Hashable)
 
 CACHE_BYTES = 33_554_432
 ENTRY_BYTES = 256  # overhead of an entry
-
-
-MAX_LIMIT = 100_000
-_AT_ONCE = 4  # bodies built at a time; others wait
-_EXTRA = frozenset({"limit", "as_of"})
+MAX_LIMIT = 100_000  # rows of a table
+MAX_ROWS = 1_000  # rows of a look-up
+EVENT_ID = "event_id"
 GONE = 4410
+_AT_ONCE = 4  # bodies built at a time; others wait
 _KEPT = 4  # older versions in memory: a page asks for the same one several times
+_READ_THROUGH_BYTES = 8_388_608
+_LONGEST_ID = 256  # longer ids are not cached
+_STEP = 5_000  # keys indexed before others get their turn: 2 ms
+_VIEWS = 1_024
+_UNCACHED = {"Cache-Control": "private, no-cache", "Vary": "Authorization"}
 
 
-class ByteCache(Generic[K]):
+class ByteCache(Generic[_K]):
     """A least-recently-used cache bounded by ``most`` bytes; no answer takes more than a quarter of it."""
 
     def __init__(self, most: int = CACHE_BYTES) -> None:
         self._most = most
-        self._bodies: OrderedDict[K, bytes] = OrderedDict()
+        self._bodies: OrderedDict[_K, bytes] = OrderedDict()
         self._bytes = 0
 
-    def get(self, key: K) -> bytes | None:
+    def get(self, key: _K) -> bytes | None:
         body = self._bodies.get(key)
         if body is not None:
             self._bodies.move_to_end(key)
         return body
 
-    def put(self, key: K, body: bytes) -> None:
+    def put(self, key: _K, body: bytes) -> None:
         if key in self._bodies or len(body) > self._most // 4:
             return
         self._bodies[key] = body
@@ -75,172 +83,133 @@ class ByteCache(Generic[K]):
             self._bytes -= len(self._bodies.popitem(last=False)[1]) + ENTRY_BYTES
 
 
-class Bodies(ByteCache[tuple[Position, int | None]]):
-    """Cached answers: many ask for the same between two commits."""
+class RowSource:
+    """Where the rows of answers come from.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.slots = asyncio.Semaphore(_AT_ONCE)
+    Args:
+        hub: has the tables in memory.
+        tables: waits for tables, and finds the others.
+        workers: read events of bronze.
 
+    Attributes:
+        hits, misses: of the cache of events that were read through.
+    """
 
-async def rows(request: Request) -> Response:
-    """``GET /v1/tables/NAME[?limit=&where=&columns=&select=&as_of=]``: as the principal may see them."""
-    hub: Hub = request.state.hub
-    name: str = request.path_params["name"]
-    query = query_of(request.url.query)
-    limit = whole_number(query["limit"], "limit", 1, MAX_LIMIT) if "limit" in query else None
-    wanted = subscription_of({**query, "table": name}, hub.seal, also=_EXTRA)
-    if wanted.position is not None or wanted.window or wanted.conflate:
-        raise invalid("bad_request", "rows of one version are asked for without from, window and conflate")
-    principal = admitted(request)
-    principal.check_table(name)
-    try:
-        if "as_of" in query:
-            return await _older(request, wanted, query["as_of"], limit)
-        return await _current(request, wanted, limit)
-    except FilterError as error:
-        raise invalid("bad_filter", str(error)) from None
-
-
-async def _current(request: Request, wanted: SubscribeRequest, limit: int | None) -> Response:
-    hub: Hub = request.state.hub
-    tables: Tables = request.state.tables
-    bodies: Bodies = request.state.bodies
-    await tables.wait_for(wanted.table)
-    channel = hub.channels.get(wanted.table)
-    if channel is None:
-        return problem(409, _why_not(tables, wanted.table), "not_served")
-    view = hub.view_of(wanted.table, admitted(request), wanted)
-    headers = _headers(hub, channel, _position(channel, view))
-    if _matches(request.headers.get("if-none-match", ""), headers["ETag"]):
-        return Response(status_code=304, headers=headers)
-    async with bodies.slots:
-        position = _position(channel, view)
-        body = bodies.get((position, limit))
-        if body is None:
-            with filter_errors(view):
-                body = await _body(hub, channel, view, limit)
-            bodies.put((position, limit), body)
-    return Response(body, headers=_headers(hub, channel, position), media_type="application/json")
-
-
-async def _older(request: Request, wanted: SubscribeRequest, as_of: str, limit: int | None) -> Response:
-    hub: Hub = request.state.hub
-    tables: Tables = request.state.tables
-    history: History = request.state.history
-    try:
-        moment = parse_as_of(as_of)
-    except SqlError as error:
-        raise invalid("bad_request", str(error)) from None
-    found = await asyncio.to_thread(tables.lake.find, wanted.table)
-    spec = hub.streams.specs.get(wanted.table, EVERYTHING)
-    if not spec.served:
-        raise RequestError(4409, "not_served", NOT_SERVED)
-    guard = admitted(request).condition(wanted.table)
-    body = await history.body(found.path, moment, VersionRequest(wanted, guard, limit, hub.seal, spec))
-    headers = {"Cache-Control": "private, no-cache", "Vary": "Authorization"}
-    return Response(body, headers=headers, media_type="application/json")
-
-
-def _why_not(tables: Tables, name: str) -> str:
-    """Why an existing table is not in memory. Raises UnknownTable."""
-    if known := tables.problems.get(name):
-        return known
-    table = tables.lake.find(name)
-    return f"{table.layer} table {name!r} is not kept in memory; query it with SQL"
-
-
-def _position(channel: Channel, view: SubscriberView) -> Position:
-    return Position(channel.state.table.table_id, channel.state.version, 0, view.id)
-
-
-def _headers(hub: Hub, channel: Channel, position: Position) -> dict[str, str]:
-    return {
-        "ETag": f'"{hub.seal.token(position)}"',
-        "Cache-Control": _cache_control(channel, now_ms()),
-        "Vary": "Authorization",
-    }
-
-
-def _cache_control(channel: Channel, now: int) -> str:
-    """Expected life of an answer: what is left of the usual pause between commits."""
-    if channel.interval_ms is None:
-        return "private, no-cache"
-    left = channel.interval_ms - (now - channel.state.facts.committed_at)
-    return f"private, max-age={int(left / 1000)}" if left >= 1_000 else "private, no-cache"
-
-
-def _matches(header: str, tag: str) -> bool:
-    """RFC 9110, 13.1.2: any of the tags listed, compared weakly."""
-    return header.strip() == "*" or tag in [each.strip().removeprefix("W/") for each in header.split(",")]
-
-
-async def _body(hub: Hub, channel: Channel, view: SubscriberView, limit: int | None) -> bytes:
-    """Current rows, built in slices so that others get their turn."""
-    state = channel.state
-    facts, position = state.facts, _position(channel, view)
-    stream = channel.streams.get(view.id)
-    if stream is not None and stream.opened:
-        live = stream.live
-    else:
-        live = live_view(view, state)
-        if isinstance(live, AggregateView):
-            for _ in live.opening(list(state.rows.values())):
-                await asyncio.sleep(0)
-    table, source = live.table, live.source(state.rows)
-    runs: list[list[tuple[Key, Row]]] = []
-    for start in range(0, len(source), SLICE_ROWS):
-        runs.append(sorted(live.rows(source[start : start + SLICE_ROWS]), key=_by_key))
-        if start:
-            await asyncio.sleep(0)
-    ordered = islice(merge(*runs, key=_by_key), limit)
-    texts: list[bytes] = []
-    while some := [row for _, row in islice(ordered, SLICE_ROWS)]:
-        texts += encode_rows(table.columns, some)
-        if len(texts) > SLICE_ROWS:
-            await asyncio.sleep(0)
-    return to_json(_content(hub.seal, view, table, position, facts, texts))
-
-
-def _by_key(pair: tuple[Key, Row]) -> tuple[object, ...]:
-    return in_order(pair[0])
-
-
-class History:
-    """Reads older versions, ``at_once`` at a time; twice as many more wait."""
-
-    def __init__(self, at_once: int) -> None:
-        self._at_once = at_once
-        self._busy = 0
-        self._slots = asyncio.Semaphore(at_once)
-        self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="history")
+    def __init__(self, hub: Hub, tables: Tables, workers: Workers) -> None:
+        self.hits = 0
+        self.misses = 0
+        self.tables = tables
+        self.hub = hub
+        self._workers = workers
+        self._bodies: ByteCache[tuple[Position, int | None]] = ByteCache()  # many ask for the same between two commits
+        self._slots = asyncio.Semaphore(_AT_ONCE)
+        self._indexes: dict[tuple[str, int], PrefixIndex] = {}
+        self._views: OrderedDict[tuple[str, bytes], tuple[TableInfo, RowsView]] = OrderedDict()
+        self._read: ByteCache[tuple[object, ...]] = ByteCache(_READ_THROUGH_BYTES)
+        self._at_once = hub.settings.max_sql
+        self._reading = 0  # older versions
+        self._threads = ThreadPoolExecutor(self._at_once, thread_name_prefix="history")
         self._states: OrderedDict[tuple[Path, int, tuple[int, int]], TableState] = OrderedDict()
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def body(self, folder: Path, moment: AsOf, wanted: VersionRequest) -> bytes:
-        """The answer for one version. Raises RequestError: it is gone, the filter is refused, or too many ask."""
-        if self._busy >= 3 * self._at_once:
-            raise RequestError(RequestError.FULL, "busy", "too many older versions are being read; ask again")
-        self._busy += 1
+    # Current rows
+
+    async def current(self, channel: Channel, view: SubscriberView, limit: int | None) -> tuple[bytes, Position]:
+        """The rows now as an answer, and their position. Raises FilterError."""
+        async with self._slots:
+            state, position = channel.state, position_of(channel, view)
+            body = self._bodies.get((position, limit))
+            if body is None:
+                stream = channel.streams.get(view.id)
+                live = stream.live if stream is not None and stream.opened else None
+                with filter_errors(view):
+                    for content in _answer(view, state, self.hub.seal, limit, live):
+                        if content is None:
+                            await asyncio.sleep(0)
+                        else:
+                            body = to_json(content)
+                assert body is not None
+                self._bodies.put((position, limit), body)
+        return body, position
+
+    async def by_key(self, channel: Channel, prefix: Key, view: SubscriberView) -> list[tuple[Key, Row]]:
+        """Rows whose key begins with ``prefix``, as the view shows them, in key order."""
+        table, rows = channel.state.table, channel.state.rows
+        if len(prefix) == len(table.key):
+            keys = {prefix}
+        else:
+            index = self._indexes.get((table.name, len(prefix)))
+            if index is None or not index.of(channel):
+                index = self._indexes[table.name, len(prefix)] = PrefixIndex(channel, len(prefix))
+            await index.caught_up()
+            keys, rows = index.keys(prefix), channel.state.rows
+        pairs = [(key, rows[key]) for key in keys if key in rows]
+        return sorted(self.live(channel, view).rows(pairs), key=lambda pair: in_order(pair[0]))
+
+    def live(self, channel: Channel, view: SubscriberView) -> RowsView:
+        """The view at work on the table as it is."""
+        table = channel.state.table
+        known = self._views.get((table.name, view.id))
+        if known is None or known[0] is not table:
+            while len(self._views) >= _VIEWS:
+                self._views.popitem(last=False)
+            known = self._views[table.name, view.id] = table, RowsView(view, table)
+        return known[1]
+
+    # Read through
+
+    async def event(self, name: str, event_id: str, principal: Principal) -> bytes:
+        """Rows of an event in a table that is not in memory, as JSON, at most :data:`MAX_ROWS`. Raises RequestError."""
+        folder = (await asyncio.to_thread(self.tables.lake.find, name)).path
+        version, stamp = await asyncio.to_thread(_newest, folder)
+        key = name, event_id, principal.condition(name), version, stamp
+        if (known := self._read.get(key)) is not None:
+            self.hits += 1
+            return known
+        self.misses += 1
+        wanted = exp.EQ(this=exp.column(EVENT_ID, quoted=True), expression=exp.Literal.string(event_id))
+        statement = exp.select("*").from_(exp.to_identifier(name, quoted=True)).where(wanted)
+        found = await self._workers.run(statement.sql("duckdb"), principal, rows=MAX_ROWS)
+        if len(event_id) <= _LONGEST_ID:
+            self._read.put(key, found.body)
+        return found.body
+
+    async def older(self, wanted: SubscribeRequest, as_of: str, guard: str, limit: int | None) -> bytes:
+        """The rows of a version as an answer.
+
+        Raises:
+            RequestError: the version is gone, the filter is refused, or too many ask.
+            UnknownTable: no such table.
+        """
         try:
-            async with self._slots:
-                loop = asyncio.get_running_loop()
-                return await loop.run_in_executor(self._threads, self._made, folder, moment, wanted)
+            moment = parse_as_of(as_of)
+        except SqlError as error:
+            raise invalid("bad_request", str(error)) from None
+        folder = (await asyncio.to_thread(self.tables.lake.find, wanted.table)).path
+        spec = self.hub.specs.get(wanted.table, EVERYTHING)
+        if not spec.served:
+            raise RequestError(4409, "not_served", NOT_SERVED)
+        if self._reading >= 3 * self._at_once:
+            raise RequestError(RequestError.FULL, "busy", "too many older versions are being read; ask again")
+
+        def read() -> bytes:
+            state = self._state(folder, version_at(folder, moment))
+            view = view_of(state.table, wanted, guard, spec)
+            with filter_errors(view):
+                content = next(each for each in _answer(view, state, self.hub.seal, limit) if each is not None)
+            return to_json(content | {"version": state.version})
+
+        self._reading += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, read)
         except (PositionExpired, TableGone) as gone:
             raise RequestError(GONE, "expired", str(gone)) from None
         except TableUnreadable as error:
             raise invalid("not_served", str(error)) from None
-        except FilterError as error:
-            raise invalid("bad_filter", str(error)) from None
         finally:
-            self._busy -= 1
-
-    def _made(self, folder: Path, moment: AsOf, wanted: VersionRequest) -> bytes:
-        state = self._state(folder, version_at(folder, moment))
-        with filter_errors(wanted.view(state)):
-            return wanted.body(state)
+            self._reading -= 1
 
     def _state(self, folder: Path, version: int) -> TableState:
         stamp = DeltaLog(folder).stamp(version)
@@ -254,51 +223,202 @@ class History:
         return state
 
 
-@dataclass(frozen=True, slots=True)
-class VersionRequest:
-    """A request for one version.
-
-    Attributes:
-        request: filter, columns or aggregate.
-        guard: the principal's condition.
-        limit: rows at most; None: all.
-        seal: writes positions.
-        spec: the declared channel.
-    """
-
-    request: SubscribeRequest
-    guard: str
-    limit: int | None
-    seal: Seal
-    spec: ChannelSpec = EVERYTHING
-
-    def body(self, state: TableState) -> bytes:
-        """The answer; it blocks. Raises FilterError if the filter does not fit the table as it was."""
-        view = self.view(state)
-        live = opened_view(view, state)
-        table = live.table
-        ordered = sorted(live.rows(live.source(state.rows)), key=lambda pair: in_order(pair[0]))[: self.limit]
-        texts = encode_rows(table.columns, (row for _, row in ordered))
-        position = Position(table.table_id, state.version, 0, view.id)
-        content = _content(self.seal, view, table, position, state.facts, texts)
-        return to_json(content | {"version": state.version})
-
-    def view(self, state: TableState) -> SubscriberView:
-        """The view. Raises FilterError if the filter does not fit the table as it was."""
-        return view_of(state.table, self.request, self.guard, self.spec)
-
-
-def _content(
-    seal: Seal, view: SubscriberView, table: TableInfo, position: Position, facts: CommitFacts, rows: list[bytes]
-) -> dict[str, Any]:
-    return {
+def _answer(
+    view: SubscriberView, state: TableState, seal: Seal, limit: int | None, live: LiveView | None = None
+) -> Generator[dict[str, Any] | None, None, None]:
+    """The answer, after a None for each slice of the work."""
+    position, facts = Position(state.table.table_id, state.version, 0, view.id), state.facts
+    if live is None:
+        live = yield from opened_view(view, state)
+    table = live.table
+    rows = yield from rows_in_order(live, state.rows, limit)
+    yield {
         "table": table.name,
         "key": table.key,
         "columns": table.columns,
         "position": seal.token(position),
         "position_lives_ms": table.retention_ms,
         **view.description,
-        "rows": [orjson.Fragment(text) for text in rows],
+        "rows": [orjson.Fragment(text) for _, text in rows],
         "through": facts.through,
         "committed_at": facts.committed_at,
     }
+
+
+class PrefixIndex:
+    """Keys of a table by their first ``width`` columns. It catches up with the table when asked, in steps."""
+
+    def __init__(self, channel: Channel, width: int) -> None:
+        self._table_id = channel.state.table.table_id
+        self._channel = channel
+        self._width = width
+        self._version = -1
+        self._keys: dict[Key, set[Key]] = {}
+        self._turn = asyncio.Lock()
+
+    def of(self, channel: Channel) -> bool:
+        """Whether it belongs to this table, not to one that it replaced."""
+        return self._channel is channel and self._table_id == channel.state.table.table_id
+
+    def keys(self, prefix: Key) -> set[Key]:
+        return self._keys.get(prefix, set())
+
+    async def caught_up(self) -> None:
+        """Return when it is as new as the table."""
+        if self._version == self._channel.state.version:
+            return
+        async with self._turn:
+            while self._version != self._channel.state.version:
+                changes = self._channel.since(self._version) if self._version >= 0 else None
+                if changes is None:
+                    await self._build()
+                for change in changes or ():
+                    for key in change.deletes:
+                        self.keys(key[: self._width]).discard(key)
+                    for key, _ in change.keyed():
+                        self._keys.setdefault(key[: self._width], set()).add(key)
+                    self._version = change.version
+
+    async def _build(self) -> None:
+        self._version = -1  # callers wait meanwhile
+        self._keys.clear()
+        version = self._channel.state.version
+        for count, key in enumerate(list(self._channel.state.rows), 1):
+            self._keys.setdefault(key[: self._width], set()).add(key)
+            if count % _STEP == 0:
+                await asyncio.sleep(0)
+        self._version = version  # later changes come from the channel's recent ones
+
+
+async def rows(request: Request) -> Response:
+    """``GET /v1/tables/NAME[?limit=&where=&columns=&select=&as_of=]``: as the principal may see them."""
+    source: RowSource = request.state.rows
+    hub, principal, name = source.hub, admitted(request), request.path_params["name"]
+    query = query_of(request.url.query)
+    limit = whole_number(query["limit"], "limit", 1, MAX_LIMIT) if "limit" in query else None
+    wanted = subscription_of({**query, "table": name}, hub.seal, also=frozenset({"limit", "as_of"}))
+    if wanted.position is not None or wanted.window or wanted.conflate:
+        raise invalid("bad_request", "rows of one version are asked for without from, window and conflate")
+    principal.check_table(name)
+    try:
+        if "as_of" in query:
+            body = await source.older(wanted, query["as_of"], principal.condition(name), limit)
+            return Response(body, headers=_UNCACHED, media_type="application/json")
+        await source.tables.wait_for(name)
+        channel = hub.channels.get(name)
+        if channel is None:
+            raise await asyncio.to_thread(_not_in_memory, source.tables, name)
+        view = hub.view_of(name, principal, wanted)
+        headers = _headers(hub, channel, position_of(channel, view))
+        known = request.headers.get("if-none-match", "")  # RFC 9110, 13.1.2: any of the tags listed, compared weakly
+        if known.strip() == "*" or headers["ETag"] in [each.strip().removeprefix("W/") for each in known.split(",")]:
+            return Response(status_code=304, headers=headers)
+        body, position = await source.current(channel, view, limit)
+        return Response(body, headers=_headers(hub, channel, position), media_type="application/json")
+    except FilterError as error:
+        raise invalid("bad_filter", str(error)) from None
+
+
+async def row(request: Request) -> Response:
+    """``GET /v1/tables/NAME/KEY[?where=&columns=&limit=]``: KEY is values with commas between, each percent-encoded."""
+    source: RowSource = request.state.rows
+    hub, principal, name = source.hub, admitted(request), request.path_params["name"]
+    query = query_of(request.scope["query_string"].decode("latin-1"))
+    limit = whole_number(query.get("limit", str(MAX_ROWS)), "limit", 1, MAX_ROWS)
+    wanted = subscription_of({**query, "table": name}, hub.seal, also=frozenset({"limit"}))
+    if wanted.position is not None or wanted.window or wanted.conflate or wanted.select:
+        raise invalid("bad_request", "a look-up takes where, columns and limit")
+    principal.check_table(name)
+    parts = _parts(request)
+    await source.tables.wait_for(name)
+    channel = hub.channels.get(name)
+    content: dict[str, Any]
+    if channel is None:
+        if (await asyncio.to_thread(source.tables.lake.find, name)).layer != "bronze":
+            raise await asyncio.to_thread(_not_in_memory, source.tables, name)
+        if len(parts) != 1 or query:
+            raise invalid("bad_request", f"{name} is not in memory: its events are found by their {EVENT_ID} only")
+        body = await source.event(name, parts[0], principal)
+        found: Any = [] if body == b"[]" else orjson.Fragment(body)
+        content = {"table": name, "key": [EVENT_ID], "rows": found}
+    else:
+        view = hub.view_of(name, principal, wanted)
+        pairs = (await source.by_key(channel, _key(channel.state.table, parts), view))[:limit]
+        table = source.live(channel, view).table
+        content = {
+            "table": name,
+            "key": table.key,
+            "position": hub.seal.token(position_of(channel, view)),
+            "rows": [orjson.Fragment(text) for text in encode_rows(table.columns, (each for _, each in pairs))],
+            "committed_at": channel.state.facts.committed_at,
+        }
+    if not content["rows"]:
+        raise RequestError(RequestError.NOT_FOUND, "no_such_row", "there is no row of this key")
+    return Response(to_json(content), headers=_UNCACHED, media_type="application/json")
+
+
+def position_of(channel: Channel, view: SubscriberView) -> Position:
+    """Position of a subscriber that has everything of a view."""
+    return Position(channel.state.table.table_id, channel.state.version, 0, view.id)
+
+
+def _not_in_memory(tables: Tables, name: str) -> RequestError:
+    """Why an existing table is not in memory. Raises UnknownTable."""
+    layer = tables.lake.find(name).layer
+    why = tables.problems.get(name) or f"{layer} table {name!r} is not kept in memory; query it with SQL"
+    return RequestError(4409, "not_served", why)
+
+
+def _headers(hub: Hub, channel: Channel, position: Position) -> dict[str, str]:
+    tag = f'"{hub.seal.token(position)}"'
+    return {"ETag": tag, "Cache-Control": cache_control(channel, now_ms()), "Vary": "Authorization"}
+
+
+def cache_control(channel: Channel, now: int) -> str:
+    """Expected life of an answer: what is left of the usual pause between commits."""
+    if channel.interval_ms is None:
+        return "private, no-cache"
+    left = channel.interval_ms - (now - channel.state.facts.committed_at)
+    return f"private, max-age={int(left / 1000)}" if left >= 1_000 else "private, no-cache"
+
+
+def _newest(folder: Path) -> tuple[int, tuple[int, int] | None]:
+    log = DeltaLog(folder)
+    version = log.newest()
+    return version, log.stamp(version)
+
+
+def _parts(request: Request) -> list[str]:
+    raw: bytes = request.scope["raw_path"]
+    text = raw.split(b"?", 1)[0].split(b"/", 4)[4]
+    if b"/" in text:
+        raise invalid("bad_request", "write a slash in a key as %2F, a comma as %2C")
+    try:
+        return [unquote_to_bytes(part).decode() for part in text.split(b",")]
+    except UnicodeDecodeError:
+        raise invalid("bad_request", "the key is not UTF-8") from None
+
+
+def _key(table: TableInfo, parts: list[str]) -> Key:
+    """The first columns of a key, from text. Raises RequestError if there are too many or one has the wrong kind."""
+    if len(parts) > len(table.key):
+        raise invalid("bad_request", f"the key has {len(table.key)} columns: {', '.join(table.key)}")
+    values = []
+    for column, text in zip(table.key, parts, strict=False):
+        kind = kind_of(table.types[table.columns.index(column)])
+        try:
+            values.append(_READ[kind](text))
+        except (ValueError, KeyError, ArithmeticError, FilterError):
+            raise invalid("bad_request", f"{text[:80]!r} is no {kind}, which {column} is") from None
+    return tuple(values)
+
+
+_READ: Mapping[str, Callable[[str], Any]] = {
+    TEXT: str,
+    INT: int,
+    FLOAT: float,
+    DECIMAL: Decimal,
+    TIMESTAMP: as_timestamp,
+    DATE: as_date,
+    BOOL: {"true": True, "false": False}.__getitem__,
+}

@@ -1,6 +1,7 @@
 """The OpenAPI 3.1 and AsyncAPI 3.0 documents, and the JSON Schemas of all messages that both refer to.
 
-Written by hand where words are wanted. Tests check them against the routes, the answers and the messages sent.
+Bodies of requests are described by the types that read them; the rest is written here. Tests check it against the
+routes, the answers and the messages sent.
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from typing import Any
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from serve.core.values import to_json
+from serve.http.control import NewQuery
+from serve.sql.routes import NewStatement
+from serve.webhooks.routes import NewWebhook
 
 Schema = dict[str, Any]
 
@@ -73,7 +78,6 @@ PUSHED: dict[str, tuple[str, dict[str, Schema]]] = {
     ),
     "error": ("the request is wrong; the connection is closed", _ANSWERED),
     "close": ("the end, where the transport has no close codes", {"code": NUMBER, "detail": TEXT}),
-    "ping": ("a webhook's test", {"webhook": TEXT, "table": TEXT, "at": _MS}),
 }
 """What the server sends: in a few words, and its fields beside ``type``."""
 
@@ -94,9 +98,7 @@ ASKED: dict[str, Schema] = {
 
 _OPTIONAL = frozenset({"where", "columns", "select", "from", "conflate", "window", "method", "reply", "data"})
 _SOMETIMES = frozenset({"leaves", "merged", "oldest_at", "newest_at", "where", "select"})
-
-
-_HOOKED = ("snapshot", "change", "expired", "ping")
+_HOOKED = ("snapshot", "change", "expired")
 VERSION = "1"
 _SUBSCRIPTION = ("where", "columns", "select")
 PARAMETERS = {
@@ -107,13 +109,11 @@ PARAMETERS = {
     "select": "a live aggregate, SELECT … GROUP BY …, instead of rows",
     "conflate": "1: when one lags, the latest of each key instead of every change",
     "window": "changes that may be out without an acknowledgement",
-    "codec": "json, msgpack or arrow",
     "wait": "seconds to wait for something, at most 60",
     "limit": "at most so many",
     "as_of": "version, or time in ISO 8601",
     "before": "older than this number",
     "drop": "true: the table too",
-    "ticket": "instead of the header, for streams of a browser",
 }
 _JSON = "application/json"
 _SHAPES = {"/v1/poll": "Poll", "/v1/tables/{name}": "State"}
@@ -141,12 +141,10 @@ def answer_schemas() -> dict[str, Schema]:
     return {"Poll": shape(poll), "State": shape(state, _SOMETIMES | {"version"})}
 
 
-_STREAMED = [name for name in PUSHED if name not in ("close", "ping")]
+_STREAMED = [name for name in PUSHED if name != "close"]
 _CALLS: dict[str, Schema] = {
     "subscribe": shape(ASKED | {"method": {"enum": ["change", "alert"]}, "reply": TRUTH}),
     "unsubscribe": shape({"table": TEXT}),
-    "filter": shape({name: ASKED[name] for name in ("table", "where", "columns", "select")}),
-    "ack": shape({"position": ASKED["from"]}),
 }
 _IDENT: Schema = {"type": ["string", "integer", "null"]}
 _HEADERS = shape(
@@ -162,18 +160,15 @@ _HEADERS = shape(
 def asyncapi(version: str) -> dict[str, Any]:
     """The AsyncAPI document."""
     words = {name: text for name, (text, _) in (PUSHED | SENT).items()}
-    called, answers, calls = (
-        _called(),
-        _answers(),
-        {f"call_{name}": _call(name, it, True) for name, it in _CALLS.items()},
-    )
+    called, answers = _called(), _answers()
+    calls = {f"call_{name}": _call(name, params, True) for name, params in _CALLS.items()}
     return {
         "asyncapi": "3.0.0",
         "info": {"title": "Millrace", "version": version},
         "channels": {
             "table": _channel("/v1/subscribe", "a table over a WebSocket", _shared([*_STREAMED, *SENT]), ASKED),
-            "events": _channel("/v1/sse", "a table as server-sent events", _shared([*_STREAMED, "close"])),
-            "rpc": _channel("/v1/rpc", "several tables, JSON-RPC 2.0 with millrace.rpc", called | answers | calls, {}),
+            "events": _channel("/v1/subscribe", "a table as server-sent events", _shared([*_STREAMED, "close"])),
+            "rpc": _channel("/v1/subscribe", "tables, JSON-RPC 2.0 with millrace.rpc", called | answers | calls, {}),
             "webhook": _channel(None, "the URL of a webhook: a POST a message", _hooked()),
         },
         "operations": {
@@ -255,23 +250,19 @@ OPERATIONS: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ),
     ("GET", "/v1/poll"): (
         "Long polling: what came after a position, and the next one",
-        ("table", "from", *_SUBSCRIPTION, "conflate", "codec", "wait"),
+        ("table", "from", *_SUBSCRIPTION, "conflate", "wait"),
     ),
     ("GET", "/v1/subscribe"): (
         "WebSocket, or server-sent events with Accept: text/event-stream; see the AsyncAPI document",
-        ("table", "from", *_SUBSCRIPTION, "conflate", "window", "codec"),
+        ("table", "from", *_SUBSCRIPTION, "conflate", "window"),
     ),
-    ("GET", "/v1/sse"): ("Server-sent events", ("table", "from", *_SUBSCRIPTION, "conflate")),
     ("POST", "/v1/sql"): ("Run one reading statement", ()),
-    ("DELETE", "/v1/sql/{ident}"): ("End a statement, whichever process of the port runs it", ()),
     ("GET", "/v1/webhooks"): ("Your webhooks", ()),
     ("POST", "/v1/webhooks"): ("Add a webhook; its secret is shown once", ()),
     ("GET", "/v1/webhooks/{ident}"): ("A webhook, and how it fares", ()),
     ("DELETE", "/v1/webhooks/{ident}"): ("Remove a webhook", ()),
-    ("POST", "/v1/webhooks/{ident}/ping"): ("Call it now with a message of type ping", ()),
     ("GET", "/v1/webhooks/{ident}/deliveries"): ("Its latest deliveries", ("limit", "before")),
     ("GET", "/v1/webhooks/{ident}/dead"): ("Its dead letters, with their messages", ("limit", "before")),
-    ("POST", "/v1/webhooks/{ident}/dead/{delivery}"): ("Deliver a dead letter once more, now", ()),
     ("POST", "/v1/tickets"): ("A ticket for one stream of a browser, good for 30 s", ()),
     ("GET", "/v1/queries"): ("Continuous queries", ()),
     ("POST", "/v1/queries"): ("Add a continuous query", ()),
@@ -283,50 +274,16 @@ OPERATIONS: dict[tuple[str, str], tuple[str, tuple[str, ...]]] = {
     ("GET", "/readyz"): ("Every table found is in memory", ()),
     ("GET", "/metrics"): ("Prometheus text of all processes of the port", ()),
 }
-BODIES: dict[tuple[str, str], tuple[dict[str, Any], tuple[str, ...]]] = {
-    ("POST", "/v1/sql"): (
-        {
-            "sql": TEXT,
-            "as_of": {"type": ["string", "integer"]},
-            "limit": NUMBER,
-            "format": {"enum": ["json", "arrow"]},
-            "id": TEXT,
-        },
-        ("sql",),
-    ),
-    ("POST", "/v1/webhooks"): (
-        {
-            "table": TEXT,
-            "url": TEXT,
-            "where": TEXT,
-            "columns": {"type": "array", "items": TEXT},
-            "select": TEXT,
-            "conflate": TRUTH,
-            "secret": TEXT,
-            "from": TEXT,
-        },
-        ("table", "url"),
-    ),
-    ("POST", "/v1/queries"): (
-        {
-            "name": TEXT,
-            "sql": TEXT,
-            "key": {"type": "array", "items": TEXT},
-            "from": TEXT,
-            "source": TEXT,
-            "options": {"type": "object"},
-        },
-        ("name", "sql"),
-    ),
+BODIES: dict[tuple[str, str], type[msgspec.Struct]] = {
+    ("POST", "/v1/sql"): NewStatement,
+    ("POST", "/v1/webhooks"): NewWebhook,
+    ("POST", "/v1/queries"): NewQuery,
 }
 _DONE: dict[str, tuple[str, ...]] = {"200": (_JSON,)}
 ANSWERS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
     ("GET", "/v1/tables/{name}"): {"200": (_JSON,), "304": ()},
-    ("GET", "/v1/poll"): {"200": (_JSON, "application/vnd.msgpack")},
     ("GET", "/v1/subscribe"): {"101": (), "200": ("text/event-stream",)},
-    ("GET", "/v1/sse"): {"200": ("text/event-stream",)},
     ("POST", "/v1/sql"): {"200": (_JSON, "application/vnd.apache.arrow.stream")},
-    ("DELETE", "/v1/sql/{ident}"): {"202": (_JSON,)},
     ("POST", "/v1/webhooks"): {"201": (_JSON,)},
     ("DELETE", "/v1/webhooks/{ident}"): {"204": ()},
     ("POST", "/v1/tickets"): {"201": (_JSON,)},
@@ -339,19 +296,15 @@ ANSWERS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
 
 def openapi() -> dict[str, Any]:
     paths: dict[str, dict[str, Any]] = {}
+    _, bodies = msgspec.json.schema_components(BODIES.values(), ref_template="#/components/schemas/{name}")
     for (method, path), (summary, query) in OPERATIONS.items():
         inside = [
             {"name": name, "in": "path", "required": True, "schema": TEXT} for name in re.findall(r"\{(\w+)\}", path)
         ]
         asked = [{"name": name, "in": "query", "description": PARAMETERS[name], "schema": TEXT} for name in query]
-        operation: dict[str, Any] = {
-            "summary": summary,
-            "parameters": inside + asked,
-            "responses": _responses(method, path),
-        }
+        operation = {"summary": summary, "parameters": inside + asked, "responses": _responses(method, path)}
         if (body := BODIES.get((method, path))) is not None:
-            schema = {"type": "object", "properties": body[0], "required": body[1], "additionalProperties": False}
-            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+            operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": _payload(body.__name__)}}}
         if path in _PUBLIC:
             operation["security"] = []
         paths.setdefault(path, {})[method.lower()] = operation
@@ -365,7 +318,7 @@ def openapi() -> dict[str, Any]:
                 "key": {"type": "http", "scheme": "bearer"},
                 "ticket": {"type": "apiKey", "in": "query", "name": "ticket"},
             },
-            "schemas": {"Problem": _problem()} | answer_schemas() | message_schemas(),
+            "schemas": {"Problem": _problem()} | answer_schemas() | message_schemas() | bodies,
         },
     }
 

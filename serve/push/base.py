@@ -8,14 +8,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import TYPE_CHECKING, Any
 
-from serve.core.codec import Codec
+from serve.access import ReaderGate
 from serve.core.hub import Hub
-from serve.core.subscriber import Subscriber
+from serve.core.messages import Codec
+from serve.core.model import OPEN, Principal, SubscribeRequest
+from serve.core.ring import Subscriber
 from serve.errors import RequestError
-from serve.security.access import OPEN, Access, Credentials, OpenAccess, Principal
 from serve.tables.tables import Tables, clock_ms
 
 if TYPE_CHECKING:
@@ -32,17 +33,17 @@ def _nowhere(data: bytes) -> None:
 
 
 class SubscriberConnection(asyncio.Protocol):
-    """One connection: an asyncio protocol beneath uvicorn, and a :class:`~serve.core.subscriber.Link`.
+    """One connection: an asyncio protocol beneath uvicorn, and a :class:`~serve.core.ring.Link`.
 
     Args:
-        server_state, app_state: as uvicorn passes them; ``app_state`` has ``hub``, ``tables`` and ``access``.
+        server_state, app_state: as uvicorn passes them; ``app_state`` has ``hub``, ``tables`` and ``gate``.
         codec: for subscribers that have not asked for another.
     """
 
     def __init__(self, server_state: ServerState, app_state: dict[str, Any], codec: Codec) -> None:
         self.hub: Hub = app_state["hub"]
         self.tables: Tables = app_state["tables"]
-        self.access: Access = app_state.get("access") or OpenAccess()
+        self.gate: ReaderGate = app_state["gate"]
         self.principal = OPEN
         self.peer = ""
         self.lost = False
@@ -133,12 +134,27 @@ class SubscriberConnection(asyncio.Protocol):
         """Messages may no longer be written."""
         self.open, self.write = False, _nowhere
 
-    def admit(self, credentials: Credentials) -> Principal:
+    def refuse(self, error: RequestError) -> None:
+        """Say what is wrong with the request, then close."""
+        raise NotImplementedError
+
+    def admit(self, headers: Mapping[str, str], query: str) -> Principal:
         """Authenticate; the connection counts towards its key until it is gone. Raises RequestError."""
-        self.principal = self.access.admit(credentials)
-        self.access.enter(self.principal, self)
+        self.principal = self.gate.admit(headers, query)
+        self.gate.enter(self.principal, self)
         self._entered = True
         return self.principal
+
+    def subscribe(self, request: SubscribeRequest, accepted: Callable[[], None] | None = None) -> None:
+        """Join a table in a task of its own; see :meth:`serve.tables.tables.Tables.join`."""
+
+        async def join() -> None:
+            try:
+                await self.tables.join(self.subscribers[0], request, accepted)
+            except RequestError as error:
+                self.refuse(error)
+
+        self.run(join())
 
     def unsubscribe(self) -> None:
         """End all subscriptions of this connection."""
@@ -161,7 +177,7 @@ class SubscriberConnection(asyncio.Protocol):
     def _left(self) -> None:
         if self._entered:
             self._entered = False
-            self.access.leave(self.principal, self)
+            self.gate.leave(self.principal, self)
 
     def _release(self) -> None:
         if self._drain is not None and not self._drain.done():

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from typing import Any, TypeVar
+from urllib.parse import parse_qs
 
-import orjson
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from lakehouse.contract.sql.filters import MAX_LENGTH
-from serve.core.model import SubscribeRequest
-from serve.core.position import Position, Seal
+from serve.access import TICKET
+from serve.core.model import Principal, SubscribeRequest
+from serve.core.position import Seal
 from serve.core.values import to_json
-from serve.errors import PositionError, RequestError
-from serve.security.access import Access, Credentials, OpenAccess, Principal
+from serve.errors import RequestError
 
 PARAMETERS = frozenset({"table", "from", "where", "columns", "select", "conflate", "window"})
 """What a subscription takes; a transport may take more. See docs/protocol.md."""
-TICKET = "ticket"
-"""Parameter that stands for a key (:mod:`serve.security.gate`); any address may have it."""
 _MAX_QUERY = 16_384
 _TRUTH = {"": False, "0": False, "false": False, "1": True, "true": True}
+_S = TypeVar("_S", bound=msgspec.Struct)
 
 
 def json_response(content: Any, status: int = 200, **headers: str) -> Response:
@@ -31,35 +30,30 @@ def json_response(content: Any, status: int = 200, **headers: str) -> Response:
     return Response(to_json(content), status, {"Cache-Control": "no-store", **headers}, "application/json")
 
 
-def problem(status: int, detail: str, code: str = "") -> Response:
+def problem(status: int, detail: str, code: str = "", **more: str) -> Response:
     """An error; ``code`` is for programs, as in the ``error`` message of a stream."""
-    content = {"type": "about:blank", "title": HTTPStatus(status).phrase, "status": status, "detail": detail}
+    content = {"type": "about:blank", "title": HTTPStatus(status).phrase, "status": status, "detail": detail, **more}
     content |= {"code": code} if code else {}
-    headers = {"Cache-Control": "no-cache"}
-    return Response(to_json(content), status, headers, "application/problem+json")
+    return Response(to_json(content), status, {"Cache-Control": "no-cache"}, "application/problem+json")
 
 
 def refused(error: RequestError) -> Response:
+    """The problem for an error, with headers that tell a client what to do next."""
     response = problem(error.status, error.detail, error.code)
-    response.headers.update(_hints(error))
+    if error.close == RequestError.UNAUTHORIZED:
+        response.headers["WWW-Authenticate"] = 'Bearer realm="millrace"'
+    elif error.close in (RequestError.TOO_FAST, RequestError.FULL):
+        response.headers["Retry-After"] = "1"
     return response
 
 
-def _hints(error: RequestError) -> dict[str, str]:
-    """Headers that tell a client what to do next."""
-    if error.close == RequestError.UNAUTHORIZED:
-        return {"WWW-Authenticate": 'Bearer realm="millrace"'}
-    return {"Retry-After": "1"} if error.close in (RequestError.TOO_FAST, RequestError.FULL) else {}
-
-
-async def json_object(request: Request, most: int, names: frozenset[str]) -> dict[str, Any]:
-    """The object in a request's body, at most ``most`` bytes, with members only from ``names``.
+async def json_body(request: Request, most: int, kind: type[_S]) -> _S:
+    """The object in a request's body, at most ``most`` bytes.
 
     Raises:
-        RequestError: 415 another type, 413 too large, 400 no JSON object, or an unknown member.
+        RequestError: 415 another type, 413 too large, 400 not JSON, or not of this kind.
     """
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RequestError(4415, "bad_request", "send application/json")
     chunks, size = [], 0
     async for chunk in request.stream():
@@ -68,15 +62,9 @@ async def json_object(request: Request, most: int, names: frozenset[str]) -> dic
             raise RequestError(4413, "too_large", f"the body has more than {most} bytes")
         chunks.append(chunk)
     try:
-        content = orjson.loads(b"".join(chunks))
-    except orjson.JSONDecodeError as error:
-        raise RequestError(RequestError.BAD_REQUEST, "bad_request", f"not JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise RequestError(RequestError.BAD_REQUEST, "bad_request", "send a JSON object")
-    if unknown := sorted(content.keys() - names):
-        known = ", ".join(sorted(names))
-        raise RequestError(RequestError.BAD_REQUEST, "bad_request", f"{unknown[0]!r} is not known; there are: {known}")
-    return content
+        return msgspec.json.decode(b"".join(chunks), type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid("bad_request", f"the body is not taken: {error}") from None
 
 
 def query_of(text: str) -> dict[str, str]:
@@ -110,33 +98,18 @@ def subscription_of(query: Mapping[str, str], seal: Seal, *, also: frozenset[str
     table = query.get("table", "")
     if not table:
         raise invalid("bad_request", "give a table")
-    if query.get("from") == "":
-        raise invalid("bad_position", "from is empty")
     texts = {name: query.get(name, "") for name in ("where", "columns", "select")}
     if long := [name for name, text in texts.items() if len(text) > MAX_LENGTH]:
         raise invalid("bad_filter", f"{', '.join(long)}: more than {MAX_LENGTH} characters")
     return SubscribeRequest(
         table,
-        position_of(query["from"], seal) if "from" in query else None,
+        seal.parse(query["from"]) if "from" in query else None,
         texts["where"],
-        columns_of(texts["columns"]),
+        tuple(name for name in (part.strip() for part in texts["columns"].split(",")) if name),
         texts["select"],
         truth_of(query.get("conflate", ""), "conflate"),
         whole_number(query.get("window", "0"), "window"),
     )
-
-
-def position_of(token: str, seal: Seal) -> Position:
-    """A position sent by a client. Raises RequestError if it is not of this lake."""
-    try:
-        return seal.parse(token)
-    except PositionError as error:
-        raise invalid("bad_position", str(error)) from None
-
-
-def columns_of(text: str) -> tuple[str, ...]:
-    """Column names, separated by commas."""
-    return tuple(name for name in (part.strip() for part in text.split(",")) if name)
 
 
 def truth_of(text: str, name: str) -> bool:
@@ -156,7 +129,7 @@ def whole_number(text: str, name: str, least: int = 0, most: int = 1_000_000) ->
 def texts_of(content: Any) -> dict[str, str]:
     """A message's object in the form of a query: texts, numbers, booleans, lists of texts. Raises RequestError."""
     if not isinstance(content, dict):
-        raise invalid("bad_message", "an object is wanted")
+        raise invalid("bad_message", "send an object")
     found = {}
     for name, value in content.items():
         if isinstance(value, list) and all(isinstance(each, str) for each in value):
@@ -171,13 +144,9 @@ def texts_of(content: Any) -> dict[str, str]:
 
 
 def admitted(request: Request) -> Principal:
-    """The principal of an HTTP request. Raises RequestError."""
-    known: Principal | None = getattr(request.state, "principal", None)  # by serve.http.routes.AccessMiddleware
-    if known is not None:
-        return known
-    access: Access = getattr(request.state, "access", None) or OpenAccess()
-    headers = {name.lower(): value for name, value in request.headers.items()}
-    return access.admit(Credentials(headers, request.url.query, peer_of(request)))
+    """The principal of an HTTP request that :class:`serve.http.routes.AccessMiddleware` let in."""
+    principal: Principal = request.state.principal
+    return principal
 
 
 async def hung_up(request: Request) -> None:
@@ -186,14 +155,6 @@ async def hung_up(request: Request) -> None:
         pass
 
 
-def peer_of(request: Request) -> str:
-    return f"{request.client.host}:{request.client.port}" if request.client else "?"
-
-
 def invalid(code: str, detail: str) -> RequestError:
     """A refusal because the request itself is wrong."""
     return RequestError(RequestError.BAD_REQUEST, code, detail)
-
-
-def credentials(headers: Mapping[str, str], path: str, peer: str) -> Credentials:
-    return Credentials(headers, urlsplit(path).query, peer)

@@ -18,21 +18,18 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from serve.core import messages
 from serve.core.messages import Message
-from serve.core.model import SubscribeRequest
 from serve.errors import RequestError
 from serve.push.base import SubscriberConnection
-from serve.push.request import credentials, invalid, query_of, refused, subscription_of
+from serve.push.request import invalid, query_of, refused, subscription_of
 
 if TYPE_CHECKING:
     from uvicorn.server import ServerState
 
-PATHS = (b"/v1/subscribe", b"/v1/sse")
-KIND = b"text/event-stream"
+PATH = b"/v1/subscribe"
+KIND = "text/event-stream"
 RETRY_MS = 1_000  # ± 50 %, so that not all clients of a lost server reconnect at the same moment
-_CLOSE_S = 2.0
-
-
 FIRST_REQUEST_S = 10.0
+_CLOSE_S = 2.0
 
 
 class SseCodec:
@@ -54,9 +51,7 @@ SSE = SseCodec()
 
 
 def wants_events(method: bytes, path: bytes, headers: Mapping[str, str]) -> bool:
-    if method != b"GET" or path not in PATHS:
-        return False
-    return path == PATHS[1] or KIND.decode() in headers.get("accept", "")
+    return method == b"GET" and path == PATH and KIND in headers.get("accept", "")
 
 
 class SseConnection(SubscriberConnection):
@@ -65,14 +60,14 @@ class SseConnection(SubscriberConnection):
     def __init__(self, server_state: ServerState, app_state: dict[str, Any]) -> None:
         super().__init__(server_state, app_state, SSE)
         self._ended = False
-        self._origin: str | None = None  # of an allowed foreign page
+        self._origin: str | None = None  # of the page, which the gate has checked
 
     def begin(self, query: str, headers: Mapping[str, str]) -> None:
         """Answer the request; call ``connection_made`` first."""
         try:
             [subscriber] = self.subscribers
-            subscriber.principal = self.admit(credentials(headers, f"?{query}", self.peer))
-            self._origin = self.access.allowed_origin(headers)
+            self._origin = headers.get("origin")
+            subscriber.principal = self.admit(headers, query)
             wanted = query_of(query)
             if headers.get("last-event-id"):  # newer than the address, which the browser does not change
                 wanted["from"] = headers["last-event-id"]
@@ -80,9 +75,9 @@ class SseConnection(SubscriberConnection):
             if request.window:
                 raise invalid("bad_request", "there is no way to acknowledge here, so no window")
         except RequestError as error:
-            self._refuse(error)
+            self.refuse(error)
             return
-        self.run(self._subscribe(request))
+        self.subscribe(request, self._head)
 
     def data_received(self, data: bytes) -> None:
         """Nothing is expected after the request."""
@@ -103,12 +98,6 @@ class SseConnection(SubscriberConnection):
         self.transport.close()
         self.loop.call_later(_CLOSE_S, self.transport.abort)
 
-    async def _subscribe(self, request: SubscribeRequest) -> None:
-        try:
-            await self.tables.join(self.subscribers[0], request, self._head)
-        except RequestError as error:
-            self._refuse(error)
-
     @property
     def _cors(self) -> bytes:
         if self._origin is None:
@@ -127,7 +116,7 @@ class SseConnection(SubscriberConnection):
             b"%s\r\nretry: %d\n\n" % (self._cors, retry)
         )
 
-    def _refuse(self, error: RequestError) -> None:
+    def refuse(self, error: RequestError) -> None:
         """Before the stream, answer with a problem (RFC 9457): then an EventSource does not retry."""
         if self.open:
             self.transport.write(SSE.frame(messages.error(error.code, error.detail)))

@@ -2,9 +2,15 @@
 
 The sans-I/O protocol of websockets does the handshake and control frames. Data frames are made once for each view and
 go straight to the transport. Most subscribers only answer pings, and a pong is known by its shape. A parser is made
-when
-anything else comes: it takes most of a subscriber's memory. With the subprotocol ``millrace.rpc`` the connection is
-handed to :mod:`serve.push.rpc`.
+when anything else comes: it takes most of a subscriber's memory.
+
+With the subprotocol ``millrace.rpc`` the messages are JSON-RPC 2.0, and the server calls the client. The client calls
+``subscribe`` and ``unsubscribe``. Each subscribed table calls the client's method ``change``, ``snapshot``,
+``resumed``, ``expired``, ``slow`` or ``heartbeat``, with the message as parameters; with ``alert`` instead of
+``change`` there is no snapshot, and only changes with matching rows.
+
+With ``"reply": true`` changes are requests whose id is the position: the reply acknowledges it, and at most ``window``
+are unanswered. The id is not a counter, so a call's bytes are the same for every subscriber.
 """
 
 from __future__ import annotations
@@ -13,6 +19,8 @@ import asyncio
 import http
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -28,12 +36,12 @@ from websockets.typing import Subprotocol
 
 from lakehouse.contract.text import is_utf8
 from serve.core import messages
-from serve.core.codec import CODECS, PING, WEBSOCKET, websocket_codec
+from serve.core.messages import PING, Message, WebSocketCodec, header
 from serve.core.model import SubscribeRequest
+from serve.core.ring import Subscriber
 from serve.errors import RequestError
 from serve.push.base import SubscriberConnection
-from serve.push.request import credentials, invalid, position_of, query_of, subscription_of, texts_of
-from serve.push.rpc import RpcSession
+from serve.push.request import invalid, query_of, subscription_of, texts_of, truth_of
 from serve.tables.tables import clock_ms
 
 if TYPE_CHECKING:
@@ -42,9 +50,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PATHS = ("/v1/subscribe", "/v1/rpc")
+PATH = "/v1/subscribe"
 RPC = Subprotocol("millrace.rpc")
 MAX_INCOMING_BYTES = 16_384
+MAX_SUBSCRIPTIONS = 16
+_DEFAULT_WINDOW = 16
+_PARSE_ERROR, _INVALID_REQUEST, _NO_METHOD, _REFUSED = -32700, -32600, -32601, -32000
 _MAX_UNREAD_BYTES = 4_194_304
 _MAX_REASON = 120  # bytes; a control frame holds 125
 _CLOSE_S = 2.0  # how long the other side has to answer a close
@@ -71,6 +82,36 @@ class _Handshake(_ClosedAmid, ServerProtocol):
 
 def _subprotocol(_: ServerProtocol, offered: Any) -> Subprotocol | None:
     return RPC if RPC in offered else None
+
+
+class RpcCodec(WebSocketCodec):
+    """Messages as calls.
+
+    Args:
+        method: called by changes: ``change``, or ``alert``, which omits messages without a matching row.
+        reply: whether calls of changes expect an answer.
+        bits: see :class:`~serve.core.messages.WebSocketCodec`.
+    """
+
+    def __init__(self, method: str, reply: bool, bits: int) -> None:
+        super().__init__(f"rpc {method}{' reply' if reply else ''}", bits)
+        self._method = method
+        self._reply = reply
+
+    def text(self, message: Message) -> bytes:
+        change = message.kind == "change"
+        if self._method == "alert" and (message.kind == "snapshot" or (change and not message.rows)):
+            return b""
+        call: dict[str, Any] = {"jsonrpc": "2.0", "method": self._method if change else message.kind}
+        if change and self._reply:
+            call["id"] = message.head["position"]
+        return orjson.dumps(call | {"params": orjson.Fragment(message.body)})
+
+
+# The same object each time: a wire form is shared by all who want it.
+rpc_codec = lru_cache(None)(RpcCodec)
+websocket_codec = lru_cache(None)(WebSocketCodec)
+WEBSOCKET = websocket_codec()
 
 
 class WebSocketConnection(SubscriberConnection):
@@ -162,16 +203,17 @@ class WebSocketConnection(SubscriberConnection):
 
     def _accept(self, request: Request) -> None:
         headers = {name.lower(): value for name, value in request.headers.raw_items()}
+        address = urlsplit(request.path)
         refusal: RequestError | None = None
         server = self._wire
         assert isinstance(server, ServerProtocol)
         response = server.accept(request)
         if response.status_code == http.HTTPStatus.SWITCHING_PROTOCOLS:
-            if urlsplit(request.path).path not in PATHS:
-                response = server.reject(http.HTTPStatus.NOT_FOUND, f"WebSockets are served at {PATHS[0]}\n")
+            if address.path != PATH:
+                response = server.reject(http.HTTPStatus.NOT_FOUND, f"WebSockets are served at {PATH}\n")
             else:
                 try:
-                    self.admit(credentials(headers, request.path, self.peer))
+                    self.admit(headers, address.query)
                 except RequestError as error:
                     refusal = error
                     if error.close == RequestError.FORBIDDEN:
@@ -183,33 +225,25 @@ class WebSocketConnection(SubscriberConnection):
         self.opened()
         self._extensions = server.extensions
         if refusal is not None:
-            self._refuse(refusal)
-        elif server.subprotocol == RPC:
+            self.refuse(refusal)
+            return
+        agreed = [each for each in self._extensions if isinstance(each, PerMessageDeflate)]
+        bits = agreed[0].local_max_window_bits if agreed else 0
+        if server.subprotocol == RPC:
             self.subscribers = []
-            self._rpc = RpcSession(self, self._bits)
+            self._rpc = RpcSession(self, bits)
         else:
-            self._begin(request.path)
+            self._begin(address.query, bits)
 
-    def _begin(self, path: str) -> None:
+    def _begin(self, query: str, bits: int) -> None:
         [subscriber] = self.subscribers
         subscriber.principal = self.principal
+        if bits:
+            subscriber.codec = websocket_codec(bits=bits)
         try:
-            query = query_of(urlsplit(path).query)
-            name = query.pop("codec", "json")
-            if name not in CODECS:
-                raise invalid("bad_request", f"codec is one of {', '.join(CODECS)}")
-            subscriber.codec = websocket_codec(name, self._bits)
-            request = subscription_of(query, self.hub.seal)
+            self.subscribe(subscription_of(query_of(query), self.hub.seal))
         except RequestError as error:
-            self._refuse(error)
-            return
-        self.run(self._subscribe(request))
-
-    @property
-    def _bits(self) -> int:
-        """Window bits of the agreed compression; 0 without."""
-        agreed = [each for each in self._extensions if isinstance(each, PerMessageDeflate)]
-        return agreed[0].local_max_window_bits if agreed else 0
+            self.refuse(error)
 
     def _frame_received(self, frame: Frame) -> None:
         if frame.opcode is Opcode.PONG:
@@ -250,14 +284,14 @@ class WebSocketConnection(SubscriberConnection):
             except (orjson.JSONDecodeError, KeyError, TypeError):
                 raise invalid("bad_message", "a message is an object with a type") from None
             if kind == "ack" and isinstance(content.get("position"), str):
-                if self.hub.acknowledged(subscriber, position_of(content["position"], self.hub.seal)):
+                if self.hub.acknowledged(subscriber, self.hub.seal.parse(content["position"])):
                     self.pump()
             elif kind == "filter":
                 self._refilter(texts_of(content))
             else:
                 raise invalid("bad_message", "a client sends acks of positions, and filters")
         except RequestError as error:
-            self._refuse(error)
+            self.refuse(error)
 
     def _refilter(self, wanted: dict[str, str]) -> None:
         [subscriber] = self.subscribers
@@ -276,13 +310,150 @@ class WebSocketConnection(SubscriberConnection):
             return
         self.pump()
 
-    async def _subscribe(self, request: SubscribeRequest) -> None:
-        try:
-            await self.tables.join(self.subscribers[0], request)
-        except RequestError as error:
-            self._refuse(error)
-
-    def _refuse(self, error: RequestError) -> None:
+    def refuse(self, error: RequestError) -> None:
         codec = self.subscribers[0].codec if self.subscribers else WEBSOCKET
         self.write(codec.frame(messages.error(error.code, error.detail)))
         self.close(error.close, error.detail)
+
+
+@dataclass(slots=True)
+class _Subscription:
+    """One table of a connection.
+
+    Attributes:
+        subscriber: of the hub.
+        ident: id of the call to be answered; None: answered, or no answer wanted.
+        joining: the task that joins the table; None before it starts.
+    """
+
+    subscriber: Subscriber
+    ident: Any
+    joining: asyncio.Task[None] | None = None
+
+
+class RpcSession:
+    """The subscriptions of one connection.
+
+    Args:
+        connection: it is written to, and owns the subscribers.
+        bits: window of compression; 0: none.
+    """
+
+    def __init__(self, connection: SubscriberConnection, bits: int) -> None:
+        self._connection = connection
+        self._bits = bits
+        self._by_table: dict[str, _Subscription] = {}
+        self._methods = {"subscribe": self._subscribe, "unsubscribe": self._unsubscribe}
+
+    def received(self, text: bytes) -> None:
+        """Handle a call by the client, or its answer to one of ours."""
+        try:
+            content = orjson.loads(text)
+        except orjson.JSONDecodeError:
+            self._failed(None, _PARSE_ERROR, "not JSON")
+            return
+        if not isinstance(content, dict) or content.get("jsonrpc") != "2.0":
+            self._failed(None, _INVALID_REQUEST, "send a JSON-RPC 2.0 object; batches are not taken")
+        elif "method" not in content:
+            self._answered(content)
+        else:
+            self._called(content)
+
+    def _called(self, content: dict[str, Any]) -> None:
+        ident = content.get("id")
+        method = self._methods.get(content["method"]) if isinstance(content["method"], str) else None
+        if method is None:
+            self._failed(ident, _NO_METHOD, f"methods: {', '.join(self._methods)}")
+            return
+        try:
+            params = content.get("params") or {}
+            result = method(texts_of(params), ident)
+        except RequestError as error:
+            self._refused(ident, error)
+            return
+        if result is not None and ident is not None:
+            self._say({"id": ident, "result": result})
+
+    def _answered(self, content: dict[str, Any]) -> None:
+        """The reply to a change. After an error nothing more is sent; the client resumes from where it was."""
+        ident = content.get("id")
+        if "error" in content:
+            self._connection.close(RequestError.BAD_REQUEST, "the call of a change failed; resume from before it")
+        elif isinstance(ident, str):
+            try:
+                self._acknowledged(ident)
+            except RequestError as error:
+                self._refused(None, error)
+
+    # Methods
+
+    def _subscribe(self, params: dict[str, str], ident: Any) -> dict[str, Any] | None:
+        method = params.pop("method", "change")
+        reply = truth_of(params.pop("reply", ""), "reply")
+        if method not in ("change", "alert"):
+            raise invalid("bad_request", "method is change or alert")
+        if reply:
+            params.setdefault("window", str(_DEFAULT_WINDOW))
+        request = subscription_of(params, self._connection.hub.seal)
+        if request.window and not reply:
+            raise invalid("bad_request", "window takes reply, which acknowledges")
+        if request.table in self._by_table:
+            raise invalid("bad_request", f"{request.table} is subscribed to already")
+        if len(self._by_table) >= MAX_SUBSCRIPTIONS:
+            raise invalid("bad_request", f"a connection has at most {MAX_SUBSCRIPTIONS} subscriptions")
+        subscriber = Subscriber(
+            self._connection, rpc_codec(method, reply, self._bits), self._connection.peer, self._connection.principal
+        )
+        subscriber.paused = any(other.paused for other in self._connection.subscribers)
+        self._connection.subscribers.append(subscriber)
+        wanted = self._by_table[request.table] = _Subscription(subscriber, ident)
+        wanted.joining = self._connection.run(self._join(wanted, request))
+        return None
+
+    async def _join(self, wanted: _Subscription, request: SubscribeRequest) -> None:
+        def accepted() -> None:
+            ident, wanted.ident = wanted.ident, None
+            if ident is not None:
+                self._say({"id": ident, "result": {"table": request.table}})
+
+        try:
+            await self._connection.tables.join(wanted.subscriber, request, accepted)
+        except RequestError as error:
+            self._forget(request.table)
+            self._refused(wanted.ident, error)
+
+    def _unsubscribe(self, params: dict[str, str], _: Any) -> dict[str, Any]:
+        """End a subscription. One still being made has its call refused."""
+        wanted = self._forget(params.get("table", ""))
+        if wanted is None:
+            raise invalid("bad_request", "that table is not subscribed to")
+        assert wanted.joining is not None
+        wanted.joining.cancel()
+        if wanted.ident is not None:
+            self._refused(wanted.ident, invalid("bad_request", "it was unsubscribed before it was there"))
+        return {"table": params["table"]}
+
+    def _acknowledged(self, token: str) -> None:
+        hub = self._connection.hub
+        position = hub.seal.parse(token)
+        for subscriber in self._connection.subscribers:
+            same = subscriber.stream is not None and subscriber.stream.head.table_id == position.table_id
+            if same and hub.acknowledged(subscriber, position):
+                self._connection.pump()
+
+    def _forget(self, table: str) -> _Subscription | None:
+        wanted = self._by_table.pop(table, None)
+        if wanted is not None:
+            self._connection.subscribers.remove(wanted.subscriber)
+            self._connection.hub.unsubscribed(wanted.subscriber)
+        return wanted
+
+    def _refused(self, ident: Any, error: RequestError) -> None:
+        self._failed(ident, _REFUSED, error.detail, {"code": error.code})
+
+    def _failed(self, ident: Any, code: int, detail: str, data: Any = None) -> None:
+        self._say({"id": ident, "error": {"code": code, "message": detail} | ({"data": data} if data else {})})
+
+    def _say(self, content: dict[str, Any]) -> None:
+        text = orjson.dumps({"jsonrpc": "2.0", **content})
+        self._connection.write(header(0x81, len(text)) + text)

@@ -14,8 +14,8 @@ from typing import Any
 import orjson
 
 from lakehouse.contract.settings import Settings
+from serve.core.model import Principal
 from serve.errors import RequestError
-from serve.security.access import Principal
 from serve.sql.worker import LENGTH, READY, packed
 
 log = logging.getLogger(__name__)

@@ -30,11 +30,10 @@ from lakehouse.contract.rows import Fold
 from lakehouse.contract.sql.closures import Columns
 from lakehouse.contract.sql.filters import parse_condition
 from lakehouse.contract.sql.locked import locked_connection
-from serve.core.model import TableInfo
+from serve.core.model import OPEN, Principal, TableInfo
 from serve.core.values import encode_rows
 from serve.errors import FilterError, PositionExpired, SqlError
-from serve.security.access import OPEN, Principal
-from serve.tables.reader import AsOf, describe, metadata_of, parse_as_of, version_at
+from serve.tables.state import AsOf, describe, metadata_of, parse_as_of, version_at
 
 PARTIALS = "__partials"
 """Suffix under which the raw rows of a folded table are reached."""

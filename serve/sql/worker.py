@@ -18,8 +18,8 @@ import orjson
 
 from lakehouse.contract.errors import MillraceError
 from lakehouse.contract.lake import UnknownTable
+from serve.core.model import Principal
 from serve.errors import SqlError
-from serve.security.access import Principal
 from serve.sql.statement import Statement, StatementResult, run
 
 LENGTH = struct.Struct(">II")  # of the head, a JSON object, and of the body

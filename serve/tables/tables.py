@@ -1,7 +1,9 @@
 """The lake's tables in memory: finds them, follows each with one tail, tells the hub, and replays older changes.
 
-A product's rows are refreshed ahead: the tail applies a commit before anybody asks. What is not in memory, bronze and
-ad-hoc results, is read through (:mod:`serve.sql`). Nothing is written here.
+A product's rows are refreshed ahead: the tail applies a commit before anybody asks. A tick of a tail is two `stat`
+calls in the event loop: is there a next version, and is the log still the same folder? A table that was dropped and
+built again starts over under the same name. Files are read off the loop and the state is changed on it, so that readers
+on the loop see whole versions only. Nothing is written here.
 
 A subscriber whose position is older than the ring is replayed from the Delta log, also one that another process served
 before: 1. load the state at the position's version, and look at it through the subscriber's view; 2. read commit after
@@ -12,35 +14,33 @@ ring as soon as it holds the position.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from lakehouse.contract.channel import EVERYTHING
-from lakehouse.contract.deltalog import DeltaLog, TableGone, TableUnreadable
+from lakehouse.contract.deltalog import Commit, DeltaLog, LogFollower, TableGone, TableUnreadable
 from lakehouse.contract.lake import NAME_PATTERN, Lake, TableRef
 from lakehouse.contract.settings import ServeSettings
-from serve.core.channel import opened_view
+from serve.core.channel import finished, opened_view
 from serve.core.hub import Hub
 from serve.core.messages import Message, change_messages
-from serve.core.model import SubscribeRequest, TableInfo
+from serve.core.model import SubscribeRequest, TableChange, TableInfo
 from serve.core.position import Position, Seal
-from serve.core.subscriber import Outgoing, Subscriber
+from serve.core.ring import Outgoing, Subscriber
 from serve.errors import FilterError, PositionExpired, RequestError
-from serve.tables.reader import TableReader
-from serve.tables.state import TableState
-from serve.tables.tail import Opened, Tail
+from serve.tables.state import StateStep, TableReader, TableState
 from serve.views.view import LiveView, SubscriberView, filter_errors
 from serve.views.visibility import NOT_SERVED, channel_problem
 
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 262_144
-
-
 WARM_VERSIONS = 64
 _SCAN_S = 0.5
 _UNREADABLE_RETRY_S = 5.0
@@ -50,7 +50,131 @@ _AHEAD_MS = 5_000
 _WINDOW_LOOK_S = 0.01
 _LONGEST_LOOK_S = 0.25
 _REPLAYS = 4  # at a time; others wait
+_GAP_CHECK_S = 2.0  # how often to check whether a missing version was cleaned up
+_HALF_WRITTEN_TRIES = 40
+_AGAIN_S = 0.5
+_T = TypeVar("_T")
 _AT_ONCE_S = 1.0  # how long a subscriber may keep its slot while it takes what was rebuilt
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The table is there, or was replaced.
+
+    Attributes:
+        state: rows at the version where following starts; the tail changes it.
+        detail: why earlier positions are void; empty the first time.
+    """
+
+    state: TableState
+    detail: str = ""
+
+
+class Tail:
+    """Follows the table in ``folder``.
+
+    Args:
+        folder: need not exist yet.
+        poll_ms: pause between two looks for a next version.
+        warm: how many versions before the newest to start from, if the log has them: a process that just started then
+            has the last changes for those who resume.
+        executor: where files are read.
+    """
+
+    def __init__(self, folder: Path, *, poll_ms: int, warm: int = 0, executor: Executor | None = None) -> None:
+        self.folder = folder
+        self._poll = poll_ms / 1000
+        self._warm = warm
+        self._executor = executor
+        self._reader = TableReader(folder)
+        self._follower = LogFollower(folder)
+
+    async def follow(self) -> AsyncIterator[Opened | TableChange]:
+        """First :class:`Opened`, then one change a commit, in order, without end. Raises TableUnreadable."""
+        detail = ""
+        try:
+            while True:
+                await self._wait_for_log()
+                state = await self._open()
+                self._warm = 0  # a second opening follows a break: earlier versions are void
+                yield Opened(state, detail)
+                try:
+                    while True:
+                        yield state.apply(await self._next_step(state))
+                except TableGone as gone:
+                    detail = str(gone)
+                    log.warning("tail starts over: %s", gone)
+        finally:
+            self._follower.close()
+
+    async def _wait_for_log(self) -> None:
+        while True:
+            if await self._call(self._follower.open):
+                return
+            await asyncio.sleep(max(self._poll, 0.1))
+
+    async def _open(self) -> TableState:
+        while True:
+            try:
+                return await self._call(self._load)
+            except TableGone as gone:  # being built or dropped at this moment
+                log.info("waiting for a table: %s", gone)
+                await asyncio.sleep(max(self._poll, 0.1))
+                await self._wait_for_log()
+
+    def _load(self) -> TableState:
+        if self._warm:
+            known = self._follower.log.versions()
+            start = known[-1] - self._warm if known else 0
+            if start > 0 and known[-self._warm - 1 :][0] == start:
+                with contextlib.suppress(TableGone):
+                    return self._reader.load(start)
+        return self._reader.load()
+
+    async def _next_step(self, state: TableState) -> StateStep:
+        """Wait for the next commit.
+
+        Transient errors of the operating system, such as too many open files, are retried.
+        """
+        while True:
+            try:
+                commit = await self._next_commit(state.version + 1)
+                return await self._call(self._reader.prepare, state, commit)
+            except OSError as error:
+                log.warning("%s: version %d cannot be read yet: %s", self.folder.name, state.version + 1, error)
+                await asyncio.sleep(_AGAIN_S)
+
+    async def _next_commit(self, version: int) -> Commit:
+        """Wait for the version's file. Raises TableGone if the log was replaced, or cleaned up beyond it."""
+        follower = self._follower
+        loop = asyncio.get_running_loop()
+        look_at = loop.time() + _GAP_CHECK_S
+        tries = 0
+        while True:
+            if follower.log.has(version):
+                try:
+                    return await self._call(follower.read, version)
+                except ValueError:  # some file systems show a file before all of it is written
+                    tries += 1
+                    if tries > _HALF_WRITTEN_TRIES:
+                        raise TableGone(self.folder.name, f"version {version} in the log is not JSON") from None
+            follower.check()
+            await asyncio.sleep(to_next_beat(loop.time(), self._poll))
+            if loop.time() > look_at:
+                look_at = loop.time() + _GAP_CHECK_S
+                await self._call(follower.check_gap, version)
+
+    async def _call(self, function: Callable[..., _T], *arguments: object) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
+
+
+def to_next_beat(now: float, pause: float) -> float:
+    """Seconds to the next multiple of ``pause``, or to the one after if that is too close.
+
+    All tails of a process poll at the same moments: waking up is most of the cost, and one wake-up serves all tables.
+    """
+    left = pause - now % pause
+    return left if left > 0.2 * pause else left + pause
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +234,8 @@ class Replay:
     def _opened(self) -> tuple[TableState, LiveView]:
         if self._state is None or self._live is None:
             self._state = self._load()
-            self._live = opened_view(self._view, self._state)
+            with filter_errors(self._view):
+                self._live = finished(opened_view(self._view, self._state))
         return self._state, self._live
 
     def _load(self) -> TableState:
@@ -149,7 +274,7 @@ class Tables:
         self, lake: Lake, hub: Hub, settings: ServeSettings, deliver: Callable[[Iterable[Outgoing]], None]
     ) -> None:
         self.lake = lake
-        self._specs = hub.streams.specs
+        self._specs = hub.specs
         self.problems: dict[str, str] = {}
         self.scanned = asyncio.Event()
         self._hub = hub

@@ -8,7 +8,7 @@ replaying, gives the same.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from decimal import Context, Decimal
 from typing import Any
@@ -216,7 +216,7 @@ class AggregateView:
         """Columns of the result; its key is the grouping columns."""
         return self._table
 
-    def opening(self, rows: Iterable[Row]) -> Iterator[None]:
+    def opening(self, rows: Iterable[Row]) -> Generator[None, None, None]:
         """Take in the table's rows, some at each step. Raises FilterError for too many groups."""
         touched: set[Key] = set() if self._by else {()}
         for count, row in enumerate(rows, 1):

@@ -3,7 +3,6 @@
 ::
 
     store     webhooks and their deliveries in SQLite; every server process sees them
-    sealed    signing secrets, encrypted
     call      where a webhook may call, and one signed request
     runner    one webhook as a subscriber of the hub, with retries and dead letters; which process runs which
     routes    HTTP

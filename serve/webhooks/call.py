@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 import hmac
 import ipaddress
-import secrets
 import socket
 import ssl
 import time
@@ -26,14 +24,10 @@ from serve.errors import ServeError
 
 _MAX_URL = 2_048
 _SHARED = ipaddress.ip_network("64:ff9b::/96")  # NAT64: checked as the IPv4 address within
-
-
-_PREFIX = "whsec_"
-_SECRET_BYTES = 32
 _REST_BYTES, _REST_S = 65_536, 1.0
 
 
-class Forbidden(ServeError):
+class ForbiddenTarget(ServeError):
     """An address that webhooks may not call.
 
     Attributes:
@@ -64,24 +58,24 @@ class CallTarget:
 
 
 def checked_url(text: str) -> SplitResult:
-    """A URL's parts, the host in IDNA and lower case. Raises Forbidden."""
+    """A URL's parts, the host in IDNA and lower case. Raises ForbiddenTarget."""
     if len(text) > _MAX_URL or any(ord(char) <= 32 or ord(char) == 127 for char in text):
-        raise Forbidden("the URL is too long, or has spaces or control characters in it")
+        raise ForbiddenTarget("the URL is too long, or has spaces or control characters in it")
     try:
         parts = urlsplit(text)
         port = parts.port
     except ValueError as error:
-        raise Forbidden(f"no URL: {error}") from None
+        raise ForbiddenTarget(f"no URL: {error}") from None
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise Forbidden("the URL is http:// or https:// with a host")
+        raise ForbiddenTarget("the URL is http:// or https:// with a host")
     if parts.username is not None or parts.password is not None:
-        raise Forbidden("the URL has a user or a password in it; requests are signed instead")
+        raise ForbiddenTarget("the URL has a user or a password in it; requests are signed instead")
     if parts.fragment or port == 0:
-        raise Forbidden("the URL has a fragment, or port 0")
+        raise ForbiddenTarget("the URL has a fragment, or port 0")
     try:
         host = httpx.URL(scheme=parts.scheme, host=parts.hostname).raw_host.decode()
     except httpx.InvalidURL as error:
-        raise Forbidden(str(error)) from None
+        raise ForbiddenTarget(str(error)) from None
     host = f"[{host}]" if ":" in host else host
     return parts._replace(netloc=host if port is None else f"{host}:{port}")
 
@@ -90,7 +84,7 @@ async def target_of(url: str, *, private: bool) -> CallTarget:
     """Resolve a URL's host now. With ``private`` any address is allowed.
 
     Raises:
-        Forbidden: it has no address, or one that is not on the public internet.
+        ForbiddenTarget: it has no address, or one that is not on the public internet.
     """
     parts = checked_url(url)
     assert parts.hostname is not None
@@ -99,13 +93,13 @@ async def target_of(url: str, *, private: bool) -> CallTarget:
     try:
         found = await loop.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
-        raise Forbidden(f"{parts.hostname} has no address: {error}") from None
+        raise ForbiddenTarget(f"{parts.hostname} has no address: {error}") from None
     addresses = [str(entry[4][0]) for entry in found]
     for address in addresses:
         if not private and not is_public(address):
-            raise Forbidden(f"{parts.hostname} is {address}, which is not on the public internet")
+            raise ForbiddenTarget(f"{parts.hostname} is {address}, which is not on the public internet")
     if not addresses:
-        raise Forbidden(f"{parts.hostname} has no address")
+        raise ForbiddenTarget(f"{parts.hostname} has no address")
     address = addresses[0]
     netloc = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
     return CallTarget(parts._replace(netloc=netloc).geturl(), parts.netloc, parts.hostname)
@@ -143,46 +137,37 @@ class CallOutcome:
     ms: int = 0
 
 
-def new_secret() -> str:
-    return _PREFIX + base64.b64encode(secrets.token_bytes(_SECRET_BYTES)).decode()
+def secret_text(key: bytes) -> str:
+    """The form in which a secret is shown: ``whsec_`` and base64."""
+    return "whsec_" + base64.b64encode(key).decode()
 
 
-def secret_key(secret: str) -> bytes:
-    """The bytes of a secret. Raises ValueError unless it is ``whsec_`` and base64 of 24 to 64 bytes."""
-    try:
-        key = base64.b64decode(secret.removeprefix(_PREFIX), validate=True)
-    except binascii.Error:
-        key = b""
-    if not secret.startswith(_PREFIX) or not 24 <= len(key) <= 64:
-        raise ValueError("a secret is whsec_ and base64 of 24 to 64 bytes")
-    return key
-
-
-def signature(secret: str, ident: str, timestamp: int, body: bytes) -> str:
+def signature(key: bytes, ident: str, timestamp: int, body: bytes) -> str:
     """``v1,`` and base64 of HMAC-SHA-256 over ``id.timestamp.body``."""
     signed = b".".join((ident.encode(), str(timestamp).encode(), body))
-    return "v1," + base64.b64encode(hmac.digest(secret_key(secret), signed, "sha256")).decode()
+    return "v1," + base64.b64encode(hmac.digest(key, signed, "sha256")).decode()
 
 
 class WebhookCaller:
-    """Makes requests. Use it as a context manager, which closes its connections.
+    """Makes requests to one URL. Use it as a context manager, which closes its connection.
+
+    The connection is kept for the next request. It is kept by address, and one made for another name of it has checked
+    another certificate: so a caller is for a single URL.
 
     Args:
         timeout_s: of one attempt, altogether.
         private: whether any address may be called.
         trust: whose certificates are good.
-        keeps: whether to keep a connection for the next request. Only for callers of a single URL: connections are
-            kept by address, and one made for another name of it has checked another certificate.
     """
 
-    def __init__(self, timeout_s: float, *, private: bool, trust: ssl.SSLContext, keeps: bool = False) -> None:
+    def __init__(self, timeout_s: float, *, private: bool, trust: ssl.SSLContext) -> None:
         self._private = private
         self._client = httpx.AsyncClient(
             verify=trust,
             timeout=timeout_s,
             follow_redirects=False,
             trust_env=False,
-            limits=httpx.Limits(max_connections=100, max_keepalive_connections=int(keeps)),
+            limits=httpx.Limits(max_connections=1),
         )
         self._timeout_s = timeout_s
 
@@ -192,7 +177,7 @@ class WebhookCaller:
     async def __aexit__(self, *_: object) -> None:
         await self._client.aclose()
 
-    async def post(self, url: str, secret: str, ident: str, kind: str, body: bytes) -> CallOutcome:
+    async def post(self, url: str, key: bytes, ident: str, kind: str, body: bytes) -> CallOutcome:
         """One attempt; failures of the other side are outcomes, not exceptions."""
         began = time.monotonic()
         try:
@@ -205,7 +190,7 @@ class WebhookCaller:
                     "user-agent": "millrace-webhooks",
                     "webhook-id": ident,
                     "webhook-timestamp": str(now),
-                    "webhook-signature": signature(secret, ident, now, body),
+                    "webhook-signature": signature(key, ident, now, body),
                     "millrace-event": kind,
                 }
                 extensions = {"sni_hostname": target.name}
@@ -213,7 +198,7 @@ class WebhookCaller:
                     "POST", target.url, content=body, headers=headers, extensions=extensions
                 )
                 response = await self._client.send(request, stream=True)
-        except Forbidden as error:
+        except ForbiddenTarget as error:
             return CallOutcome(0, str(error), ms=_since(began))
         except TimeoutError:
             return CallOutcome(0, f"no answer within {self._timeout_s:g} s", ms=_since(began))

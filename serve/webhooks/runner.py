@@ -31,16 +31,15 @@ import httpx
 import orjson
 
 from lakehouse.contract.settings import ServeSettings
+from serve.access import ReaderGate
 from serve.core.hub import Hub
 from serve.core.messages import Message
-from serve.core.model import SubscribeRequest
-from serve.core.position import Position
-from serve.core.subscriber import Subscriber
-from serve.errors import PositionError, RequestError, ServeError
-from serve.security.access import Access, Principal
+from serve.core.model import Principal, SubscribeRequest
+from serve.core.position import Position, Seal
+from serve.core.ring import Subscriber
+from serve.errors import RequestError, ServeError
 from serve.tables.tables import Tables
 from serve.webhooks.call import WebhookCaller
-from serve.webhooks.sealed import sealer_of
 from serve.webhooks.store import DEAD, DELIVERED, FAILING, Webhook, WebhookDelivery, WebhookStore
 
 log = logging.getLogger(__name__)
@@ -48,8 +47,6 @@ log = logging.getLogger(__name__)
 _LENGTHS = struct.Struct(">II")
 # Only for open connections. The webhook's state shows the text of an `error`; it is not posted at each attempt.
 _SKIPPED = frozenset({"resumed", "slow", "heartbeat", "error"})
-
-
 WINDOW = 16
 _LONGEST_S = 300.0
 _MOVED_S = 1.0  # between stored positions, while nothing has to be delivered
@@ -99,7 +96,7 @@ class LinkRecord:
 
 
 class HookLink:
-    """The hub's side of a webhook; see :class:`serve.core.subscriber.Link`. It fetches only when it is empty."""
+    """The hub's side of a webhook; see :class:`serve.core.ring.Link`. It fetches only when it is empty."""
 
     def __init__(self, hub: Hub, principal: Principal) -> None:
         self.principal = principal
@@ -160,13 +157,13 @@ class WebhookContext:
     """The parts of this process that webhooks use.
 
     Attributes:
-        hub, tables, access, settings: of this process.
+        hub, tables, gate, settings: of this process.
         counts: attempts and dead letters by outcome, of all webhooks.
     """
 
     hub: Hub
     tables: Tables
-    access: Access
+    gate: ReaderGate
     settings: ServeSettings
     counts: dict[str, int] = field(default_factory=lambda: {"delivered": 0, "failed": 0, "dead": 0})
 
@@ -185,11 +182,12 @@ class WebhookRunner:
         self.hook = hook
         self._hub = context.hub
         self._tables = context.tables
-        self._access = context.access
+        self._gate = context.gate
         self._settings = context.settings
         self._counts = context.counts
         self._store = store
         self._caller = caller
+        self._key = secret_of(context.hub.seal, hook.id)
         self._told = ""
         self._trouble = ""
         self._sent = ""  # position of the last message, delivered or dead: the next ``after``
@@ -226,18 +224,19 @@ class WebhookRunner:
             ReceiverGone: the receiver wants no more.
         """
         principal = await self._principal()
-        position, self._sent = await asyncio.to_thread(self._store.positions, self.hook.id)
+        progress = await asyncio.to_thread(self._store.progress, self.hook.id)
+        self._sent = progress.sent
         link = HookLink(self._hub, principal)
         request = SubscribeRequest(
             self.hook.table,
-            self._position(position),
+            self._position(progress.position),
             self.hook.where,
             self.hook.columns,
             self.hook.select,
             conflate=self.hook.conflate,
             window=WINDOW,
         )
-        self._access.enter(principal, link)
+        self._gate.enter(principal, link)
         joining = asyncio.create_task(self._tables.join(link.subscriber, request))
         joining.add_done_callback(lambda _: link.pump())
         try:
@@ -256,11 +255,11 @@ class WebhookRunner:
         finally:
             joining.cancel()
             self._hub.unsubscribed(link.subscriber)
-            self._access.leave(principal, link)
+            self._gate.leave(principal, link)
         await self._settled(one, principal)
 
     async def _principal(self) -> Principal:
-        principal = await asyncio.to_thread(self._access.principal_of, self.hook.key)
+        principal = await asyncio.to_thread(self._gate.principal_of, self.hook.key)
         if principal is None:
             raise RequestError(RequestError.UNAUTHORIZED, "unauthorized", "the key that made it is gone")
         return principal
@@ -280,7 +279,7 @@ class WebhookRunner:
     def _position(self, token: str) -> Position | None:
         try:
             return self._hub.seal.parse(token) if token else None
-        except PositionError:
+        except RequestError:
             return None  # the lake has another key: start over
 
     def _acknowledged(self, link: HookLink, record: LinkRecord) -> None:
@@ -307,7 +306,7 @@ class WebhookRunner:
 
     async def _attempt(self, one: WebhookDelivery) -> WebhookDelivery:
         hook = self.hook
-        outcome = await self._caller.post(hook.url, hook.secret, one.id, one.kind, one.body)
+        outcome = await self._caller.post(hook.url, self._key, one.id, one.kind, one.body)
         attempts = one.attempts + 1
         one = replace(one, attempts=attempts, status=outcome.status, error=outcome.error, at=int(time.time() * 1000))
         if not outcome.error:
@@ -341,6 +340,11 @@ class WebhookRunner:
         return WebhookDelivery(ident, self.hook.id, record.kind, record.position, body)
 
 
+def secret_of(seal: Seal, ident: str) -> bytes:
+    """The signing secret of a webhook. It follows from the lake's key and the webhook's id, and is stored nowhere."""
+    return seal.derived(b"webhook " + ident.encode())
+
+
 def delivery_id(hook: Webhook, record: LinkRecord, sent: str) -> str:
     """An id that is the same for the same message, before and after a crash.
 
@@ -362,7 +366,6 @@ class WebhookFleet:
 
     Attributes:
         counts: of the context.
-        caller: for requests out of turn.
     """
 
     def __init__(self, folder: Path, context: WebhookContext) -> None:
@@ -371,11 +374,9 @@ class WebhookFleet:
         self._context = context
         self._settings = context.settings
         self._made: WebhookStore | None = None
-        self._sealer = sealer_of(context.settings.webhook_key)
         self._running: dict[str, tuple[asyncio.Task[None], int]] = {}
         self._look = asyncio.Event()
         self._trust = httpx.create_ssl_context(trust_env=False)
-        self.caller = self._caller(keeps=False)
 
     @property
     def running(self) -> int:
@@ -384,7 +385,7 @@ class WebhookFleet:
     async def store(self) -> WebhookStore:
         """The store, created when a webhook is first added."""
         if self._made is None:
-            self._made = await asyncio.to_thread(WebhookStore, self._folder, self._settings.webhook_log, self._sealer)
+            self._made = await asyncio.to_thread(WebhookStore, self._folder, self._settings.webhook_log)
         return self._made
 
     def changed(self) -> None:
@@ -393,14 +394,13 @@ class WebhookFleet:
 
     async def run(self) -> None:
         """Start and stop runners until cancelled."""
-        async with self.caller:
-            try:
-                await self._watch()
-            finally:
-                for ident in list(self._running):
-                    await self._stop(ident)
-                if self._made is not None:
-                    self._made.close()
+        try:
+            await self._watch()
+        finally:
+            for ident in list(self._running):
+                await self._stop(ident)
+            if self._made is not None:
+                self._made.close()
 
     async def _watch(self) -> None:
         while True:
@@ -428,19 +428,15 @@ class WebhookFleet:
                     log.error("webhook %s failed", ident, exc_info=error)
                     await self._stop(ident)
                 continue
-            _, state, _ = await asyncio.to_thread(store.progress, ident)
-            if state != "stopped" and (lock := self._locked(ident)) is not None:
+            progress = await asyncio.to_thread(store.progress, ident)
+            if progress.state != "stopped" and (lock := self._locked(ident)) is not None:
                 self._running[ident] = asyncio.create_task(self._call(hook, store)), lock
 
     async def _call(self, hook: Webhook, store: WebhookStore) -> None:
-        async with self._caller(keeps=True) as caller:
-            await WebhookRunner(hook, self._context, store, caller).run()
-
-    def _caller(self, *, keeps: bool) -> WebhookCaller:
         settings = self._settings
-        return WebhookCaller(
-            settings.webhook_timeout_s, private=settings.webhook_private, trust=self._trust, keeps=keeps
-        )
+        caller = WebhookCaller(settings.webhook_timeout_s, private=settings.webhook_private, trust=self._trust)
+        async with caller:
+            await WebhookRunner(hook, self._context, store, caller).run()
 
     def _locked(self, ident: str) -> int | None:
         handle = os.open(self._folder / f"{ident}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -13,17 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from lakehouse.contract.errors import EnvironmentProblem
-from serve.webhooks.sealed import PlainSealer, SecretSealer
 
 DELIVERED, DEAD, FAILING = "delivered", "dead", "failing"
-
-
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS webhooks (
-  id TEXT PRIMARY KEY, key TEXT NOT NULL, tbl TEXT NOT NULL, url TEXT NOT NULL, secret TEXT NOT NULL,
+  id TEXT PRIMARY KEY, key TEXT NOT NULL, tbl TEXT NOT NULL, url TEXT NOT NULL,
   cond TEXT NOT NULL, cols TEXT NOT NULL, conflate INTEGER NOT NULL, created INTEGER NOT NULL,
   position TEXT NOT NULL DEFAULT '', state TEXT NOT NULL DEFAULT 'active', detail TEXT NOT NULL DEFAULT '',
   sent TEXT NOT NULL DEFAULT '', sel TEXT NOT NULL DEFAULT '');
@@ -34,8 +30,8 @@ CREATE TABLE IF NOT EXISTS deliveries (
 CREATE INDEX IF NOT EXISTS by_webhook ON deliveries (webhook, state, seq);
 """
 # Columns in the order of the fields of Webhook and WebhookDelivery
-_WEBHOOK = "id, key, tbl, url, secret, cond, cols, conflate, created, sel"
-_COLUMNS_AT = 6
+_WEBHOOK = "id, key, tbl, url, cond, cols, conflate, created, sel"
+_COLUMNS_AT = 5
 _DELIVERY = "id, webhook, kind, position, body, state, attempts, status, error, at"
 
 
@@ -48,7 +44,6 @@ class Webhook:
         key: id of the key that made it; empty if there were no keys then.
         table, where, columns, select, conflate: as in a subscription.
         url: that is called.
-        secret: of the signature, ``whsec_`` and base64 of 32 bytes; shown once.
         created: ms since the epoch.
     """
 
@@ -56,15 +51,11 @@ class Webhook:
     key: str
     table: str
     url: str
-    secret: str
     where: str = ""
     columns: tuple[str, ...] = ()
     conflate: bool = False
     created: int = 0
     select: str = ""
-
-    def __repr__(self) -> str:
-        return f"Webhook({self.id}, {self.table})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,37 +87,46 @@ class WebhookDelivery:
     at: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class WebhookProgress:
+    """How far a webhook is.
+
+    Attributes:
+        position: that it resumes from.
+        sent: position of the last message, delivered or dead; changes that had nothing for it may have come since.
+        state: ``active``, ``failing``, ``stopped`` or ``gone``.
+        detail: why.
+    """
+
+    position: str
+    sent: str
+    state: str
+    detail: str
+
+
 class WebhookStore:
     """See the module.
 
     Args:
         folder: made if absent.
         kept: deliveries, and as many dead ones, of each webhook.
-        sealer: of secrets; those stored in another form are stored anew.
 
     Raises:
         EnvironmentProblem: the file cannot be used.
-        ConfigError: secrets cannot be read with this sealer.
     """
 
-    def __init__(self, folder: Path, kept: int, sealer: SecretSealer | None = None) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, kept: int) -> None:
         self._kept = kept
-        self._sealer = sealer or PlainSealer()
         self._lock = threading.Lock()
         path = folder / "webhooks.db"
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             path.touch(mode=0o600)
             self._db = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
-            self._db.executescript(
-                f"PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; PRAGMA secure_delete=ON; {_SCHEMA}"
-            )
+            self._db.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; {_SCHEMA}")
         except (OSError, sqlite3.Error) as error:
-            raise EnvironmentProblem(
-                f"webhooks cannot be kept in {path}: {error}", "Let the server write there"
-            ) from None
-        self._seal_anew()
+            problem = f"webhooks cannot be kept in {path}: {error}"
+            raise EnvironmentProblem(problem, "Let the server write there") from None
 
     def close(self) -> None:
         with self._lock:
@@ -139,8 +139,7 @@ class WebhookStore:
         with self._changing() as db:
             if db.execute("SELECT count(*) FROM webhooks").fetchone()[0] >= most:
                 return False
-            sealed = replace(webhook, secret=self._sealer.seal(webhook.secret))
-            fields = [",".join(each) if isinstance(each, tuple) else each for each in astuple(sealed)]
+            fields = [",".join(each) if isinstance(each, tuple) else each for each in astuple(webhook)]
             db.execute(
                 f"INSERT INTO webhooks ({_WEBHOOK}, position, sent) VALUES ({_marks(len(fields) + 2)})",  # noqa: S608
                 [*fields, position, position],
@@ -151,27 +150,18 @@ class WebhookStore:
         """Webhooks by id, oldest first."""
         with self._lock:
             rows = self._db.execute(f"SELECT {_WEBHOOK} FROM webhooks ORDER BY created, id").fetchall()  # noqa: S608
-        return {row[0]: self._webhook(*row) for row in rows}
+        columns = [tuple(filter(None, row[_COLUMNS_AT].split(","))) for row in rows]
+        hooks = [Webhook(*row) for row in rows]
+        return {
+            hook.id: replace(hook, columns=each, conflate=bool(hook.conflate))
+            for hook, each in zip(hooks, columns, strict=True)
+        }
 
-    def _webhook(self, *row: Any) -> Webhook:
-        hook = Webhook(*row)
-        columns = tuple(filter(None, row[_COLUMNS_AT].split(",")))
-        return replace(hook, secret=self._sealer.open(hook.secret), columns=columns, conflate=bool(hook.conflate))
-
-    def progress(self, webhook: str) -> tuple[str, str, str]:
-        """Position, state (``active``, ``failing`` or ``stopped``) and why."""
+    def progress(self, webhook: str) -> WebhookProgress:
         with self._lock:
-            row = self._db.execute("SELECT position, state, detail FROM webhooks WHERE id = ?", (webhook,)).fetchone()
-        return row if row is not None else ("", "gone", "")
-
-    def positions(self, webhook: str) -> tuple[str, str]:
-        """The position that it resumes from, and that of the last message, delivered or dead.
-
-        They differ if changes that had nothing for it came in between.
-        """
-        with self._lock:
-            row = self._db.execute("SELECT position, sent FROM webhooks WHERE id = ?", (webhook,)).fetchone()
-        return row if row is not None else ("", "")
+            found = "SELECT position, sent, state, detail FROM webhooks WHERE id = ?"
+            row = self._db.execute(found, (webhook,)).fetchone()
+        return WebhookProgress(*row) if row is not None else WebhookProgress("", "", "gone", "")
 
     def remove(self, webhook: str) -> bool:
         """Remove a webhook and its deliveries."""
@@ -221,25 +211,6 @@ class WebhookStore:
                 (webhook, DEAD, 2**62 if before is None else before, limit),
             ).fetchall()
         return [(row[0], WebhookDelivery(*row[1:])) for row in rows]
-
-    def dead(self, webhook: str, delivery: str) -> WebhookDelivery | None:
-        with self._lock:
-            row = self._db.execute(
-                f"SELECT {_DELIVERY} FROM deliveries WHERE webhook = ? AND id = ? AND state = ?",  # noqa: S608
-                (webhook, delivery, DEAD),
-            ).fetchone()
-        return None if row is None else WebhookDelivery(*row)
-
-    def _seal_anew(self) -> None:
-        changed = False
-        with self._changing() as db:
-            for ident, kept in db.execute("SELECT id, secret FROM webhooks").fetchall():
-                if not self._sealer.is_current(kept):
-                    secret, changed = self._sealer.seal(self._sealer.open(kept)), True
-                    db.execute("UPDATE webhooks SET secret = ? WHERE id = ?", (secret, ident))
-        if changed:  # remove what was overwritten from the write-ahead log too
-            with self._lock:
-                self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     @contextmanager
     def _changing(self) -> Iterator[sqlite3.Connection]:

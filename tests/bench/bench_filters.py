@@ -24,11 +24,11 @@ from lakehouse.contract.lake import CommitFacts
 from lakehouse.contract.settings import ServeSettings
 from lakehouse.contract.sql.closures import Columns, compile_condition
 from lakehouse.contract.sql.filters import parse_condition
-from serve.core.codec import WEBSOCKET
 from serve.core.hub import Hub
+from serve.core.messages import WEBSOCKET
 from serve.core.model import SubscribeRequest, TableInfo
 from serve.core.position import Seal
-from serve.core.subscriber import Subscriber, deliver
+from serve.core.ring import Subscriber, deliver
 from serve.tables.state import StateStep, TableState
 from serve.views import view
 

@@ -18,7 +18,7 @@ from typing import cast
 import numpy as np
 import uvloop
 
-from serve.core.codec import header
+from serve.core.messages import header
 
 _RATE = 2.0
 _PAD = "x" * 960

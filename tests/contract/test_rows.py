@@ -23,8 +23,7 @@ from lakehouse.contract.lake import PROPERTY_FOLD, PROPERTY_KEY, PROPERTY_ORDER,
 from lakehouse.contract.rows import Fold, KeyedRows, UnknownColumn
 from serve.core.values import rows_of
 from serve.sql.statement import run_sql
-from serve.tables.reader import TableReader
-from serve.tables.state import TableState
+from serve.tables.state import TableReader, TableState
 
 OFFERS = pa.schema([("sku", pa.string()), ("price", pa.int64()), ("at", pa.int64()), ("tie", pa.int64())])
 LATEST = Fold(("sku",), {"price": "latest", "at": "latest", "tie": "latest"}, ("at", "tie"))

@@ -7,7 +7,7 @@ from playwright.async_api import expect
 
 from lakehouse.contract.keys import KeyFile
 from lakehouse.contract.lake import Lake
-from serve.security.gate import ReaderKey
+from serve.access import ReaderKey
 from tests.system.test_dashboard_page import Server, Tables, shown_top, watching
 from tests.system.test_dashboard_page import server as server
 from tests.system.test_dashboard_page import tables as tables

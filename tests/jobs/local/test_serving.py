@@ -16,7 +16,6 @@ import httpx
 from tests.serve.lakes import top_topics, topics, window
 
 PATIENCE_S = 60
-LONG = {"MILLRACE_SERVE_SQL_TIMEOUT_S": "300"}
 
 
 def started(root: Path, processes: int = 2, **environ: str) -> subprocess.Popen[str]:
@@ -67,10 +66,10 @@ def test_one_process_ends_without_a_complaint(tmp_path: Path) -> None:
     assert [line for line in rest.splitlines() if " INFO " not in line] == []
 
 
-async def test_any_process_ends_a_statement_and_tells_the_metrics_of_all(tmp_path: Path) -> None:
+async def test_any_process_tells_the_metrics_of_all(tmp_path: Path) -> None:
     root = tmp_path / "lake"
     top_topics(root).overwrite(topics(0, [5]), [window(0)])
-    server = started(root, **LONG)
+    server = started(root)
     assert server.stderr is not None
     try:
         url = server.stderr.readline().split("serving at ")[1].strip()
@@ -81,20 +80,16 @@ async def test_any_process_ends_a_statement_and_tells_the_metrics_of_all(tmp_pat
                 client = await stack.enter_async_context(httpx.AsyncClient(base_url=url, limits=limits, timeout=300))
                 clients.setdefault((await client.get("/healthz")).json()["process"], client)
             one, other = clients.values()
-            body = {"sql": "SELECT max(hash(range)) AS n FROM range(1000000000000)", "id": "long"}
-            running = asyncio.create_task(one.post("/v1/sql", json=body))
-            while (found := await other.delete("/v1/sql/long")).status_code == 404:
-                assert not running.done(), (await running).text
-                await asyncio.sleep(0.05)
-            assert (found.status_code, (await running).json()["code"]) == (202, "cancelled")
-            assert (await other.delete("/v1/sql/long")).status_code == 404
+            assert (await one.post("/v1/sql", json={"sql": "SELECT 1 AS one"})).status_code == 200
             wanted = {f'millrace_serve_subscribers{{process="serve-{n}"}} 0.0' for n in (1, 2)}
-            lines: list[str] = []
-            async with asyncio.timeout(PATIENCE_S):  # one that does not answer in time is left out, on a busy machine
-                while not wanted <= set(lines):
+            done: list[float] = []
+            async with asyncio.timeout(PATIENCE_S):  # each process writes its metrics every second
+                while done != [0.0, 1.0]:
                     lines = (await other.get("/metrics")).text.splitlines()
-            ended = [line for line in lines if line.startswith('millrace_serve_sql_total{outcome="cancelled"')]
-            assert sorted(float(line.rpartition(" ")[2]) for line in ended) == [0.0, 1.0]
+                    ended = [line for line in lines if line.startswith('millrace_serve_sql_total{outcome="done"')]
+                    done = sorted(float(line.rpartition(" ")[2]) for line in ended)
+                    await asyncio.sleep(0.05)
+            assert wanted <= set(lines)
             assert len([line for line in lines if line == "# TYPE millrace_serve_sql_total counter"]) == 1
     finally:
         server.send_signal(signal.SIGINT)

@@ -11,12 +11,11 @@ import pytest
 
 from lakehouse.contract.lake import CommitFacts
 from lakehouse.contract.settings import ServeSettings
-from serve.core.heartbeats import SILENT_MS, SLICE
-from serve.core.hub import SLICE_BYTES, Hub
+from serve.core.hub import SILENT_MS, SLICE, SLICE_BYTES, Hub
 from serve.core.messages import Message, change_messages
 from serve.core.model import SubscribeRequest, TableChange, TableInfo
 from serve.core.position import WHOLE, Position, Seal
-from serve.core.subscriber import Outgoing, Subscriber
+from serve.core.ring import Outgoing, Subscriber
 from serve.errors import RequestError
 from serve.tables.state import TableState
 
@@ -475,10 +474,10 @@ def test_a_filter_is_evaluated_once_and_dropped_when_nobody_uses_it() -> None:
     assert full.value.code == "full"
     world.hub.unsubscribed(one), world.hub.unsubscribed(same)
     world.join(where="v > 3")  # takes the place of the one that nobody uses
-    assert world.hub.streams.filters() == 2
+    assert world.hub.filters() == 2
     for _ in range(2):
         world.tick(31_000)
-    assert world.hub.streams.filters() == 2, "these are in use"
+    assert world.hub.filters() == 2, "these are in use"
 
 
 def test_a_new_filter_is_served_from_a_little_while_ago_without_reading_files() -> None:
@@ -491,7 +490,7 @@ def test_a_new_filter_is_served_from_a_little_while_ago_without_reading_files() 
     world.hub.unsubscribed(subscriber)
     for _ in range(2):
         world.tick(31_000)
-    assert world.hub.streams.filters() == 0
+    assert world.hub.filters() == 0
     _, again, replay = world.join(position, where="v <> 2")
     assert replay is None
     assert again.messages()[1:] == live
@@ -500,7 +499,7 @@ def test_a_new_filter_is_served_from_a_little_while_ago_without_reading_files() 
 def test_a_large_snapshot_is_made_in_slices_and_others_go_on_meanwhile() -> None:
     woken: list[bool] = []
     world = World(ServeSettings(ring_frames=100))
-    world.hub.streams._working = lambda: woken.append(True)
+    world.hub._working = lambda: woken.append(True)
     world.state.rows = {(k,): (k, k) for k in range(5_000, 0, -1)}
     _, socket, _ = world.join(where="k <= 3")
     subscriber, large, _ = world.join()
@@ -532,4 +531,4 @@ def test_a_filter_that_the_table_outgrows_ends_its_subscriptions() -> None:
     world.carry_out(world.hub.change_received(change, 0))
     assert (socket.messages()[-1]["code"], socket.closed) == ("bad_filter", 4400)
     assert other.messages()[-1]["upserts"] == [{"k": 1}]
-    assert (world.hub.size, world.hub.streams.filters()) == (1, 0)
+    assert (world.hub.size, world.hub.filters()) == (1, 0)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lakehouse.contract.errors import EnvironmentProblem
 from serve.core.position import KEY_FILE, Position, Seal, lake_seal
-from serve.errors import PositionError
+from serve.errors import RequestError
 
 SEAL = Seal(b"of the test")
 TABLE = "7538c0f5-cab9-44b3-aba7-6aa825adf763"
@@ -30,7 +30,7 @@ def test_a_token_needs_no_escaping_in_an_address() -> None:
 def test_garbage_is_a_clear_error_or_a_position(text: str) -> None:
     try:
         position = SEAL.parse(text)
-    except PositionError as error:
+    except RequestError as error:
         assert "is not a position" in str(error)
     else:
         assert SEAL.parse(SEAL.token(position)) == position
@@ -38,7 +38,7 @@ def test_garbage_is_a_clear_error_or_a_position(text: str) -> None:
 
 @pytest.mark.parametrize("token", ["", "AQ", "x" * 500, "AQAAAA=", "_" * 40, "1:2:3"])
 def test_what_is_no_token(token: str) -> None:
-    with pytest.raises(PositionError):
+    with pytest.raises(RequestError):
         SEAL.parse(token)
 
 
@@ -49,11 +49,11 @@ def test_positions_are_in_order_of_delivery() -> None:
 def test_a_position_is_of_its_lake_and_whole() -> None:
     token = SEAL.token(Position(TABLE, 4, 1, b"12345678"))
     assert SEAL.parse(token).view == b"12345678"
-    with pytest.raises(PositionError, match="signature"):
+    with pytest.raises(RequestError, match="signature"):
         Seal(b"of another").parse(token)
     for at in range(0, len(token), 7):
         changed = token[:at] + ("A" if token[at] != "A" else "B") + token[at + 1 :]
-        with pytest.raises(PositionError):
+        with pytest.raises(RequestError):
             SEAL.parse(changed)
 
 

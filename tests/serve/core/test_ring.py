@@ -4,7 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve.core.position import Position
-from serve.core.ring import Ring, RingFrame
+from serve.core.ring import Outgoing, Ring, RingFrame, Subscriber, deliver
+from serve.errors import RequestError
+from tests.serve.core.test_hub import CODEC, Socket
 
 
 def at(version: int) -> Position:
@@ -99,3 +101,25 @@ def test_the_bound_holds_and_bytes_are_counted(sizes: list[int], frames: int, by
         assert cursor == made.next == version
         assert made.next - made.first <= frames
         assert made.bytes <= bytes or made.next - made.first == 1
+
+
+class Broken(Socket):
+    """A link that fails."""
+
+    def pump(self) -> None:
+        raise OSError("no such socket")
+
+
+class Counting(Socket):
+    """A link that counts how often it was woken."""
+
+    woken = 0
+
+    def pump(self) -> None:
+        self.woken += 1
+
+
+def test_a_link_that_fails_is_closed_and_the_others_are_served() -> None:
+    broken, sound = Broken(), Counting()
+    deliver([Outgoing((Subscriber(broken, CODEC), Subscriber(sound, CODEC)), wake=True)])
+    assert (broken.closed, sound.closed, sound.woken) == (RequestError.FAILED, 0, 1)

@@ -13,8 +13,7 @@ from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.keys import KeyFile
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.queries import Declared, QuerySpec, State
-from serve.security.access import Credentials, OpenAccess, Principal
-from serve.security.gate import ReaderKey
+from serve.access import ReaderKey
 from tests.serve.conftest import serving
 
 COUNTS = {"name": "answers", "sql": "SELECT response, count(*) AS n FROM rsvps GROUP BY response"}
@@ -89,28 +88,6 @@ async def test_only_callers_on_this_machine_change_anything(root: Path) -> None:
         json = {"content-type": "application/json"}
         assert (await client.post("/v1/queries", content=long, headers=json)).status_code == 413
         assert (await client.post("/v1/queries", content=b"{", headers=json)).status_code == 400
-
-
-class Limited(OpenAccess):
-    """A key that may change queries and does not see everything."""
-
-    def __init__(self, **limits: Any) -> None:
-        self._principal = Principal("some", key="k", queries=True, **limits)
-
-    def admit(self, credentials: Credentials) -> Principal:
-        return self._principal
-
-
-@pytest.mark.parametrize("limits", [{"tables": frozenset({"rsvps", "answers"})}, {"rows": {"rsvps": "id = 1"}}])
-async def test_who_does_not_see_everything_changes_nothing(root: Path, limits: dict[str, Any]) -> None:
-    declared = Declared(Lake(root), QuerySpec)
-    async with serving(root) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
-        assert (await client.post("/v1/queries", json=COUNTS)).status_code == 201
-    before = declared.all()
-    async with serving(root, Limited(**limits)) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
-        assert (await client.post("/v1/queries", json={**COUNTS, "name": "others"})).status_code == 403
-        assert (await client.delete("/v1/queries/answers?drop=true")).status_code == 403
-    assert declared.all() == before
 
 
 async def test_a_key_that_may_changes_queries_on_any_address(root: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 
 from serve.core.channel import Channel
-from serve.http.rows import ENTRY_BYTES, ByteCache, _cache_control
+from serve.http.rows import ENTRY_BYTES, ByteCache, cache_control
 from tests.serve.conftest import serving
 from tests.serve.lakes import rsvps_by_city, top_topics, topics, window
 from tests.serve.push.clients import WebSocketClient
@@ -63,10 +63,10 @@ class Known(Channel):
 
 
 def test_the_hint_is_what_is_left_of_the_usual_pause() -> None:
-    assert _cache_control(Known(None, 0), 0) == "private, no-cache"
-    assert _cache_control(Known(60_000, 100_000), 110_500) == "private, max-age=49"
-    assert _cache_control(Known(60_000, 100_000), 159_500) == "private, no-cache", "it is due"
-    assert _cache_control(Known(500, 100_000), 100_000) == "private, no-cache", "live tables are not kept at all"
+    assert cache_control(Known(None, 0), 0) == "private, no-cache"
+    assert cache_control(Known(60_000, 100_000), 110_500) == "private, max-age=49"
+    assert cache_control(Known(60_000, 100_000), 159_500) == "private, no-cache", "it is due"
+    assert cache_control(Known(500, 100_000), 100_000) == "private, no-cache", "live tables are not kept at all"
 
 
 def test_the_least_used_go_when_there_are_too_many_bytes() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import json
 import time
 from collections import deque
@@ -16,14 +15,9 @@ from typing import Any
 from urllib.parse import urlencode
 
 import httpx
-import msgpack
-import pyarrow as pa
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 from websockets.typing import Subprotocol
-
-from serve.core.codec import CHANGE_COLUMN, HEAD
-from serve.core.values import encode_rows, rows_of
 
 PATIENCE_S = 60.0
 
@@ -37,6 +31,8 @@ class Client:
 
     def __init__(self, url: str, query: dict[str, str]) -> None:
         self.url = url
+        key = query.pop("key", "")
+        self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         self.query = query
         self.position: str | None = query.get("from")
         self.complete: str | None = self.position
@@ -119,15 +115,14 @@ class Client:
 class WebSocketClient(Client):
     """Over a WebSocket."""
 
-    codec = "json"
     deflate = False
     subprotocols: tuple[Subprotocol, ...] = ()
     connection: ClientConnection
 
     async def open(self) -> None:
-        query = self.query | ({"codec": self.codec} if self.codec != "json" else {})
         self.connection = await connect(
-            f"{self.url.replace('http', 'ws')}/v1/subscribe?{urlencode(query)}",
+            f"{self.url.replace('http', 'ws')}/v1/subscribe?{urlencode(self.query)}",
+            additional_headers=self.headers,
             compression="deflate" if self.deflate else None,
             subprotocols=self.subprotocols or None,
             max_size=None,
@@ -144,7 +139,7 @@ class WebSocketClient(Client):
 
     async def fetch(self) -> None:
         try:
-            self.messages.append(decoded(await self.connection.recv()))
+            self.messages.append(json.loads(await self.connection.recv()))
         except ConnectionClosed as closed:
             raise ended(closed) from None
 
@@ -163,32 +158,6 @@ class DeflateClient(WebSocketClient):
     """… with permessage-deflate."""
 
     deflate = True
-
-
-class PackClient(WebSocketClient):
-    """… in MessagePack."""
-
-    codec = "msgpack"
-
-
-class PackDeflateClient(PackClient):
-    """… in MessagePack, with permessage-deflate."""
-
-    deflate = True
-
-
-class ArrowClient(WebSocketClient):
-    """… in Arrow IPC."""
-
-    codec = "arrow"
-    key: tuple[str, ...] = ()
-
-    def _check(self, message: dict[str, Any]) -> None:
-        super()._check(message)
-        self.key = tuple(message.get("key", self.key))
-        for name in ("deletes", "leaves"):  # a row of nulls beside its key
-            if name in message:
-                message[name] = [{column: row[column] for column in self.key} for row in message[name]]
 
 
 class RpcClient(WebSocketClient):
@@ -238,7 +207,7 @@ class SseClient(Client):
         self.last_event_id = ""
 
     async def open(self) -> None:
-        headers = {"Accept": "text/event-stream"}
+        headers = {"Accept": "text/event-stream"} | self.headers
         query = dict(self.query)
         if "from" in query:  # as a browser does that lost its connection
             headers["Last-Event-ID"] = query.pop("from")
@@ -281,18 +250,17 @@ class SseClient(Client):
 class PollClient(Client):
     """Long polling."""
 
-    codec = "json"
     _answered = False
 
     def __init__(self, url: str, query: dict[str, str]) -> None:
         super().__init__(url, query)
-        self._http = httpx.AsyncClient(timeout=PATIENCE_S)
+        self._http = httpx.AsyncClient(timeout=PATIENCE_S, headers=self.headers)
 
     async def shut(self) -> None:
         await self._http.aclose()
 
     async def fetch(self) -> None:
-        query = {"wait": "1"} | self.query | {"codec": self.codec}
+        query = {"wait": "1"} | self.query
         try:
             response = await self._http.get(f"{self.url}/v1/poll", params=query)
         except httpx.HTTPError as error:
@@ -304,19 +272,9 @@ class PollClient(Client):
         if "from" in self.query and not self._answered:  # what streams say with ``resumed`` is that it answers
             self.messages.append({"type": "resumed", "position": self.query["from"]})
         self._answered = True
-        self.query["from"] = response.headers["millrace-position"]
-        if self.codec == "json":
-            answer = response.json()
-            assert answer["position"] == self.query["from"]
-            self.messages.extend(answer["messages"])
-        else:
-            self.messages.extend(msgpack.Unpacker(io.BytesIO(response.content)))
-
-
-class PackPollClient(PollClient):
-    """… in MessagePack."""
-
-    codec = "msgpack"
+        answer = response.json()
+        self.query["from"] = answer["position"]
+        self.messages.extend(answer["messages"])
 
 
 def ended(closed: ConnectionClosed) -> Closed:
@@ -324,40 +282,12 @@ def ended(closed: ConnectionClosed) -> Closed:
     return Closed(closed.rcvd.code, closed.rcvd.reason) if closed.rcvd is not None else Closed(0, "")
 
 
-def decoded(data: str | bytes) -> dict[str, Any]:
-    """A message in any encoding."""
-    if isinstance(data, str):
-        return dict(json.loads(data))
-    try:
-        reader = pa.ipc.open_stream(data)
-    except pa.ArrowInvalid:
-        return dict(msgpack.unpackb(data))
-    table = reader.read_all()
-    head = json.loads(table.schema.metadata[HEAD])
-    if head["type"] == "snapshot":
-        return head | {"rows": as_json(table)}
-    rows, kinds = as_json(table.drop_columns([CHANGE_COLUMN])), table[CHANGE_COLUMN].to_pylist()
-    by_kind: dict[str, list[Any]] = {kind: [] for kind in ("upsert", "delete", "leave")}
-    for row, kind in zip(rows, kinds, strict=True):
-        by_kind[kind].append(row)
-    head |= {"upserts": by_kind["upsert"], "deletes": [*by_kind["delete"], *by_kind["leave"]]}
-    return head | ({"leaves": by_kind["leave"]} if by_kind["leave"] else {})
-
-
-def as_json(table: pa.Table) -> list[dict[str, Any]]:
-    """Rows as JSON has them."""
-    return [json.loads(text) for text in encode_rows(table.column_names, rows_of(table))]
-
-
 STREAMS: dict[str, type[Client]] = {
     "websocket": WebSocketClient,
     "deflate": DeflateClient,
-    "msgpack": PackClient,
-    "msgpack-deflate": PackDeflateClient,
-    "arrow": ArrowClient,
     "rpc": RpcClient,
     "rpc-reply": RpcReplyClient,
     "sse": SseClient,
 }
-POLLS: dict[str, type[Client]] = {"poll": PollClient, "poll-msgpack": PackPollClient}
+POLLS: dict[str, type[Client]] = {"poll": PollClient}
 TRANSPORTS = STREAMS | POLLS

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from serve import app
-from serve.core.codec import header
+from serve.core.messages import header
 from serve.push import websocket
 from tests.autobahn import COMPRESSION, LARGEST, fuzzed
 from tests.serve.conftest import serving

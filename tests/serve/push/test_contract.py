@@ -8,15 +8,16 @@ from __future__ import annotations
 import asyncio
 import shutil
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lakehouse.contract.keys import KeyFile
 from lakehouse.contract.lake import Lake
+from serve.access import ReaderKey
 from serve.core.position import Position, lake_seal
-from serve.errors import RequestError
-from serve.security.access import Credentials, OpenAccess, Principal
 from tests.serve.conftest import serving
 from tests.serve.lakes import TOPICS, Product, city, rsvps_by_city, top_topics, topics, window
 from tests.serve.push.clients import STREAMS, TRANSPORTS, Client, Closed
@@ -200,51 +201,37 @@ async def test_heartbeats(root: Path, transport: str) -> None:
         assert beat["lag_ms"] >= 0
 
 
-class Tenants(OpenAccess):
-    """Two keys: one may see the first ranks only, the other another table only."""
-
-    def admit(self, credentials: Credentials) -> Principal:
-        who = credentials.headers.get("authorization", "")
-        if who == "Bearer other":
-            return Principal("other", "b", tables=frozenset({"rsvps_by_city"}))
-        return Principal("first", "a", rows={"*": "rank = 1"})
-
-
 @ALL
 async def test_a_principals_rows_are_all_it_sees(root: Path, transport: str) -> None:
     product = top_topics(root)
     product.overwrite(topics(0, [3, 2]), [window(0)])
     start = token(root, product, 0)
-    async with serving(root, Tenants(), ring_frames=2) as url:
+    key = KeyFile(Lake(root).state / "readers.toml", ReaderKey).new(ReaderKey("0" * 64, rows={"*": "rank = 1"}))
+    mine = partial(subscriber, key=key)
+    async with serving(root, ring_frames=2) as url:
         async with AsyncExitStack() as stack:
-            fresh = await stack.enter_async_context(subscriber(transport, url))
-            wide = await stack.enter_async_context(subscriber(transport, url, where="rank = 2 OR rank = 1 OR TRUE"))
+            fresh = await stack.enter_async_context(mine(transport, url))
+            wide = await stack.enter_async_context(mine(transport, url, where="rank = 2 OR rank = 1 OR TRUE"))
             assert counts(await fresh.receive("snapshot")) == counts(await wide.receive("snapshot")) == [3]
             for count in (4, 5, 6):
                 product.overwrite(topics(0, [count, 9, 9]), [window(0)])
             seen = [await client.changes(3) for client in (fresh, wide)]
             assert [counts(change) for changes in seen for change in changes] == [[4], [5], [6]] * 2
             assert not any(change["deletes"] for changes in seen for change in changes)
-        async with subscriber(transport, url, from_=start) as client:  # a position of the whole table
+        async with mine(transport, url, from_=start) as client:  # a position of the whole table
             assert (await client.expiry())["reason"] == "filter"
             assert counts(await client.receive("snapshot")) == [6]
-    async with serving(root, Tenants()) as url, subscriber(transport, url, from_=seen[0][0]["position"]) as client:
+    async with serving(root) as url, mine(transport, url, from_=seen[0][0]["position"]) as client:
         await client.receive("resumed")
         assert await client.changes(2) == seen[0][1:]
 
 
-async def test_a_table_that_a_principal_may_not_read_does_not_exist(root: Path) -> None:
+async def test_a_table_that_a_key_may_not_read_does_not_exist(root: Path) -> None:
     top_topics(root)
-
-    class Nobody(OpenAccess):
-        def admit(self, credentials: Credentials) -> Principal:
-            if credentials.headers.get("x-key"):
-                raise RequestError(RequestError.UNAUTHORIZED, "unauthorized", "no such key")
-            return Principal(tables=frozenset())
-
-    async with serving(root, Nobody()) as url:
+    key = KeyFile(Lake(root).state / "readers.toml", ReaderKey).new(ReaderKey("0" * 64, tables=("other",)))
+    async with serving(root) as url:
         for transport in TRANSPORTS:
-            async with subscriber(transport, url) as client:
+            async with subscriber(transport, url, key=key) as client:
                 assert (await client.receive("error"))["code"] == "no_such_table"
 
 

@@ -29,7 +29,9 @@ class WebhookClient(Client):
         self._stack = contextlib.AsyncExitStack()
         self._http = await self._stack.enter_async_context(httpx.AsyncClient(base_url=self.url, timeout=60))
         self._receiver = await self._stack.enter_async_context(receiving())
-        answer = await self._http.post("/v1/webhooks", json=self.query | {"url": self._receiver.url})
+        body: dict[str, Any] = self.query | {"url": self._receiver.url}
+        body |= {"columns": body["columns"].split(",")} if "columns" in body else {}
+        answer = await self._http.post("/v1/webhooks", json=body)
         self._made = answer.json()
         if answer.status_code != 201:
             self.messages.append({"type": "error", "code": self._made["code"]})

@@ -78,7 +78,7 @@ async def table_has(http: httpx.AsyncClient, name: str, number: int) -> None:
             await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("query", ["wait=61", "wait=x", "codec=arrow", "window=1", "from="])
+@pytest.mark.parametrize("query", ["wait=61", "wait=x", "codec=json", "window=1", "from="])
 async def test_what_is_refused(root: Path, query: str) -> None:
     top_topics(root)
     async with serving(root) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:

@@ -17,14 +17,14 @@ from websockets.typing import Subprotocol
 
 from lakehouse.contract.keys import KeyFile
 from lakehouse.contract.lake import Lake
-from serve.security.gate import ReaderKey
+from serve.access import ReaderKey
 from tests.serve.conftest import serving
 from tests.serve.lakes import rsvps_by_city, top_topics, topics, window
 
 
 def calling(url: str, key: str = "") -> connect:
     return connect(
-        f"{url.replace('http', 'ws')}/v1/rpc",
+        f"{url.replace('http', 'ws')}/v1/subscribe",
         subprotocols=[Subprotocol("millrace.rpc")],
         compression="deflate",
         additional_headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -59,10 +59,6 @@ async def test_several_tables_are_called_back_on_one_connection(root: Path) -> N
         assert (await heard(connection, "snapshot"))["params"]["table"] == "rsvps_by_city"
         product.overwrite(topics(0, [3]), [window(0)])
         assert [row["count"] for row in (await heard(connection, "change"))["params"]["upserts"]] == [3]
-        await call(connection, "filter", "c", table="top_topics", where="count > 5")
-        assert (await heard(connection))["result"] == {"table": "top_topics"}
-        assert (await heard(connection, "expired"))["params"]["reason"] == "filter"
-        assert (await heard(connection, "snapshot"))["params"]["rows"] == []
         await call(connection, "unsubscribe", "d", table="top_topics")
         assert (await heard(connection))["id"] == "d"
         product.overwrite(topics(0, [9]), [window(0)])
@@ -135,7 +131,7 @@ async def test_an_alert_calls_when_the_condition_holds_and_waits_for_its_reply(r
         ("{", -32700),
         ("[]", -32600),
         ("[1]", -32600),
-        ('{"id": 1, "method": "ack"}', -32600),
+        ('{"id": 1, "method": "subscribe"}', -32600),
         ('{"jsonrpc": "2.0", "id": 1, "method": "drop"}', -32601),
         ('{"jsonrpc": "2.0", "id": 1, "method": {}}', -32601),
         ('{"jsonrpc": "2.0", "id": 1, "method": "subscribe", "params": [1]}', -32000),
@@ -144,9 +140,9 @@ async def test_an_alert_calls_when_the_condition_holds_and_waits_for_its_reply(r
             '{"jsonrpc": "2.0", "id": 1, "method": "subscribe", "params": {"table": "top_topics", "method": "x"}}',
             -32000,
         ),
-        ('{"jsonrpc": "2.0", "id": 1, "method": "ack", "params": {"position": "?"}}', -32000),
+        ('{"jsonrpc": "2.0", "id": 1, "method": "subscribe", "params": {"table": "top_topics", "window": 1}}', -32000),
+        ('{"jsonrpc": "2.0", "id": "?", "result": null}', -32000),
         ('{"jsonrpc": "2.0", "id": 1, "method": "unsubscribe", "params": {"table": "top_topics"}}', -32000),
-        ('{"jsonrpc": "2.0", "id": 1, "method": "filter", "params": {"table": "top_topics"}}', -32000),
     ],
 )
 async def test_a_wrong_call_is_answered_and_the_connection_stays(root: Path, text: str, code: int) -> None:

@@ -54,6 +54,9 @@ def test_no_text_in_a_row_breaks_the_framing(text: str) -> None:
     assert events[-1]["id"] == "abc", "what moves no position leaves the last event's id"
 
 
+EVENTS = {"Accept": "text/event-stream"}
+
+
 async def talk(url: str, request: str, until: str) -> tuple[str, str]:
     """Head and body of the answer, as far as a text in it."""
     host, port = url.removeprefix("http://").split(":")
@@ -81,7 +84,7 @@ async def test_a_stream_as_a_browser_sees_it(root: Path) -> None:
     product = top_topics(root)
     product.overwrite(topics(0, [3]), [window(0)])
     async with serving(root) as url:
-        head, body = await talk(url, get("/v1/sse?table=top_topics"), '"snapshot"')
+        head, body = await talk(url, get("/v1/subscribe?table=top_topics", **EVENTS), '"snapshot"')
         assert head.splitlines()[0] == "HTTP/1.1 200 OK"
         assert "content-type: text/event-stream" in head
         events, retry = dispatched(body)
@@ -91,7 +94,7 @@ async def test_a_stream_as_a_browser_sees_it(root: Path) -> None:
         product.overwrite(topics(0, [4]), [window(0)])
         # a browser comes back with its first address and the last id, which is newer
         stale = json.loads(event["data"])["position"]
-        again = get(f"/v1/sse?table=top_topics&from={stale}", Last_Event_ID=event["id"])
+        again = get(f"/v1/subscribe?table=top_topics&from={stale}", Last_Event_ID=event["id"], **EVENTS)
         _, body = await talk(url, again, '"change"')
         events, _ = dispatched(body)
         assert [json.loads(each["data"])["type"] for each in events] == ["resumed", "change"]
@@ -101,10 +104,10 @@ async def test_a_stream_as_a_browser_sees_it(root: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "headers", "status", "code"),
     [
-        ("/v1/sse?table=nope", {}, 404, "no_such_table"),
-        ("/v1/sse?table=top_topics&window=3", {}, 400, "bad_request"),
-        ("/v1/sse?table=top_topics", {"Last_Event_ID": "x"}, 400, "bad_position"),
-        ("/v1/sse?table=top_topics", {"Origin": "https://elsewhere.example"}, 403, "forbidden"),
+        ("/v1/subscribe?table=nope", EVENTS, 404, "no_such_table"),
+        ("/v1/subscribe?table=top_topics&window=3", EVENTS, 400, "bad_request"),
+        ("/v1/subscribe?table=top_topics", EVENTS | {"Last_Event_ID": "x"}, 400, "bad_position"),
+        ("/v1/subscribe?table=top_topics", EVENTS | {"Origin": "https://elsewhere.example"}, 403, "forbidden"),
         ("/v1/subscribe?table=top_topics", {"Accept": "text/html"}, 406, None),
     ],
 )
@@ -139,9 +142,8 @@ async def test_a_request_behind_another_and_one_in_pieces(root: Path) -> None:
 
 
 def test_what_asks_for_events() -> None:
-    assert wants_events(b"GET", b"/v1/sse", {})
     assert wants_events(b"GET", b"/v1/subscribe", {"accept": "text/event-stream, */*"})
-    assert not wants_events(b"POST", b"/v1/sse", {})
+    assert not wants_events(b"POST", b"/v1/subscribe", {"accept": "text/event-stream"})
     assert not wants_events(b"GET", b"/v1/tables", {"accept": "text/event-stream"})
 
 

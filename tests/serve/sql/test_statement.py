@@ -11,8 +11,8 @@ import pyarrow as pa
 import pytest
 
 from lakehouse.contract.lake import UnknownTable
+from serve.core.model import OPEN, Principal
 from serve.errors import SqlError
-from serve.security.access import OPEN, Principal
 from serve.sql.statement import Statement, StatementResult, run
 from tests.serve.lakes import TOPICS, Product, city, rsvps_by_city, top_topics, topics, window
 

@@ -24,8 +24,7 @@ from serve.core.model import TableChange, TableInfo
 from serve.core.position import WHOLE, Position, Seal
 from serve.errors import PositionExpired
 from serve.sql import statement as query
-from serve.tables.tables import Replay
-from serve.tables.tail import Opened, Tail, to_next_beat
+from serve.tables.tables import Opened, Replay, Tail, to_next_beat
 from serve.views.aggregate import AggregateView, aggregate_view
 from serve.views.view import SubscriberView, rows_view
 from tests.serve.lakes import TOPICS, Product, city, rsvps_by_city, top_topics, topics, window
@@ -177,7 +176,7 @@ async def test_a_replaced_table_starts_over(root: Path, how: str) -> None:
 async def test_a_log_that_was_cleaned_up_under_the_tail_starts_over(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve.tables.tail._GAP_CHECK_S", 0.05)
+    monkeypatch.setattr("serve.tables.tables._GAP_CHECK_S", 0.05)
     product = top_topics(root)
     product.overwrite(topics(0, [1]), [window(0)])
     async with following(product.folder) as events:

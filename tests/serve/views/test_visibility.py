@@ -16,9 +16,8 @@ from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.contract.settings import ServeSettings, Settings
 from serve.app import make_app, run_server
-from serve.core.model import SubscribeRequest
+from serve.core.model import Principal, SubscribeRequest
 from serve.errors import FilterError
-from serve.security.access import Principal
 from serve.views.visibility import channels_of, view_of
 from tests.contract.sql.test_closures import TABLE
 from tests.serve.conftest import receive, subscribed

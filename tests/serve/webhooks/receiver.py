@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import ssl
@@ -53,7 +54,7 @@ class Receiver:
                 content = json.loads(body)
                 if self.secret:
                     ident, at = headers["webhook-id"], int(headers["webhook-timestamp"])
-                    assert headers["webhook-signature"] == signature(self.secret, ident, at, body)
+                    assert headers["webhook-signature"] == signature(base64.b64decode(self.secret[6:]), ident, at, body)
                 status = self.answers.pop(0) if self.answers else self.always
                 status = 413 if len(body) > self.most else status
                 self.requests.append((head[0], headers, content))

@@ -14,7 +14,7 @@ import pytest
 
 from lakehouse.contract.keys import KeyFile
 from lakehouse.contract.lake import Lake
-from serve.security.gate import ReaderKey
+from serve.access import ReaderKey
 from serve.webhooks.store import WebhookStore
 from tests.serve.conftest import Spawned
 from tests.serve.lakes import Product, city, rsvps_by_city, top_topics, topics, window
@@ -167,5 +167,5 @@ async def test_what_is_tried_again_ends_with_the_key_that_asked_for_it(root: Pat
         await until(lambda: len(receiver.requests) > 2)
         file.revoke(key.split("_")[1])
         store = WebhookStore(Lake(root).state / "webhooks", 10)
-        await until(lambda: "key" in store.progress(made["id"])[2])
+        await until(lambda: "key" in store.progress(made["id"]).detail)
         store.close()

@@ -14,7 +14,7 @@ import pytest
 
 from lakehouse.contract.keys import KeyFile
 from lakehouse.contract.lake import Lake
-from serve.security.gate import ReaderKey
+from serve.access import ReaderKey
 from tests.serve.conftest import Spawned, serving
 from tests.serve.lakes import city, rsvps_by_city, top_topics, topics, window
 from tests.serve.webhooks.receiver import Receiver, receiving
@@ -68,8 +68,6 @@ async def test_a_snapshot_and_then_every_change_signed_and_in_order(root: Path) 
         ] * 3
         older = (await client.get(f"/v1/webhooks/{made['id']}/deliveries?before={log['before']}")).json()
         assert len(older["deliveries"]) == 3
-        assert (await client.post(f"/v1/webhooks/{made['id']}/ping")).json()["delivered"] is True
-        assert receiver.requests[-1][2]["type"] == "ping"
         assert (await client.delete(f"/v1/webhooks/{made['id']}")).status_code == 204
         assert (await client.get("/v1/webhooks")).json() == {"webhooks": []}
         metrics = (await client.get("/metrics")).text
@@ -93,11 +91,6 @@ async def test_what_is_not_taken_is_tried_again_and_then_a_dead_letter(root: Pat
         assert counts((await receiver.wait(3))[-1]) == [5], "it goes on behind the dead one"
         [letter] = (await client.get(f"/v1/webhooks/{made['id']}/dead")).json()["deliveries"]
         assert (letter["attempts"], letter["status"], counts(letter["message"])) == (3, 500, [4])
-        again = await client.post(f"/v1/webhooks/{made['id']}/dead/{letter['id']}")
-        assert again.json()["delivered"] is True
-        assert counts(receiver.taken[-1]) == [4]
-        assert (await client.get(f"/v1/webhooks/{made['id']}/dead")).json()["deliveries"] == []
-        assert (await client.post(f"/v1/webhooks/{made['id']}/dead/{letter['id']}")).status_code == 404
         receiver.answers = [410]
         product.overwrite(topics(0, [6]), [window(0)])
         async with asyncio.timeout(60):
@@ -156,7 +149,7 @@ async def test_it_goes_on_where_it_was_after_kill_9_and_only_one_process_calls(
         ({"url": "https://user:pass@example.com/"}, "bad_webhook"),
         ({"url": ""}, "bad_webhook"),
         ({"url": 5}, "bad_request"),
-        ({"secret": "short", "url": "http://192.0.2.1/"}, "bad_webhook"),
+        ({"secret": "short"}, "bad_request"),
         ({"where": "nothere = 1"}, "bad_filter"),
         ({"from": "x"}, "bad_position"),
         ({"table": "nope"}, "no_such_table"),
@@ -182,7 +175,7 @@ async def test_a_key_sees_its_own_webhooks_and_its_rows_and_ends_with_them(root:
         made = await added(client, receiver, table="rsvps_by_city")
         [snapshot] = await receiver.wait(1)
         assert [row["city"] for row in snapshot["rows"]] == ["Bonn"]
-        for method, path in (("GET", ""), ("DELETE", ""), ("POST", "/ping"), ("GET", "/dead"), ("GET", "/deliveries")):
+        for method, path in (("GET", ""), ("DELETE", ""), ("GET", "/dead"), ("GET", "/deliveries")):
             found = await client.request(method, f"/v1/webhooks/{made['id']}{path}", headers=other)
             assert found.status_code == 404, path
         again = await client.post("/v1/webhooks", json={"table": "rsvps_by_city", "url": receiver.url})

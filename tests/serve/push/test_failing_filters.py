@@ -120,4 +120,4 @@ async def test_integers_of_any_size_are_told(root: Path, transport: str) -> None
         asking(transport, url, select="SELECT sum(n * 1000000000000000000000) AS a") as client,
     ):
         [row] = (await client.receive("snapshot"))["rows"]
-        assert str(row["a"]) == "6" + "0" * 21, "MessagePack and Arrow have them as text"
+        assert str(row["a"]) == "6" + "0" * 21, "JSON has integers of any size"

@@ -26,14 +26,15 @@ from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.keys import KeyFile
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.settings import ServeSettings, Settings
+from serve.access import ReaderKey
 from serve.app import run_server
 from serve.http.routes import PUBLIC, ROUTES, needs_key
-from serve.security.gate import ReaderKey
 from tests.serve.conftest import serving
 from tests.serve.lakes import city, rsvps_by_city, top_topics, topics, window
 from tests.serve.push.clients import TRANSPORTS, Client, PollClient, SseClient, WebSocketClient
 
 ZERO = "0" * 64
+EVENTS = {"Accept": "text/event-stream"}
 
 
 def keys(root: Path) -> KeyFile[ReaderKey]:
@@ -98,7 +99,7 @@ async def test_nothing_is_called_before_authentication(root: Path) -> None:
     lake(root)
     keys(root).new(ReaderKey(ZERO, "somebody"))
     async with serving(root) as url:
-        stream = f"{url.replace('http', 'ws')}/v1/rpc"
+        stream = f"{url.replace('http', 'ws')}/v1/subscribe"
         async with connect(stream, subprotocols=[Subprotocol("millrace.rpc")]) as calls:
             said = json.loads(await calls.recv())
             assert said["code"] == "unauthorized"
@@ -207,12 +208,12 @@ async def test_pages_of_other_sites_and_foreign_names(root: Path) -> None:
         assert (read.status_code, read.headers["access-control-allow-origin"]) == (200, mine["Origin"])
         asked = {**mine, "Access-Control-Request-Method": "GET", "Access-Control-Request-Headers": "authorization"}
         preflight = await client.options("/v1/tables", headers=asked)
-        assert preflight.status_code == 204
+        assert preflight.status_code == 200
         assert "authorization" in preflight.headers["access-control-allow-headers"]
-        async with client.stream("GET", "/v1/sse?table=top_topics", headers=mine) as events:
+        async with client.stream("GET", "/v1/subscribe?table=top_topics", headers=mine | EVENTS) as events:
             assert events.headers["access-control-allow-origin"] == mine["Origin"]
         foreign = {"Origin": "https://elsewhere.example"}
-        assert (await client.get("/v1/sse?table=top_topics", headers=foreign)).status_code == 403
+        assert (await client.get("/v1/subscribe?table=top_topics", headers=foreign | EVENTS)).status_code == 403
         stream = f"{url.replace('http', 'ws')}/v1/subscribe?table=top_topics"
         with pytest.raises(InvalidStatus) as refused:
             await connect(stream, additional_headers={"Host": "rebound.example"})
@@ -252,7 +253,7 @@ async def test_tls(root: Path, tmp_path: Path) -> None:
         assert url.startswith("https://")
         async with httpx.AsyncClient(base_url=url, verify=context, timeout=60) as client:
             assert len((await client.get("/v1/tables/top_topics")).json()["rows"]) == 3
-            async with client.stream("GET", "/v1/sse?table=top_topics") as events:
+            async with client.stream("GET", "/v1/subscribe?table=top_topics", headers=EVENTS) as events:
                 async for line in events.aiter_lines():
                     if line.startswith("data: "):
                         assert json.loads(line[6:])["type"] == "snapshot"

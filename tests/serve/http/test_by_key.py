@@ -15,11 +15,11 @@ from lakehouse.contract.keys import KeyFile
 from lakehouse.contract.lake import CommitFacts, Lake
 from lakehouse.contract.rows import Key, Row
 from lakehouse.contract.settings import ServeSettings
+from serve.access import ReaderKey
 from serve.core.channel import Channel
 from serve.core.model import TableInfo
 from serve.core.position import Seal
-from serve.http.lookup import PrefixIndex
-from serve.security.gate import ReaderKey
+from serve.http.rows import PrefixIndex
 from serve.tables.state import TableState
 from tests.serve.conftest import serving
 from tests.serve.lakes import TOPICS, Product, city, rsvps_by_city, top_topics, topics, window

@@ -1,12 +1,12 @@
-"""The gate that every connection and request passes, whatever the transport: origins, readers' keys, tickets, rates.
+"""Who may come in, and what a caller's key lets it see: the gate that every connection and request passes.
 
 It checks in this order: the page that asks is one of ours (``Origin``; without keys also ``Host``, against a foreign
 name that was made to point here); whose key or ticket it is; how often that key has come.
 :mod:`lakehouse.contract.keys` describes the key file.
 
 A browser that cannot send a header shows a ticket instead of its key, because addresses end up in logs. A ticket is
-signed with the lake's key, so that any server process accepts it; it lives for
-:data:`LIVES_S` seconds, and each process accepts it once.
+signed with the lake's key, so that any server process accepts it; it lives for :data:`LIVES_S` seconds, and each
+process accepts it once.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import parse_qs, urlsplit
 
 from lakehouse.contract.errors import ConfigError
@@ -32,21 +33,30 @@ from lakehouse.contract.lake import Lake
 from lakehouse.contract.rates import TokenBucket
 from lakehouse.contract.settings import ServeSettings, Settings
 from lakehouse.contract.sql.filters import checked
+from serve.core.model import OPEN, Principal
 from serve.core.position import Seal, lake_seal
 from serve.errors import FilterError, RequestError
-from serve.push.request import TICKET
-from serve.security.access import OPEN, Closing, Credentials, Principal
-from serve.webhooks.sealed import sealer_of
 
 log = logging.getLogger(__name__)
 
-
 LIVES_S = 30
+TICKET = "ticket"
+"""Query parameter that stands for a key; any address may have it."""
 _HEAD = struct.Struct(">Q12s")  # good until, seconds since the epoch; nonce
 _MAC_BYTES = 16
 _MAX_CHARS = 400
-SCHEME = "bearer "
+_SCHEME = "bearer "
 _MAX_KEY_CHARS = 200
+
+
+class Closing(Protocol):
+    """An open connection of a principal."""
+
+    @property
+    def principal(self) -> Principal: ...
+
+    def close(self, code: int, reason: str) -> None:
+        """End it, with a code of docs/protocol.md."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -175,19 +185,18 @@ class ReaderGate:
         """Whether callers must show a key."""
         return self._keys.required
 
-    def admit(self, credentials: Credentials) -> Principal:
-        """The caller's principal.
+    def admit(self, headers: Mapping[str, str], query: str) -> Principal:
+        """The caller's principal; names of headers are in lower case.
 
         Raises RequestError: 4403 a foreign page, 4401 no good key or ticket, 4429 too often.
         """
-        self._check_page(credentials.headers)
+        self._check_page(headers)
         if not self._keys.required:
             return OPEN
-        key = self._shown(credentials)
+        key = self._shown(headers, query)
         if key is None:
-            raise self._refusal(
-                RequestError.UNAUTHORIZED, "unauthorized", "show a key: Authorization: Bearer KEY, or a fresh ticket"
-            )
+            detail = "show a key: Authorization: Bearer KEY, or a fresh ticket"
+            raise self._refusal(RequestError.UNAUTHORIZED, "unauthorized", detail)
         self._spend(key)
         return self._principal(key)
 
@@ -203,16 +212,15 @@ class ReaderGate:
         held = self._held.setdefault(principal.key, set())
         key = self._keys.get(principal.key) if principal.key else None
         if key is not None and key.connections and len(held) >= key.connections:
-            detail = f"no more than {key.connections} connections at a time for this key"
+            detail = f"this key has {key.connections} connections open, which is its limit"
             raise self._refusal(RequestError.FULL, "full", detail)
         held.add(holder)
 
     def leave(self, principal: Principal, holder: Closing) -> None:
-        held = self._held.get(principal.key)
-        if held is not None:
-            held.discard(holder)
-            if not held:
-                del self._held[principal.key]
+        held = self._held.get(principal.key, set())
+        held.discard(holder)
+        if not held:
+            self._held.pop(principal.key, None)
 
     def sweep(self) -> None:
         """Close what was admitted with a key that is gone or has other rights now. Call it every second."""
@@ -227,31 +235,26 @@ class ReaderGate:
     def ticket(self, principal: Principal) -> str:
         return self._tickets.new(principal.key)
 
-    def allowed_origin(self, headers: Mapping[str, str]) -> str | None:
-        origin = headers.get("origin", "")
-        return origin if origin in self._origins else None
-
     def _check_page(self, headers: Mapping[str, str]) -> None:
         origin, host = headers.get("origin"), headers.get("host", "")
         if origin is not None and origin not in self._origins and urlsplit(origin).netloc != host:
             raise self._refusal(RequestError.FORBIDDEN, "forbidden", "a page of another site may not do this")
         if not self._keys.required and not self._any_host and not self._is_local(host):
-            raise self._refusal(
-                RequestError.FORBIDDEN, "forbidden", f"{host!r} is no name of this machine; add it to serve.origins"
-            )
+            detail = f"{host!r} is no name of this machine; add it to serve.origins"
+            raise self._refusal(RequestError.FORBIDDEN, "forbidden", detail)
 
     def _is_local(self, host: str) -> bool:
         """Whether no foreign DNS answers for the name, or the operator has allowed it."""
         return is_local_name(host) or any(urlsplit(origin).netloc == host for origin in self._origins)
 
-    def _shown(self, credentials: Credentials) -> ReaderKey | None:
-        text = credentials.headers.get("authorization", "")
-        if text[: len(SCHEME)].lower() == SCHEME:
-            return self._keys.find(text[len(SCHEME) :].strip()[:_MAX_KEY_CHARS])
-        if (key := credentials.headers.get("x-api-key")) is not None:
+    def _shown(self, headers: Mapping[str, str], query: str) -> ReaderKey | None:
+        text = headers.get("authorization", "")
+        if text[: len(_SCHEME)].lower() == _SCHEME:
+            return self._keys.find(text[len(_SCHEME) :].strip()[:_MAX_KEY_CHARS])
+        if (key := headers.get("x-api-key")) is not None:
             return self._keys.find(key.strip()[:_MAX_KEY_CHARS])
         try:
-            given = parse_qs(credentials.query, max_num_fields=64).get(TICKET, [])
+            given = parse_qs(query, max_num_fields=64).get(TICKET, [])
         except ValueError:
             return None
         key_id = self._tickets.take(given[0]) if len(given) == 1 else None
@@ -321,7 +324,6 @@ def check_start(settings: Settings) -> None:
     """Raises ConfigError for whatever would keep a server from starting. For whoever starts several."""
     make_gate(settings, lake_seal(Lake(settings.lake).state))
     uses_tls(settings.serve)
-    sealer_of(settings.serve.webhook_key)
 
 
 def uses_tls(settings: ServeSettings) -> bool:

@@ -1,1 +1,0 @@
-"""Who may connect: keys, tickets, origins, limits; and what a principal may see."""
