@@ -1,4 +1,4 @@
-"""What the commands of ``millrace`` share: consoles, the log of a process, and how an asynchronous command runs."""
+"""What the commands of ``millrace`` share: the settings of the command line, consoles, logs, and how a command runs."""
 
 from __future__ import annotations
 
@@ -8,29 +8,56 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.java import LOG_VARIABLE
+from lakehouse.contract.settings import Settings, load_settings
 from lakehouse.contract.trace import FIELDS
+
+if TYPE_CHECKING:
+    from lakehouse.contract.pipeline import Pipeline
 
 out = Console()
 err = Console(stderr=True)
 
-LakeOption = Annotated[Path | None, typer.Option("--lake", help="Root folder of the tables.", show_default="lake")]
-PipelineOption = Annotated[
-    str | None, typer.Option("--pipeline", help="Folder below conf/pipelines, or a path.", show_default="meetup")
-]
-KafkaOption = Annotated[
-    str | None, typer.Option("--kafka", help="host:port of the broker.", show_default="the lake's embedded one")
-]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, for scripts.")]
+NodeOption = Annotated[str, typer.Option(help="Id of this process; each one needs its own.")]
+
+_TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_chosen: dict[str, Any] = {}
+
+
+def choose(lake: str | None, pipeline: str | None, assignments: Sequence[str]) -> None:
+    """Keep what the command line says of the settings, for :func:`chosen_settings`."""
+    _chosen.update(lake=lake, pipeline=pipeline, assignments=tuple(assignments))
+
+
+def chosen_settings() -> Settings:
+    """The settings of this command: command line, then environment, then file.
+
+    Raises:
+        ConfigError: one of them is wrong.
+    """
+    return load_settings(**_chosen)
+
+
+def chosen_pipeline() -> tuple[Settings, Pipeline]:
+    """The settings of this command, and the pipeline that they name.
+
+    Raises:
+        ConfigError: a setting or the pipeline is wrong.
+    """
+    from lakehouse.contract.pipeline import load_pipeline
+
+    settings = chosen_settings()
+    return settings, load_pipeline(settings.pipeline_folder())
 
 
 def print_json(value: Any) -> None:
@@ -38,8 +65,16 @@ def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value) + "\n")
 
 
+def stopped_by_signals() -> threading.Event:
+    """An event that SIGINT and SIGTERM set."""
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
+
+
 def run_async(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
-    """Run until it ends by itself, or SIGINT or SIGTERM sets the event it was given."""
+    """Run until ``main`` returns; SIGINT and SIGTERM set the event that it gets."""
 
     async def guarded() -> None:
         stop = asyncio.Event()
@@ -52,27 +87,6 @@ def run_async(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
     import uvloop
 
     uvloop.run(guarded())
-
-
-def upstream_urls(given: Sequence[str], sources: Sequence[str]) -> dict[str, str]:
-    """Upstream by source from ``URL`` (every source) and ``SOURCE=URL``.
-
-    Raises:
-        ConfigError: there is no such source.
-    """
-    found: dict[str, str] = {}
-    for text in given:
-        name, equals, url = text.partition("=")
-        if not equals or "/" in name:
-            found |= dict.fromkeys(sources, text)
-        elif name in sources:
-            found[name] = url
-        else:
-            raise ConfigError(f"there is no source {name!r}", key="--url", remedy=f"Sources: {', '.join(sources)}")
-    return found
-
-
-_TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
 class JsonFormatter(logging.Formatter):
@@ -100,7 +114,7 @@ def log_to_stderr() -> None:
     """Log from INFO on; py4j and kafka from WARNING on. ``MILLRACE_LOG=json`` makes each line a JSON object.
 
     Raises:
-        ConfigError: the variable says something else.
+        ConfigError: the variable has another value.
     """
     kind = os.environ.get(LOG_VARIABLE, "text")
     if kind not in ("text", "json"):

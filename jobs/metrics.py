@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -28,11 +27,6 @@ if TYPE_CHECKING:
 
 
 HOST = "127.0.0.1"
-
-MetricsPortOption = Annotated[
-    int | None,
-    typer.Option(help="Port of /metrics on the loopback address; 0: any free one.", min=0, show_default="none"),
-]
 
 
 class Counts(Collector):
@@ -58,20 +52,16 @@ class Counts(Collector):
 
 
 @contextmanager
-def metrics_server(port: int | None, *collectors: Collector, setting: str = "--metrics-port") -> Iterator[str]:
-    """Serve what the collectors and the process tell, meanwhile; gives the URL.
+def metrics_server(port: int, *collectors: Collector) -> Iterator[str]:
+    """Serve the metrics of the collectors and of the process meanwhile; gives the URL.
 
     Args:
-        port: 0: any free one; None: nothing is served, and the URL is empty.
+        port: 0: any free one.
         collectors: beside those of the process itself.
-        setting: that names the port, for the error.
 
     Raises:
         EnvironmentProblem: the port is taken.
     """
-    if port is None:
-        yield ""
-        return
     registry = CollectorRegistry()
     for own in (ProcessCollector, PlatformCollector, GCCollector):
         own(registry=registry)
@@ -82,7 +72,7 @@ def metrics_server(port: int | None, *collectors: Collector, setting: str = "--m
     except OSError as error:
         raise EnvironmentProblem(
             f"cannot listen on {HOST}:{port}: {error.strerror}",
-            f"Stop what holds the port, or give {setting} another (0: any free one)",
+            "Stop what holds the port, or set metrics_port to another (0: any free one)",
         ) from None
     try:
         yield f"http://{HOST}:{server.server_port}/metrics"
@@ -201,5 +191,5 @@ def serve_metrics(spark: SparkSession, lake: Lake, port: int) -> Iterator[str]:
     jvm = ProcessCollector(namespace="jvm", pid=lambda: pid, registry=None)
     queries = DriverCollector(progress, lake)
     counted = (EVENTS, RETENTION_SHARE)
-    with closing(queries), metrics_server(port, jvm, queries, *counted, setting="spark.metrics_port") as url:
+    with closing(queries), metrics_server(port, jvm, queries, *counted) as url:
         yield url

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import argparse
 import logging
-import signal
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from jobs.console import log_to_stderr
+from jobs.console import log_to_stderr, stopped_by_signals
 from jobs.local.broker import ensure_topics, resolve_kafka
 from lakehouse.contract.errors import MillraceError
 from lakehouse.contract.lake import Lake
@@ -30,12 +28,12 @@ def main(description: str, stages: Stages, argv: Sequence[str] | None = None) ->
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--lake", type=Path, help="root folder of the tables")
     parser.add_argument("--pipeline", help="folder below conf/pipelines, or a path")
-    parser.add_argument("--kafka", help="host:port of the broker; default: the lake's embedded one")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting; may be repeated")
     parser.add_argument("--accept-loss", action="store_true", help="go on where Kafka lost what bronze had not taken")
     options = parser.parse_args(argv)
     log_to_stderr()
     try:
-        settings = load_settings(lake=options.lake, pipeline=options.pipeline, kafka__bootstrap=options.kafka)
+        settings = load_settings(lake=options.lake, pipeline=options.pipeline, assignments=options.set)
         run_stages(settings, stages, accept_loss=options.accept_loss)
     except MillraceError as error:
         sys.stderr.write(f"{error}\n")
@@ -55,9 +53,7 @@ def run_stages(
         started: called with the URL of the driver's metrics once all queries run.
     """
     pipeline = load_pipeline(settings.pipeline_folder())
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+    stop = stopped_by_signals()
     if stages.bronze:
         settings = resolve_kafka(settings, "lakehouse")
     bootstrap = settings.kafka.bootstrap if stages.bronze else ""
@@ -79,7 +75,7 @@ def run_stages(
             ensure_topics(pipeline, bootstrap, security=settings.kafka.security)
         lake = Lake(settings.lake)
         ask = asking(settings.kafka) if stages.bronze else None
-        with serve_metrics(spark, lake, settings.spark.metrics_port) as url, Caretaker(lake, pipeline, ask):
+        with serve_metrics(spark, lake, settings.metrics_port) as url, Caretaker(lake, pipeline, ask):
 
             def tell() -> None:
                 log.info("metrics at %s", url)

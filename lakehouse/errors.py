@@ -79,7 +79,7 @@ class ExpectationHalt(LakehouseError):
         # One line: it passes through Spark's own error on its way to the user.
         return (
             f"source {self.source}: event {self.event} ({self.place}) fails expectation {self.expectation}, which says "
-            f"halt; nothing of its batch counts yet. Let it count: millrace quality accept {self.source} "
+            f"halt; nothing of its batch counts yet. Let it count: millrace quality {self.source} --accept "
             f"{shlex.quote(self.event)}; or change the expectation; then start again"
         )
 

@@ -185,6 +185,6 @@ def _onto_class_path(jars: Sequence[str]) -> bool:
     if not has_all():
         raise EnvironmentProblem(
             "Delta and the Kafka source are not on the driver's class path",
-            "Run: spark-submit --jars $(millrace jars) …",
+            "Run: spark-submit --jars $(millrace prepare --jars) …",
         )
     return True

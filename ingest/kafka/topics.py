@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 WARN, ALARM = "warn", "alarm"
 _LIMIT = "max.message.bytes"
-_DENIED = "a topic is absent or the user may not use it; an administrator runs: millrace topics --apply"
+_DENIED = "a topic is absent or the user may not use it; an administrator runs: millrace kafka apply"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def check_topics(bootstrap: str, sources: Sequence[Source], security: ClientSecu
         found: list[TopicRemark] = []
         for source in sources:
             absent = [topic for topic, _ in _wanted(source) if topic not in known]
-            found += [TopicRemark(name, ALARM, "it is absent", "millrace topics --apply makes it") for name in absent]
+            found += [TopicRemark(name, ALARM, "it is absent", "millrace kafka apply makes it") for name in absent]
             if source.topic in known:
                 found += _compare(admin, source)
         return found

@@ -1,7 +1,7 @@
 """Reads what an earlier run left: every segment is verified when the log is opened, and the failed store is read.
 
 The failed store is a file of frames beside the segments. It keeps events that Kafka refused for good and bytes that
-cannot be read, each with the reason. A node only appends to it; ``millrace log retry`` removes what Kafka took at
+cannot be read, each with the reason. A node only appends to it; ``millrace log --retry`` removes what Kafka took at
 last. It counts towards the log's limit.
 """
 

@@ -1,13 +1,12 @@
-"""``millrace load``: feed files into bronze, now, from a watched folder, or from addresses on a schedule. No Java."""
+"""``load`` and ``staging``: files into bronze, and copies of products for slow readers. No Java."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import os
-import signal
-import threading
 from collections.abc import Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,13 +14,22 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from jobs.console import JsonOption, LakeOption, PipelineOption, err, log_to_stderr, out, print_json
-from jobs.metrics import MetricsPortOption, metrics_server
+from jobs.console import (
+    JsonOption,
+    NodeOption,
+    chosen_pipeline,
+    err,
+    log_to_stderr,
+    out,
+    print_json,
+    stopped_by_signals,
+)
+from jobs.metrics import metrics_server
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.feed import LOADER
 from lakehouse.contract.lake import Lake
-from lakehouse.contract.pipeline import Pipeline, Source, load_pipeline
-from lakehouse.contract.settings import Settings, load_settings
+from lakehouse.contract.pipeline import Pipeline, Source
+from lakehouse.contract.settings import Settings
 from lakehouse.contract.tomlfile import duration_ms
 
 if TYPE_CHECKING:
@@ -38,36 +46,38 @@ _SHOWN = 20  # files in progress, and rows of the table on the screen
 
 def load(
     paths: Annotated[list[str] | None, typer.Argument(help="Files, folders or globs.", show_default=False)] = None,
-    source: Annotated[str | None, typer.Option(help="Whose rows they are; may be left out where there is one.")] = None,
-    format: Annotated[str, typer.Option(help="auto, csv, tsv, jsonl or parquet; gzip is told by itself.")] = "auto",
-    workers: Annotated[int, typer.Option(help="Processes.", min=1)] = min(4, os.cpu_count() or 1),
-    encoding: Annotated[str, typer.Option(help="Of CSV and JSON lines, as Python names it.")] = "utf-8",
-    delimiter: Annotated[str, typer.Option(help="Of CSV.")] = ",",
+    source: Annotated[
+        str | None, typer.Option(help="Source of the rows; may be left out if the pipeline has only one.")
+    ] = None,
+    format: Annotated[str, typer.Option(help="auto, csv, tsv, jsonl or parquet; gzip is recognized.")] = "auto",
+    encoding: Annotated[str, typer.Option(help="Encoding of CSV and JSON lines, as Python names it.")] = "utf-8",
+    delimiter: Annotated[str, typer.Option(help="Delimiter of CSV.")] = ",",
+    workers: Annotated[int, typer.Option(help="Number of processes.", min=1)] = min(4, os.cpu_count() or 1),
     max_rejects: Annotated[
-        float, typer.Option(help="Take no more of a file when this share of its rows is refused.", min=0, max=1)
+        float, typer.Option(help="Refuse a file when this share of its rows is rejected.", min=0, max=1)
     ] = 1.0,
-    gate: Annotated[bool, typer.Option("--gate", help="Ask the source's expectations before each commit.")] = False,
-    sla: Annotated[str | None, typer.Option(help="How long the load may take, e.g. '1 hour'.")] = None,
-    node: Annotated[str, typer.Option(help="Id of this loader.")] = LOADER,
+    gate: Annotated[bool, typer.Option("--gate", help="Check the source's expectations before each commit.")] = False,
+    sla: Annotated[str | None, typer.Option(help="Deadline of the load, e.g. '1 hour'.")] = None,
+    node: NodeOption = LOADER,
     watch: Annotated[Path | None, typer.Option(help="Load what arrives in this folder, until stopped.")] = None,
     feeds: Annotated[bool, typer.Option("--feeds", help="Fetch the pipeline's feeds, until stopped.")] = False,
-    once: Annotated[bool, typer.Option("--once", help="With --watch or --feeds: what there is now, then end.")] = False,
-    settle: Annotated[float, typer.Option(help="With --watch: seconds that a file must be still.", min=0)] = 2.0,
-    metrics_port: MetricsPortOption = None,
+    once: Annotated[
+        bool, typer.Option("--once", help="With --watch or --feeds: end when all present is loaded.")
+    ] = False,
+    settle: Annotated[
+        float, typer.Option(help="With --watch: seconds without a change after which a file is complete.", min=0)
+    ] = 2.0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Read and count, and write nothing.")] = False,
-    lake: LakeOption = None,
-    pipeline: PipelineOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Load feed files into bronze, each once by its content; goes on inside a file after a crash.
+    """Load feed files into bronze, each once by its content; resume inside a file after a crash.
 
-    Exit status: 0 all is in; 1 a file is not; 4 all is in, but after the deadline.
+    Exit status: 0 every file is loaded; 1 a file is not; 4 every file is loaded, but after the deadline.
     """
     from lakehouse.load.files import FORMATS
     from lakehouse.load.loader import LoaderService
 
-    settings = load_settings(lake=lake, pipeline=pipeline)
-    loaded = load_pipeline(settings.pipeline_folder())
+    settings, loaded = chosen_pipeline()
     _check(paths, watch, feeds, format, FORMATS, encoding, delimiter)
     log_to_stderr()
     options = {"kind": format, "encoding": encoding, "delimiter": delimiter, "node": node, "trial": dry_run}
@@ -77,8 +87,9 @@ def load(
         _load_now(make.job(_source(loaded, source)), paths, workers, allowed_s, as_json=as_json)
     if dry_run:
         raise ConfigError("a dry run takes files", key="--dry-run", remedy="Give paths instead of --watch or --feeds")
-    service = LoaderService(_stopped_by_signals(), workers=workers, allowed_s=allowed_s, once=once)
-    with metrics_server(metrics_port, service.metrics):
+    service = LoaderService(stopped_by_signals(), workers=workers, allowed_s=allowed_s, once=once)
+    with metrics_server(settings.metrics_port, service.metrics) as url:
+        log.info("metrics at %s", url)
         if watch is not None:
             status = _serve_inbox(service, make.job(_source(loaded, source)), watch, settle, as_json=as_json)
         else:
@@ -271,14 +282,42 @@ def _source(pipeline: Pipeline, name: str | None) -> Source:
     return pipeline.sources[name]
 
 
-def _stopped_by_signals() -> threading.Event:
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    return stop
-
-
 def _escaped(text: str) -> str:
     from rich.markup import escape
 
     return escape(text)
+
+
+class StagingAction(StrEnum):
+    """What ``millrace staging`` does."""
+
+    REBUILD = "rebuild"
+    REFRESH = "refresh"
+
+
+def staging(
+    action: Annotated[
+        StagingAction, typer.Argument(help="rebuild: make it anew from the record; refresh: bring it up to date.")
+    ],
+    name: Annotated[str | None, typer.Argument(help="Name of the staging table; default: all of the pipeline.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Copy parts of products into staging tables for slow readers; each copy is one commit."""
+    from lakehouse.load.staging import refresh
+
+    settings, loaded = chosen_pipeline()
+    if name is not None and name not in loaded.staging:
+        remedy = f"There are: {', '.join(loaded.staging) or 'none; add [staging.NAME] to the pipeline'}"
+        raise ConfigError(f"there is no staging table {name!r}", key="staging", remedy=remedy)
+    found = []
+    with err.status("copying …"):
+        for wanted in [loaded.staging[name]] if name else loaded.staging.values():
+            found.append(refresh(Lake(settings.lake), loaded, wanted, rebuild=action is StagingAction.REBUILD))
+    if as_json:
+        print_json([dataclasses.asdict(one) for one in found])
+        return
+    table = Table("staging table", "of", "at version", "rows", "")
+    for one in found:
+        made = "made" if one.changed else "as it was"
+        table.add_row(one.name, one.product, str(one.product_version), f"{one.rows:,}", made)
+    out.print(table)

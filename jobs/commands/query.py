@@ -1,9 +1,10 @@
-"""``millrace query``: continuous queries, added and removed while the driver runs."""
+"""``query``: continuous queries and alerts, added and removed while the driver runs."""
 
 from __future__ import annotations
 
 import tomllib
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,39 +12,42 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from jobs.console import JsonOption, LakeOption, PipelineOption, err, out, print_json
-from lakehouse.contract.errors import ConfigError
+from jobs.console import (
+    JsonOption,
+    chosen_pipeline,
+    chosen_settings,
+    err,
+    out,
+    print_json,
+)
+from lakehouse.contract.errors import ConfigError, QueryRefused
 from lakehouse.contract.lake import Lake
-from lakehouse.contract.settings import load_settings
 
 if TYPE_CHECKING:
+    from lakehouse.contract.alerts import Alert
     from lakehouse.contract.queries import QuerySpec
+    from lakehouse.contract.views import View
 
-app = typer.Typer(help="Continuous queries: SQL that becomes a product with a channel.", no_args_is_help=True)
 
-
-@app.command("add")
 def add(
     sql: Annotated[str, typer.Option(help="One SELECT over a source or a product, or @FILE.")],
-    name: Annotated[str, typer.Option(help="Of the query, its table and its channel.")],
-    key: Annotated[list[str] | None, typer.Option(help="Column that names a row; again for each.")] = None,
+    name: Annotated[str, typer.Option(help="Name of the query, its table and its channel.")],
+    key: Annotated[list[str] | None, typer.Option(help="Column of the key; repeat it for each.")] = None,
     start: Annotated[str, typer.Option("--from", help="Over a source: now, or start (all that bronze holds).")] = "now",
-    source: Annotated[str, typer.Option(help="What it reads; by default what its SQL says.")] = "",
+    source: Annotated[str, typer.Option(help="Source or product to read.", show_default="the SQL's")] = "",
     option: Annotated[
-        list[str] | None, typer.Option("--set", help="A product's key, as in TOML: operator='top_n'; again for each.")
+        list[str] | None,
+        typer.Option(help="KEY=VALUE of a product as in TOML, e.g. operator='top_n'; may be repeated."),
     ] = None,
-    lake: LakeOption = None,
-    pipeline: PipelineOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check a query and have it started; a driver that runs takes it up within a second."""
-    from lakehouse.contract.pipeline import load_pipeline
+    """Check a continuous query and register it; a running driver starts it within a second."""
     from lakehouse.contract.queries import Declared, QuerySpec, checked_query
 
-    settings = load_settings(lake=lake, pipeline=pipeline)
+    settings, loaded = chosen_pipeline()
     text = Path(sql[1:]).read_text(encoding="utf-8") if sql.startswith("@") else sql
     spec = QuerySpec(name, text, source, tuple(key or ()), start, _options(option or []))
-    loaded, place = load_pipeline(settings.pipeline_folder()), Lake(settings.lake)
+    place = Lake(settings.lake)
     spec = checked_query(spec, loaded, place, settings.queries, columns_of(place))
     if spec.relation in loaded.sources:
         _check_merges(spec)
@@ -51,68 +55,143 @@ def add(
     if as_json:
         print_json({**asdict(spec), "state": "waiting"})
     else:
-        err.print(f"query {name} is written down; watch it with: millrace query ls, its rows with: ", end="")
+        err.print(f"query {name} is registered; its state: millrace query ls; its rows: ", end="")
         err.print(f"millrace subscribe {name}")
 
 
-@app.command("ls")
-def ls(lake: LakeOption = None, pipeline: PipelineOption = None, as_json: JsonOption = False) -> None:
-    """List the queries, and the pipeline's views, and how each fares."""
-    from lakehouse.contract.pipeline import load_pipeline
-    from lakehouse.contract.queries import Declared, QuerySpec
-
-    settings = load_settings(lake=lake, pipeline=pipeline)
-    declared = Declared(Lake(settings.lake), QuerySpec)
-    views = {
-        name: replace(_of_view(view), created="pipeline") for name, view in _views(load_pipeline, settings).items()
-    }
-    found: list[dict[str, Any]] = []
-    for name, spec in {**views, **declared.all()}.items():
-        state = declared.state(name)
-        shown = "removing" if spec.removed else state.state
-        found.append({**asdict(spec), "state": shown, "reason": state.reason})
-    if as_json:
-        print_json(found)
-        return
-    table = Table("query", "reads", "key", "from", "state", "reason")
-    for row in found:
-        colour = {"running": "green", "failed": "red"}.get(row["state"], "yellow")
-        cells = (row["name"], row["relation"], ", ".join(row["key"]), row["start"], f"[{colour}]{row['state']}[/]")
-        table.add_row(*cells, escape(row["reason"]))
-    out.print(table)
-
-
-@app.command("rm")
-def rm(
-    name: Annotated[str, typer.Argument(help="Of the query.")],
-    drop: Annotated[bool, typer.Option("--drop", help="Remove its table too; without it the rows stay.")] = False,
-    lake: LakeOption = None,
+def alert(
+    name: Annotated[str, typer.Option(help="Name of the alert.")],
+    product: Annotated[str, typer.Option(help="Product or view to watch.")],
+    when: Annotated[str, typer.Option(help="SQL condition over its columns that raises the alert.")],
+    clear: Annotated[
+        str, typer.Option(help="SQL condition that clears it.", show_default="the condition is not true")
+    ] = "",
+    patience: Annotated[str, typer.Option("--for", help="Versions or duration that the condition must hold.")] = "1",
+    hold: Annotated[str, typer.Option(help="Versions or duration that the clearing condition must hold.")] = "1",
+    by: Annotated[list[str] | None, typer.Option(help="Column that tells alerts apart; repeat it for each.")] = None,
+    value: Annotated[str, typer.Option(help="SQL expression of the number that the alert carries.")] = "",
+    time: Annotated[str, typer.Option(help="Timestamp column that durations are measured by.")] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Stop a query and remove its checkpoint and index; its table stays unless --drop says otherwise."""
-    from lakehouse.contract.errors import QueryRefused
+    """Check an alert and register it; a running driver watches it within a second."""
+    from lakehouse.contract.alerts import Alert
+    from lakehouse.contract.queries import Declared, checked_alert
+
+    settings, loaded = chosen_pipeline()
+    place = Lake(settings.lake)
+    made = Alert(product, when, clear, _patience(patience), _patience(hold), tuple(by or ()), value, time, name)
+    Declared(place, Alert).add(checked_alert(made, loaded, place, settings.queries, columns_of(place)))
+    if as_json:
+        print_json(_alert_row(made))
+    else:
+        err.print(f"alert {name} is registered; follow it with: millrace subscribe alerts")
+
+
+def ls(as_json: JsonOption = False) -> None:
+    """List queries, views and alerts with their state; --json prints {"queries": […], "alerts": […]}."""
+    settings = chosen_settings()
+    try:
+        _, pipeline = chosen_pipeline()
+        views, alerts = dict(pipeline.views), dict(pipeline.alerts)
+    except ConfigError:  # a lake's queries can be listed without its pipeline
+        views, alerts = {}, {}
+    place = Lake(settings.lake)
+    queries, watched = _query_rows(place, views), _alert_rows(place, alerts)
+    if as_json:
+        print_json({"queries": queries, "alerts": watched})
+        return
+    table = Table("query", "reads", "key", "from", "state", "reason")
+    for row in queries:
+        cells = (row["name"], row["relation"], ", ".join(row["key"]), row["start"], _colored(row["state"]))
+        table.add_row(*cells, escape(row["reason"]))
+    out.print(table)
+    if watched:
+        table = Table("alert", "product", "when", "state", "raised", "reason")
+        for row in watched:
+            cells = (row["name"], row["product"], escape(row["when"]), _colored(row["state"]), str(len(row["raised"])))
+            table.add_row(*cells, escape(row["reason"]))
+        out.print(table)
+
+
+def rm(
+    name: Annotated[str, typer.Argument(help="Name of the query or alert.")],
+    is_alert: Annotated[bool, typer.Option("--alert", help="It is an alert; its rows go from table alerts.")] = False,
+    drop: Annotated[bool, typer.Option("--drop", help="Remove the query's table too.")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Stop a query and remove its checkpoint and index, or remove an alert; a query's table stays without --drop."""
+    place = Lake(chosen_settings().lake)
+    done = _remove_alert(place, name) if is_alert else _remove_query(place, name, drop)
+    if as_json:
+        print_json({"name": name, "removed": done, "dropped": drop and done})
+    else:
+        err.print(f"{name} is removed" if done else f"{name} is being removed by the driver")
+
+
+def _remove_query(place: Lake, name: str, drop: bool) -> bool:
+    """Whether it is gone; False: the driver that runs it will remove it."""
     from lakehouse.contract.queries import Declared, QuerySpec
     from lakehouse.errors import TableBusy
     from lakehouse.lock import WriterLocks
     from lakehouse.queries.forget import forget, is_ours
 
-    place = Lake(load_settings(lake=lake).lake)
     declared = Declared(place, QuerySpec)
     spec = declared.all().get(name)
     if spec is None and not (drop and is_ours(place, name)):
-        raise QueryRefused("unknown", f"there is no query {name!r}", "millrace query ls shows those there are")
+        raise QueryRefused(
+            "unknown", f"there is no query {name!r}", "millrace query ls lists them; of an alert: --alert"
+        )
     if spec is not None:
         declared.replace(replace(spec, removed=True, drop=drop))
-    done = True
     try:
         with WriterLocks(place, [name]):  # nobody runs it: it is cleared away at once
             forget(place, name, drop=drop)
     except TableBusy:
-        done = False
-    if as_json:
-        print_json({"name": name, "removed": done, "dropped": drop and done})
-    else:
-        err.print(f"query {name} is removed" if done else f"query {name} is being removed by the driver")
+        return False
+    return True
+
+
+def _remove_alert(place: Lake, name: str) -> bool:
+    from lakehouse.contract.alerts import Alert
+    from lakehouse.contract.queries import Declared
+
+    declared = Declared(place, Alert)
+    if name not in declared.all():
+        remedy = "One of the pipeline is removed from its pipeline.toml"
+        raise QueryRefused("unknown", f"no alert {name!r} was added", remedy)
+    declared.remove(name)
+    return True
+
+
+def _query_rows(place: Lake, views: Mapping[str, View]) -> list[dict[str, Any]]:
+    from lakehouse.contract.queries import Declared, QuerySpec
+
+    declared = Declared(place, QuerySpec)
+    shown = {name: QuerySpec(name, view.sql, view.base, view.key, created="pipeline") for name, view in views.items()}
+    found = []
+    for name, spec in {**shown, **declared.all()}.items():
+        state = declared.state(name)
+        found.append({**asdict(spec), "state": "removing" if spec.removed else state.state, "reason": state.reason})
+    return found
+
+
+def _alert_rows(place: Lake, own: Mapping[str, Alert]) -> list[dict[str, Any]]:
+    from lakehouse.contract.alerts import Alert
+    from lakehouse.contract.queries import Declared
+
+    declared = Declared(place, Alert)
+    raised = _raised(place)
+    found = []
+    for name, one in {**declared.all(), **own}.items():
+        state = declared.state(name)
+        keys = sorted(raised.get(name, []))
+        found.append({**_alert_row(one), "state": state.state, "reason": state.reason, "raised": keys})
+    return found
+
+
+def _colored(state: str) -> str:
+    colour = {"running": "green", "failed": "red"}.get(state, "yellow")
+    return f"[{colour}]{state}[/]"
 
 
 def columns_of(lake: Lake) -> dict[str, tuple[str, ...]]:
@@ -128,7 +207,6 @@ def columns_of(lake: Lake) -> dict[str, tuple[str, ...]]:
 
 def _check_merges(spec: QuerySpec) -> None:
     """Refuse now what the driver would refuse later: an aggregate that does not merge."""
-    from lakehouse.contract.errors import QueryRefused
     from lakehouse.errors import BadProduct
     from lakehouse.operators import operator_of
 
@@ -142,17 +220,27 @@ def _options(given: list[str]) -> dict[str, Any]:
     try:
         return tomllib.loads("\n".join(given))
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"not TOML: {error}", key="--set", remedy="Write e.g. --set \"operator='top_n'\"") from None
+        raise ConfigError(
+            f"not TOML: {error}", key="--option", remedy="Write e.g. --option \"operator='top_n'\""
+        ) from None
 
 
-def _views(load: Any, settings: Any) -> dict[str, Any]:
-    try:
-        return dict(load(settings.pipeline_folder()).views)
-    except ConfigError:  # the queries of a lake can be listed without its pipeline
+def _alert_row(alert: Alert) -> dict[str, Any]:
+    return {f.metadata.get("key", f.name): getattr(alert, f.name) for f in fields(alert)}
+
+
+def _patience(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
+def _raised(lake: Lake) -> dict[str, list[str]]:
+    from deltalake import DeltaTable
+
+    table = lake.table("gold", "alerts")
+    if not table.exists():
         return {}
-
-
-def _of_view(view: Any) -> QuerySpec:
-    from lakehouse.contract.queries import QuerySpec
-
-    return QuerySpec(view.name, view.sql, view.base, view.key, created="pipeline")
+    found: dict[str, list[str]] = {}
+    for row in DeltaTable(str(table.path)).to_pyarrow_table(columns=["alert", "key", "state"]).to_pylist():
+        if row["state"] == "raised":
+            found.setdefault(row["alert"], []).append(row["key"])
+    return found

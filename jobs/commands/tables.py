@@ -1,40 +1,111 @@
-"""``millrace tables``: what there is, how much, how far behind, and whether all is well."""
+"""``sql``, ``subscribe``, ``tables``, ``state`` and ``sketch``: reading the lake's tables, without Spark."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import json
+import math
+import sys
 import time
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
+import orjson
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from jobs.console import JsonOption, KafkaOption, LakeOption, PipelineOption, err, out, print_json
-from lakehouse.contract.errors import MillraceError
+from jobs.console import (
+    JsonOption,
+    chosen_pipeline,
+    chosen_settings,
+    err,
+    out,
+    print_json,
+    run_async,
+)
+from lakehouse.contract.errors import ConfigError, MillraceError
 from lakehouse.contract.lake import Lake
-from lakehouse.contract.settings import Settings, load_settings
+from lakehouse.contract.settings import Settings
 
 if TYPE_CHECKING:
     from jobs.local.broker import Topics
+    from lakehouse.sketches.kinds import Answer, Question
+    from lakehouse.sketches.tables import SketchTable, Span
+
+
+def sql(
+    query: Annotated[str, typer.Argument(help="One SELECT over the lake's tables.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Query the lake's tables with DuckDB, without Spark."""
+    from serve.sql.statement import rows_as_json, run_sql
+
+    found = run_sql(Lake(chosen_settings().lake), query)
+    if as_json:
+        sys.stdout.buffer.write(rows_as_json(found) + b"\n")
+        return
+    table = Table(*found.schema.names)
+    for row in json.loads(rows_as_json(found)):
+        table.add_row(*[escape("" if value is None else str(value)) for value in row.values()])
+    out.print(table)
+    err.print(f"{found.num_rows} rows", style="dim")
+
+
+def subscribe(
+    table: Annotated[str, typer.Argument(help="Name of the table.")],
+    url: Annotated[str, typer.Option(help="Base URL of the server.")] = "http://127.0.0.1:8400",
+    position_file: Annotated[
+        Path | None, typer.Option(help="Keep the position in this file, and resume from it.")
+    ] = None,
+    count: Annotated[int | None, typer.Option(help="End after this many messages.", min=1)] = None,
+) -> None:
+    """Follow a table: print a snapshot and then each change, one JSON object a line."""
+    run_async(lambda stop: _print_changes(stop, table, url, position_file, count))
+
+
+async def _print_changes(stop: asyncio.Event, table: str, url: str, file: Path | None, count: int | None) -> None:
+    from serve.client import FileStore, Snapshot
+    from serve.client import subscribe as connect
+
+    async def follow() -> None:
+        seen = 0
+        async with connect(url, table, FileStore(file) if file else None) as messages:
+            async for message in messages:
+                kind = "snapshot" if isinstance(message, Snapshot) else "change"
+                line = orjson.dumps({"type": kind, **dataclasses.asdict(message)})
+                sys.stdout.buffer.write(line + b"\n")
+                sys.stdout.buffer.flush()
+                seen += 1
+                if seen == count:
+                    return
+
+    task = asyncio.create_task(follow())
+    waiter = asyncio.create_task(stop.wait())
+    await asyncio.wait([task, waiter], return_when=asyncio.FIRST_COMPLETED)
+    waiter.cancel()
+    if not task.done():
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    else:
+        task.result()
+
 
 _COLOURS = {"ok": "green", "warn": "yellow", "alarm": "red"}
 
 
 def tables(
-    lake: LakeOption = None,
-    pipeline: PipelineOption = None,
-    kafka: KafkaOption = None,
-    check: Annotated[bool, typer.Option("--check", help="Exit status 1 where something is in alarm.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="End with exit status 1 if a table is in alarm.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """List the lake's tables: size, files, versions, lag, retention, and what is not as it should be."""
-    from lakehouse.contract.pipeline import load_pipeline
+    """List the lake's tables: size, files, versions, lag, retention and health."""
     from lakehouse.maintain.backlog import ALARM
     from lakehouse.maintain.look import look
 
-    settings = load_settings(lake=lake, pipeline=pipeline, kafka__bootstrap=kafka)
-    loaded = load_pipeline(settings.pipeline_folder())
+    settings, loaded = chosen_pipeline()
     found = look(Lake(settings.lake), loaded, _topics(settings).backlog)
     if as_json:
         print_json([{"table": facts.name, **dataclasses.asdict(facts)} for facts in found])
@@ -82,3 +153,221 @@ def _span(seconds: float) -> str:
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def state(
+    product: Annotated[str, typer.Argument(help="Name of a stateful product; default: all of them.")] = "",
+    key: Annotated[
+        list[str] | None,
+        typer.Option("--key", help="COLUMN=VALUE of the key to show; repeat it for each column of the key."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the state of sessions, windows by count, drift detectors and joins; the driver may run or not."""
+    from lakehouse.stateful.look import look, remembered, stateful_products
+
+    settings, loaded = chosen_pipeline()
+    place = Lake(settings.lake)
+    known = {found.name: found for found in stateful_products(loaded)}
+    if product and product not in known:
+        raise ConfigError(
+            f"{product!r} remembers nothing", key="state", remedy=f"Products that do: {', '.join(known) or 'none'}"
+        )
+    if key:
+        if not product:
+            raise ConfigError(
+                "a key is one of a product", key="state", remedy="millrace state PRODUCT --key COLUMN=VALUE"
+            )
+        found = remembered(place, loaded, known[product], dict(_pair(text) for text in key))
+        _show(found, as_json)
+        return
+    facts = [look(place, loaded, item) for item in known.values() if not product or item.name == product]
+    _show([dataclasses.asdict(item) for item in facts if item is not None], as_json)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"{text!r} is not COLUMN=VALUE", key="key", remedy="Write e.g. --key visitor=u7")
+    return name, value
+
+
+def _show(rows: list[dict[str, Any]], as_json: bool) -> None:
+    plain = [{name: _text(value) for name, value in row.items()} for row in rows]
+    if as_json:
+        print_json(plain)
+    elif not plain:
+        err.print("nothing is remembered")
+    else:
+        table = Table(*plain[0], box=None, pad_edge=False)
+        for row in plain:
+            table.add_row(*(f"{value:,}" if isinstance(value, int) else str(value) for value in row.values()))
+        out.print(table, highlight=False, markup=False)
+
+
+def _text(value: Any) -> Any:
+    return value.isoformat() if isinstance(value, datetime) else value
+
+
+def sketch(
+    table: Annotated[str, typer.Argument(help="A table whose rows carry sketches.")],
+    window: Annotated[
+        str,
+        typer.Option(
+            help="Start of one window, or FROM..TO to merge several (either may be empty); default: the newest."
+        ),
+    ] = "",
+    by: Annotated[list[str] | None, typer.Option("--by", help="Only the group COLUMN=VALUE; may be repeated.")] = None,
+    item: Annotated[str | None, typer.Option(help="Ask how often this item occurs, or whether it does.")] = None,
+    quantile: Annotated[
+        list[float] | None, typer.Option(help="Ask for the value at this rank, 0 to 1; may be repeated.")
+    ] = None,
+    rank: Annotated[float | None, typer.Option(help="Ask for the share of values up to this one.")] = None,
+    range: Annotated[str | None, typer.Option(help="Ask how many integers lie in LOW:HIGH, both included.")] = None,
+    n: Annotated[int, typer.Option("-n", help="Number of most frequent items to print.", min=1)] = 10,
+    inner: Annotated[
+        str | None, typer.Option(help="Ask for the inner product with the window that starts here.")
+    ] = None,
+    confirm: Annotated[bool, typer.Option("--confirm", help='Look a "maybe" of membership up in a table.')] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Write the merged sketch to this file, in DataSketches' binary form.", dir_okay=False),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the estimates of a table's sketches with their bounds; windows and groups are merged."""
+    from lakehouse.sketches.kinds import inner_product
+    from lakehouse.sketches.tables import SketchTable
+
+    question = _question(item, quantile, rank, range, n)
+    found = SketchTable(Lake(chosen_settings().lake).find(table))
+    groups = _groups(by)
+    span = _merged(found, window or found.newest().isoformat(), "--window", groups)
+    if inner:
+        answers = [inner_product(span.sketch, _merged(found, inner, "--inner", groups).sketch)]
+    else:
+        answers = span.sketch.answers(question)
+    if confirm:
+        answers = _confirmed(answers, found, span, groups)
+    if output is not None:
+        output.write_bytes(span.sketch.serialize()["sketch"])
+    _say(table, found.operator, span, answers, as_json)
+
+
+def _merged(table: SketchTable, text: str, option: str, groups: Mapping[str, str]) -> Span:
+    """The merged windows that ``START`` or ``FROM..TO`` names."""
+    first, several, last = text.partition("..")
+    if several:
+        return table.span(_time(first, option) if first else None, _time(last, option) if last else None, groups)
+    start = _time(text, option)
+    return table.span(start, start + timedelta(microseconds=1), groups)
+
+
+def _question(
+    item: str | None, quantiles: list[float] | None, rank: float | None, between: str | None, n: int
+) -> Question:
+    from lakehouse.sketches.kinds import Question
+
+    low = high = None
+    if between is not None:
+        first, _, last = between.partition(":")
+        try:
+            low, high = int(first), int(last)
+        except ValueError:
+            raise ConfigError(f"{between!r} is no range", key="--range", remedy="Write LOW:HIGH, e.g. 10:19") from None
+    if not all(0 <= found <= 1 for found in quantiles or ()):
+        raise ConfigError("a rank lies from 0 to 1", key="--quantile", remedy="The median is 0.5")
+    return Question(item, low, high, tuple(quantiles or ()), rank, n)
+
+
+def _groups(given: list[str] | None) -> dict[str, str]:
+    groups = {}
+    for pair in given or []:
+        column, equals, value = pair.partition("=")
+        if not equals:
+            raise ConfigError(f"{pair!r} names no group", key="--by", remedy="Write COLUMN=VALUE, e.g. city=Ulm")
+        groups[column] = value
+    return groups
+
+
+def _time(text: str, option: str) -> datetime:
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        raise ConfigError(
+            f"{text!r} is no time",
+            key=option,
+            remedy="Write e.g. 2026-01-01T12:00:00Z; UTC where no zone is said",
+        ) from None
+    return found if found.tzinfo else found.replace(tzinfo=UTC)
+
+
+def _confirmed(answers: list[Answer], table: SketchTable, span: Span, groups: Mapping[str, str]) -> list[Answer]:
+    """The answers, a "maybe" among them looked up: in the table that the product names, else in bronze."""
+    from lakehouse.sketches.kinds import MAYBE, NO, YES, Answer
+    from lakehouse.sketches.tables import is_held
+
+    if table.operator != "membership":
+        raise ConfigError("only membership answers maybe", key="--confirm", remedy="Leave it out")
+    settings = chosen_settings()
+    found = []
+    for answer in answers:
+        if answer.estimate == MAYBE:
+            place = table.parameters.get("confirm", "")
+            if place:
+                held = is_held(Lake(settings.lake), place, answer.what, span, groups)
+            else:
+                held = _in_bronze(settings, table.ref.name, answer.what, span, groups)
+            answer = Answer(answer.what, YES if held else NO)
+        found.append(answer)
+    return found
+
+
+def _in_bronze(settings: Any, table: str, item: str, span: Span, groups: Mapping[str, str]) -> bool:
+    from lakehouse.confirm import is_in_bronze
+    from lakehouse.contract.pipeline import load_pipeline
+    from lakehouse.session import build_session
+
+    pipeline = load_pipeline(settings.pipeline_folder())
+    if table not in pipeline.products:
+        raise ConfigError(f"the pipeline has no product {table!r}", key="--pipeline", remedy="Name the one that has it")
+    with err.status("looking it up in bronze …"):
+        spark = build_session(settings, "millrace-confirm")
+        try:
+            lake, product = Lake(settings.lake), pipeline.products[table]
+            return is_in_bronze(spark, lake, pipeline, product, item, span.start, span.end, groups)
+        finally:
+            spark.stop()
+
+
+def _say(table: str, operator: str, span: Span, answers: list[Answer], as_json: bool) -> None:
+    if as_json:
+        print_json(
+            {
+                "table": table,
+                "operator": operator,
+                "from": span.start.isoformat(),
+                "to": span.end.isoformat(),
+                "windows": span.windows,
+                "sketches": span.rows,
+                "answers": [{key: _plain(value) for key, value in dataclasses.asdict(a).items()} for a in answers],
+            }
+        )
+        return
+    shown = Table("", "estimate", "lower", "upper", "confidence")
+    for answer in answers:
+        numbers = [_shown(value) for value in (answer.estimate, answer.lower, answer.upper)]
+        shown.add_row(answer.what, *numbers, f"{answer.confidence:.1%}")
+    out.print(shown)
+    err.print(f"{span.windows} windows, {span.start.isoformat()} to {span.end.isoformat()}", style="dim")
+
+
+def _plain(value: object) -> object:
+    """JSON has no infinity, which a full filter estimates."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _shown(value: float | str | None) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    return f"{value:,.6g}" if value % 1 else f"{value:,.0f}"

@@ -27,7 +27,6 @@ class Options:
         seconds: how long to play; None: until the input ends, or for ever.
         rate: events/s.
         input: JSON-lines file of events; None: made-up ones.
-        seed: of the made-up ones.
         loop: play the input again and again, each round with new ids.
         browser: open the dashboard.
         quiet: no live board.
@@ -37,7 +36,6 @@ class Options:
     seconds: float | None = None
     rate: float = 500.0
     input: Path | None = None
-    seed: int = 1
     loop: bool = False
     browser: bool = True
     quiet: bool = False
@@ -89,7 +87,7 @@ class Playing:
     def command(self) -> list[str]:
         """Arguments of ``millrace`` for the player."""
         options = self._options
-        command = ["simulate", "--pipeline", self._name, "--rate", str(options.rate), "--seed", str(options.seed)]
+        command = ["simulate", "--pipeline", self._name, "--rate", str(options.rate)]
         command += ["--port", str(self._port)]
         if options.input is not None:
             command += ["--input", str(options.input)]
@@ -152,7 +150,7 @@ def _played(pipeline: Pipeline, options: Options) -> list[str]:
         return [first]
     from ingest.simulate.server import scene_players
 
-    return list(scene_players(scene, pipeline, rate=1.0, count=None, seed=options.seed))
+    return list(scene_players(scene, pipeline, rate=1.0, count=None, seed=1))
 
 
 def source_stats(stack: Stack, source: str) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -28,7 +29,7 @@ from lakehouse.contract.feed import metrics_file
 from lakehouse.contract.kafkasecurity import ClientSecurity
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import load_pipeline
-from lakehouse.contract.settings import Settings
+from lakehouse.contract.settings import Settings, child_arguments
 
 PARTS = "parts.json"
 """Process id by part, or null."""
@@ -194,37 +195,37 @@ class Stack:
     def start(self) -> None:
         """Start every part; returns while they are still getting ready (:meth:`waiting_for`)."""
         settings = self._settings
-        serve = settings.serve.port or free_port()
-        collect = settings.collect.port or free_port()
         state = self._lake.state / "run"
         state.mkdir(parents=True, exist_ok=True)
         (state / DRIVER).unlink(missing_ok=True)
-        common = ["--lake", str(settings.lake), "--pipeline", settings.pipeline]
-        bootstrap = self._start_broker()
-        kafka = ["--kafka", bootstrap]
-        self._child("lakehouse", ["run", *common, *kafka])
-        self._child("serve", ["serve", *common, "--port", str(serve)])
+        self._settings = settings = dataclasses.replace(
+            settings,
+            kafka=dataclasses.replace(settings.kafka, bootstrap=self._start_broker()),
+            serve=dataclasses.replace(settings.serve, port=settings.serve.port or free_port()),
+            collect=dataclasses.replace(settings.collect, port=settings.collect.port or free_port()),
+        )
+        self._child("lakehouse", ["run"])
+        self._child("serve", ["serve"])
         urls = [argument for url in self._urls for argument in ("--url", url)]
-        watch = ["--watch"] if self._watch else []
         # A player that is about to start on this machine is not waited for with long pauses.
-        soon = {"MILLRACE_COLLECT_BACKOFF_MAX_S": "0.3"} if self._played else {}
-        self._child("collect", ["collect", *common, *kafka, "--port", str(collect), *urls, *watch], soon)
-        host = settings.serve.host
+        soon = ["--set", "collect.backoff_max_s=0.3"] if self._played else []
+        self._child("collect", ["collect", *urls, *(["--watch"] if self._watch else []), *soon])
         if any(source.latest_topic for source in load_pipeline(settings.pipeline_folder()).sources.values()):
-            self._measured_child("latest", ["latest", *common, *kafka])
+            self._measured_child("latest", ["latest"])
         self.start_loaders()
-        self.address = Address(f"http://{host}:{serve}", f"http://{settings.collect.host}:{collect}", bootstrap)
-        self._where |= {"serve": self.address.serve, "collect": self.address.collect, "broker": bootstrap}
+        serve = f"http://{settings.serve.host}:{settings.serve.port}"
+        collect = f"http://{settings.collect.host}:{settings.collect.port}"
+        self.address = Address(serve, collect, settings.kafka.bootstrap)
+        self._where |= {"serve": serve, "collect": collect, "broker": settings.kafka.bootstrap}
 
     def start_loaders(self) -> None:
-        """Start what brings files in: one process for all feeds, and one for each inbox."""
-        common = ["--lake", str(self._settings.lake), "--pipeline", self._settings.pipeline]
+        """Start what loads files: one process for all feeds, and one for each inbox."""
         sources = load_pipeline(self._settings.pipeline_folder()).sources
         if self._feeds and any(source.feeds for source in sources.values()):
-            self._measured_child(FEEDS, ["load", "--feeds", "--node", FEEDS, *common])
+            self._measured_child(FEEDS, ["load", "--feeds", "--node", FEEDS])
         for source, folder in self._inboxes.items():
             name = f"{INBOX}{source}"
-            self._measured_child(name, ["load", "--watch", str(folder), "--source", source, "--node", name, *common])
+            self._measured_child(name, ["load", "--watch", str(folder), "--source", source, "--node", name])
 
     def security(self) -> ClientSecurity:
         """How who only reads logs in to the broker."""
@@ -308,10 +309,10 @@ class Stack:
         """A part that has no HTTP but its metrics."""
         port = free_port()
         self._where[name] = f"http://127.0.0.1:{port}"
-        self._child(name, [*command, "--metrics-port", str(port)])
+        self._child(name, [*command, "--set", f"metrics_port={port}"])
 
-    def _child(self, name: str, command: list[str], environment: Mapping[str, str] | None = None) -> None:
-        self.supervisor.start(Child(name, command, self.log_file(name), environment or {}))
+    def _child(self, name: str, command: list[str]) -> None:
+        self.supervisor.start(Child(name, [*command, *child_arguments(self._settings)], self.log_file(name)))
 
 
 def inbox_folders(given: Sequence[str], sources: Sequence[str]) -> dict[str, Path]:

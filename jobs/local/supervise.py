@@ -12,6 +12,7 @@ can serve every subscriber.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 import os
@@ -26,7 +27,7 @@ from pathlib import Path
 
 from lakehouse.contract.errors import EnvironmentProblem
 from lakehouse.contract.lake import Lake
-from lakehouse.contract.settings import Settings
+from lakehouse.contract.settings import Settings, child_arguments
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 HEALTHY_S = 30.0  # a child that ran this long starts its back-off anew
 STOP_S = 20.0
 PARENT_VARIABLE = "MILLRACE_PARENT"
+MARK_VARIABLE = "MILLRACE_MARK"
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,25 +192,29 @@ _TEND_S = 0.2
 _READY_S = 60.0
 
 
-async def serve_many(
-    settings: Settings, arguments: list[str], *, ready: Callable[[str], None], stop: asyncio.Event
-) -> None:
+def mark_of_child() -> Path | None:
+    """File that this process writes when it serves, if it is one of several servers."""
+    mark = os.environ.pop(MARK_VARIABLE, "")
+    return Path(mark) if mark else None
+
+
+async def serve_many(settings: Settings, *, ready: Callable[[str], None], stop: asyncio.Event) -> None:
     """Run ``serve.processes`` servers until ``stop`` is set.
 
     Args:
         settings: of all of them.
-        arguments: that each is started with, beside the port.
-        ready: called with the base URL once every one of them takes connections.
+        ready: called with the base URL once all of them take connections.
         stop: ends them.
 
     Raises:
-        EnvironmentProblem: the port is taken, or they do not start.
+        EnvironmentProblem: the port is taken, or a server does not start.
     """
     from serve.access import check_start
 
     await asyncio.to_thread(check_start, settings)
     holder = _hold(settings)
-    port = holder.getsockname()[1]
+    one = dataclasses.replace(settings.serve, port=holder.getsockname()[1], processes=1)
+    arguments = child_arguments(dataclasses.replace(settings, serve=one))
     lake = Lake(settings.lake)
     folder = lake.state / "run"
     folder.mkdir(parents=True, exist_ok=True)
@@ -217,8 +223,8 @@ async def serve_many(
     try:
         for name, mark in marks.items():
             mark.unlink(missing_ok=True)
-            command = ["serve", *arguments, "--port", str(port), "--processes", "1", "--mark", str(mark)]
-            supervisor.start(Child(name, command, lake.state / "logs" / f"{name}.log"))
+            log_file = lake.state / "logs" / f"{name}.log"
+            supervisor.start(Child(name, ["serve", *arguments], log_file, {MARK_VARIABLE: str(mark)}))
         url = await _up(supervisor, marks, stop)
         if url and not stop.is_set():
             ready(url)

@@ -296,7 +296,9 @@ def checked_alert(
     if alert.name in pipeline.alerts or alert.name in declared:
         raise QueryRefused("taken", f"there is an alert {alert.name!r} already", "Choose another name")
     if len(declared) >= quotas.max_queries:
-        raise QueryRefused("quota", f"there are {quotas.max_queries} alerts already", "Remove one: millrace alert rm")
+        raise QueryRefused(
+            "quota", f"there are {quotas.max_queries} alerts already", "Remove one: millrace query rm --alert"
+        )
     known = {*pipeline.products, *pipeline.views, *Declared(lake, QuerySpec).all()}
     if alert.product not in known:
         raise QueryRefused(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -208,7 +208,6 @@ class SparkSettings:
         max_offsets_per_trigger: events that a micro-batch takes at most.
         max_bytes_per_trigger: compressed bytes of bronze that are read at once, at most, e.g. ``48m``.
         rehearse: run the queries over made-up rows before the driver says that it is ready.
-        metrics_port: port of the driver's ``/metrics`` on the loopback address; 0: any free one.
         conf: any further Spark setting.
     """
 
@@ -218,7 +217,6 @@ class SparkSettings:
     max_offsets_per_trigger: int = 200_000
     max_bytes_per_trigger: str = "48m"
     rehearse: bool = True
-    metrics_port: int = 0
     conf: dict[str, str] = field(default_factory=dict)
 
 
@@ -249,6 +247,7 @@ class Settings:
         lake: root folder of the lake.
         pipeline: name of a folder below ``conf/pipelines``, or a path to one.
         tenant: tenant that events belong to when nobody says otherwise.
+        metrics_port: port of ``/metrics`` on the loopback address for processes without HTTP; 0: any free one.
         kafka: the broker.
         collect: collectors.
         serve: the serving tier.
@@ -259,6 +258,7 @@ class Settings:
     lake: Path = Path("lake")
     pipeline: str = "meetup"
     tenant: str = "default"
+    metrics_port: int = 0
     kafka: KafkaSettings = field(default_factory=KafkaSettings)
     collect: CollectSettings = field(default_factory=CollectSettings)
     serve: ServeSettings = field(default_factory=ServeSettings)
@@ -296,28 +296,60 @@ def conf_dir() -> Path:
     raise ConfigError("no conf folder with a default.toml", key="MILLRACE_CONF", remedy="Set MILLRACE_CONF to its path")
 
 
-def load_settings(environ: Mapping[str, str] | None = None, **overrides: Any) -> Settings:
+def load_settings(
+    environ: Mapping[str, str] | None = None, assignments: Sequence[str] = (), **overrides: Any
+) -> Settings:
     """Settings of this process.
 
     Args:
         environ: the environment, ``os.environ`` by default.
-        overrides: values of the command line by field name, ``section__key`` for nested ones; None is passed over.
+        assignments: ``section.key=value`` each, as ``--set`` takes them.
+        overrides: values by field name, ``section__key`` for nested ones; None is passed over.
 
     Raises:
-        ConfigError: a file, variable or value is wrong.
+        ConfigError: a file, variable, assignment or value is wrong.
     """
     path = conf_dir() / "default.toml"
     settings = build(Settings, read_toml(path), file=path)
     environ = os.environ if environ is None else environ
     values = dict(_from_environment(environ))
+    values |= dict(map(_assignment, assignments))
     values |= {name: value for name, value in overrides.items() if value is not None}
     for name, value in values.items():
         settings = _replace(settings, name.split("__"), value)
     return settings
 
 
+def leaves(node: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of every setting."""
+    for one in dataclasses.fields(node):
+        value = getattr(node, one.name)
+        if dataclasses.is_dataclass(value):
+            yield from leaves(value, f"{at}{one.name}.")
+        else:
+            yield f"{at}{one.name}", value
+
+
+def child_arguments(settings: Settings) -> list[str]:
+    """Options of ``millrace`` that give these settings to a child process, which inherits file and environment."""
+    inherited = dict(leaves(load_settings()))
+    arguments = ["--lake", str(settings.lake), "--pipeline", settings.pipeline]
+    for key, value in leaves(settings):
+        if value != inherited[key] and key not in ("lake", "pipeline") and not isinstance(value, dict):
+            arguments += ["--set", f"{key}={value}"]
+    return arguments
+
+
 _SHORT = {"kafka": "kafka__bootstrap"}
-_NOT_SETTINGS = {"conf", "jars_dir", "maven_url", "shared_data", "crash_at", "parent", "log"}
+_NOT_SETTINGS = {"conf", "jars_dir", "maven_url", "shared_data", "crash_at", "parent", "mark", "log"}
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise ConfigError(f"{text!r} is not KEY=VALUE", key="--set", remedy="Write e.g. --set serve.port=9000")
+    name = key.strip().replace(".", "__")
+    return _SHORT.get(name, name), value
 
 
 def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Any]]:

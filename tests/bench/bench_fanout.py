@@ -266,9 +266,9 @@ class Server:
     """``millrace serve`` on the lake, on a free port."""
 
     def __init__(self, lake: Path, processes: int) -> None:
-        command = [sys.executable, "-m", "jobs.cli", "serve", "--lake", str(lake), "--port", "0"]
+        command = [sys.executable, "-m", "jobs.cli", "serve", "--lake", str(lake), "--set", "serve.port=0"]
         if processes:
-            command += ["--processes", str(processes)]
+            command += ["--set", f"serve.processes={processes}"]
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert self._process.stderr is not None
         self.url = ""

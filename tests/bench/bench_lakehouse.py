@@ -324,7 +324,7 @@ class Driver:
 
     def __enter__(self) -> Driver:
         command = [sys.executable, "-m", "jobs.cli", "run", "--lake", str(self._site.lake.root)]
-        command += ["--pipeline", str(self._site.pipeline.path.parent), "--kafka", self._site.bootstrap]
+        command += ["--pipeline", str(self._site.pipeline.path.parent), "--set", f"kafka={self._site.bootstrap}"]
         marker = self._site.lake.state / "run" / DRIVER
         marker.unlink(missing_ok=True)
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -71,9 +71,17 @@ def measure(folder: Path, tags: int, seconds: int) -> dict[str, Any]:
         udp = int(probe.getsockname()[1])
     (folder / "pipeline.toml").write_text(PIPELINE.replace("PORT", str(udp)), encoding="utf-8")
     http = free_port()
-    command = ["collect", "--pipeline", str(folder), "--lake", str(folder / "lake"), "--kafka", broker.bootstrap]
+    command = [
+        "collect",
+        "--pipeline",
+        str(folder),
+        "--lake",
+        str(folder / "lake"),
+        "--set",
+        f"kafka={broker.bootstrap}",
+    ]
     node = subprocess.Popen(
-        [sys.executable, "-m", "jobs.cli", *command, "--port", str(http)], stderr=subprocess.DEVNULL
+        [sys.executable, "-m", "jobs.cli", *command, "--set", f"collect.port={http}"], stderr=subprocess.DEVNULL
     )
     try:
         stats = _wait(http, lambda found: found["ready"])

@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lakehouse.contract.errors import ConfigError
-from lakehouse.contract.settings import PREFIX, Settings, conf_dir, load_settings
+from lakehouse.contract.settings import PREFIX, Settings, child_arguments, conf_dir, leaves, load_settings
 
 ROOT = Path(__file__).parents[2]
-
-
-def leaves(node: Any, at: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of every setting."""
-    for field in dataclasses.fields(node):
-        value = getattr(node, field.name)
-        if dataclasses.is_dataclass(value):
-            yield from leaves(value, f"{at}{field.name}.")
-        else:
-            yield f"{at}{field.name}", value
 
 
 def test_the_file_says_what_the_dataclasses_say() -> None:
@@ -72,6 +60,23 @@ def test_the_short_name_of_the_broker() -> None:
     assert load_settings({"MILLRACE_KAFKA": "h:1"}).kafka.bootstrap == "h:1"
     assert load_settings({"MILLRACE_KAFKA_BOOTSTRAP": "h:2"}).kafka.bootstrap == "h:2"
     assert load_settings({"MILLRACE_KAFKA": "h:1"}, kafka__bootstrap="h:3").kafka.bootstrap == "h:3"
+
+
+def test_an_assignment_goes_before_the_environment() -> None:
+    environ = {"MILLRACE_SERVE_PORT": "9000"}
+    settings = load_settings(environ, ["serve.port=1", "kafka=h:1", "spark.rehearse=false"])
+    assert (settings.serve.port, settings.kafka.bootstrap, settings.spark.rehearse) == (1, "h:1", False)
+    for wrong in ("serve.port", "serve.prot=1"):
+        with pytest.raises(ConfigError):
+            load_settings(environ, [wrong])
+
+
+def test_a_child_gets_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MILLRACE_SERVE_PORT", "9000")
+    settings = load_settings(lake=Path("/a"), kafka__bootstrap="h:1", collect__port=0, spark__rehearse=False)
+    lake, pipeline, *rest = child_arguments(settings)[1::2]
+    assert load_settings(lake=lake, pipeline=pipeline, assignments=rest) == settings
+    assert "serve.port=9000" not in rest, "it is inherited"
 
 
 @pytest.mark.parametrize(("text", "expected"), [("false", False), ("0", False), ("TRUE", True), ("1", True)])

@@ -151,7 +151,7 @@ def test_who_is_not_allowed_is_refused(place: Place) -> None:
     assert place.read("secure", "collector", "1") in refusals
     seen = Producer(place.options("reader")).list_topics(timeout=60).topics
     assert set(seen) == {"secure.latest"}, "the rest is not even named"
-    with pytest.raises(BrokerUnavailable, match="millrace topics --apply"):  # no topic is the collector's to make
+    with pytest.raises(BrokerUnavailable, match="millrace kafka apply"):  # no topic is the collector's to make
         other = pipeline_of("never-granted").sources["clicks"]
         ensure_topics(place.broker.bootstrap, [other], place.broker.security("collector"))
 

@@ -135,6 +135,6 @@ def test_kafka_status_without_a_broker(tmp_path: Path) -> None:
 
 
 def test_jars_as_spark_submit_takes_them() -> None:
-    done = millrace("jars")
+    done = millrace("prepare", "--jars")
     assert done.returncode == 0, done.stderr
     assert done.stdout.rstrip("\n").split(",") == [str(path) for path in jar_paths("spark")]

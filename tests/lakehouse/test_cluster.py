@@ -110,7 +110,7 @@ def submitted(place: Site, cluster: Cluster) -> Iterator[Callable[[], bool]]:
     command = [str(BINARIES / "spark-submit"), "--master", cluster.url, "--driver-memory", "1g"]
     command += ["--conf", "spark.executor.memory=512m", "--conf", "spark.executor.cores=1"]
     command += ["jobs/run_pipeline.py", "--lake", str(place.lake.root), "--pipeline", place.settings.pipeline]
-    command += ["--kafka", place.bootstrap]
+    command += ["--set", f"kafka={place.bootstrap}"]
     with (place.lake.root.parent / "driver.log").open("wb") as log:
         driver = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log, start_new_session=True)
     try:

@@ -126,7 +126,7 @@ def test_the_commands(tmp_path: Path, clicks: Pipeline) -> None:
     lake = Lake(tmp_path / "lake")
     bronze(lake, 3)
     place = ["--lake", str(lake.root), "--pipeline", str(clicks.path.parent)]
-    command = [sys.executable, "jobs/maintain.py", "--once", "--all", "--json", *place]  # as a scheduler starts it
+    command = [sys.executable, "-m", "jobs.cli", "maintain", "--once", "--all", "--json", *place]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert json.loads(done.stdout) == [{"table": "clicks", "said": "2 files fewer, log checkpoint", "busy": False}]
     run = CliRunner().invoke
@@ -137,7 +137,7 @@ def test_the_commands(tmp_path: Path, clicks: Pipeline) -> None:
     judged = run(app, ["quality", "--json", *place])
     (looked,) = json.loads(judged.stdout)
     assert (judged.exit_code, looked["passed"], looked["findings"][0]["total"]) == (0, True, 6)
-    assert run(app, ["quality", "check", "clicks", "--batch", "7", *place]).exit_code == 1
-    assert run(app, ["quality", "accept", "clicks", "e1", *place]).exit_code == 0
+    assert run(app, ["quality", "clicks", "--batch", "7", *place]).exit_code == 1
+    assert run(app, ["quality", "clicks", "--accept", "e1", *place]).exit_code == 0
     assert accepted(lake, "clicks") == {"e1"}
-    assert "no source" in str(run(app, ["quality", "accept", "visits", "e1", *place]).exception)
+    assert "no source" in str(run(app, ["quality", "visits", "--accept", "e1", *place]).exception)

@@ -232,7 +232,7 @@ def test_a_topic_that_begins_anew_is_refused_until_the_source_has_another(
 def driver(place: Site, crash_at: str) -> subprocess.Popen[bytes]:
     """All stages in a process of their own."""
     command = [sys.executable, "jobs/run_pipeline.py", "--lake", str(place.lake.root)]
-    command += ["--pipeline", place.settings.pipeline, "--kafka", place.bootstrap]
+    command += ["--pipeline", place.settings.pipeline, "--set", f"kafka={place.bootstrap}"]
     changed = {"MILLRACE_SPARK_REHEARSE": "false", "MILLRACE_SPARK_DRIVER_MEMORY": "1g", "MILLRACE_CRASH_AT": crash_at}
     log = (place.lake.root.parent / "driver.log").open("ab")
     with log:
@@ -285,7 +285,7 @@ def test_stages_in_drivers_of_their_own_by_spark_submit(new_site: Callable[[], S
         command = [str(binaries / "spark-submit"), "--driver-memory", "512m", *QUICK, f"jobs/run_{name}.py"]
         command += ["--lake", str(place.lake.root), "--pipeline", place.settings.pipeline]
         if name == "bronze":
-            command += ["--kafka", place.bootstrap]
+            command += ["--set", f"kafka={place.bootstrap}"]
         changed = {**environ, "MILLRACE_CRASH_AT": crash_at}
         with (place.lake.root.parent / f"{name}.log").open("ab") as log:
             return subprocess.Popen(command, cwd=ROOT, env=changed, stdout=log, stderr=log, start_new_session=True)

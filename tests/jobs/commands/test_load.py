@@ -1,9 +1,8 @@
-"""``millrace load``, ``feeds`` and ``staging`` as a user calls them."""
+"""``millrace load`` and ``staging`` as a user calls them, and feed files to try them with."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +21,7 @@ runner = CliRunner()
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("MILLRACE_PIPELINE", "offers")
     monkeypatch.setenv("MILLRACE_LAKE", str(tmp_path / "lake"))
-    made = runner.invoke(app, ["feeds", "make", str(tmp_path / "in"), "--merchants=3", "--offers=20", "--json"])
+    made = runner.invoke(app, ["simulate", "--feeds", str(tmp_path / "in"), "--merchants=3", "--offers=20"])
     assert made.exit_code == 0
     assert json.loads(made.stdout)["files"] == 3
     return tmp_path
@@ -49,11 +48,10 @@ def test_the_exit_status(place: Path) -> None:
     assert runner.invoke(app, ["load", str(place / "in"), "--dry-run"]).exit_code == 0
 
 
-def test_a_watched_folder_and_another_way_to_start_it(place: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(ROOT / "jobs" / "load_feed.py"), "--watch", str(place / "in"), "--once"]
+def test_a_watched_folder(place: Path) -> None:
+    command = [sys.executable, "-m", "jobs.cli", "load", "--watch", str(place / "in"), "--once"]
     done = subprocess.run(
-        [*command, "--settle=0", "--workers=1", "--json"], env=environment, capture_output=True, text=True, timeout=300
+        [*command, "--settle=0", "--workers=1", "--json"], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["ok"]
@@ -75,7 +73,6 @@ def test_a_watched_folder_and_another_way_to_start_it(place: Path) -> None:
         (["load", "--watch=/nowhere/at/all"], "there is no folder"),
         (["staging", "rebuild", "nothing"], "there is no staging table 'nothing'"),
         (["staging", "rebuild"], "no table catalogue yet"),
-        (["feeds", "make", "x", "--format=xml"], "'xml' is not known"),
     ],
 )
 def test_what_is_wrong_is_said(place: Path, arguments: list[str], problem: str) -> None:

@@ -1,4 +1,4 @@
-"""``millrace query`` and ``millrace alert``, without a driver."""
+"""``millrace query``, without a driver."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ def test_a_query_is_added_listed_and_removed(tmp_path: Path) -> None:
     call(tmp_path, "query", "add", "--name", "most", "--sql", f"@{tmp_path / 'q.sql'}")
     Declared(Lake(tmp_path), QuerySpec).tell("most", State("failed", "no [table]"))
     listed = {
-        row["name"]: (row["relation"], row["state"], row["reason"]) for row in call(tmp_path, "query", "ls", "--json")
+        row["name"]: (row["relation"], row["state"], row["reason"])
+        for row in call(tmp_path, "query", "ls", "--json")["queries"]
     }
     assert listed == {"answers": ("rsvps", "waiting", ""), "most": ("top_topics", "failed", "no [table]")}
     assert "no [table]" in call(tmp_path, "query", "ls")
     assert call(tmp_path, "query", "rm", "answers", "--json") == {"name": "answers", "removed": True, "dropped": False}
     with WriterLocks(Lake(tmp_path), ["most"]):  # a driver runs it
         assert not call(tmp_path, "query", "rm", "most", "--json")["removed"]
-    assert [row["state"] for row in call(tmp_path, "query", "ls", "--json")] == ["removing"]
+    assert [row["state"] for row in call(tmp_path, "query", "ls", "--json")["queries"]] == ["removing"]
     with pytest.raises(QueryRefused, match="there is no query 'answers'"):
         call(tmp_path, "query", "rm", "answers")
 
@@ -63,8 +64,8 @@ def test_a_table_that_stayed_is_dropped_later_and_no_other_is(tmp_path: Path) ->
         (["--sql", "SELECT response, avg(guests) AS a FROM rsvps GROUP BY response"], "cannot be merged"),
         (["--sql", "SELECT now() AS n FROM rsvps"], "the function now is not taken"),
         (["--sql", COUNTS, "--from", "later"], "from 'later' is not known"),
-        (["--sql", COUNTS, "--set", "operator="], "not TOML"),
-        (["--sql", COUNTS, "--set", "window='soon'"], "window"),
+        (["--sql", COUNTS, "--option", "operator="], "not TOML"),
+        (["--sql", COUNTS, "--option", "window='soon'"], "window"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, arguments: list[str], says: str) -> None:
@@ -75,14 +76,14 @@ def test_what_is_refused(tmp_path: Path, arguments: list[str], says: str) -> Non
 
 def test_an_alert_is_added_listed_and_removed(tmp_path: Path) -> None:
     options = ["--when", "count > 10", "--for", "30 seconds", "--hold", "2", "--by", "item", "--value", "count"]
-    made = call(tmp_path, "alert", "add", "--name", "hot", "--product", "top_topics", *options, "--json")
+    made = call(tmp_path, "query", "alert", "--name", "hot", "--product", "top_topics", *options, "--json")
     assert (made["for"], made["hold"], made["by"]) == ("30 seconds", 2, ["item"])
-    (row,) = call(tmp_path, "alert", "ls", "--json")
+    (row,) = call(tmp_path, "query", "ls", "--json")["alerts"]
     assert (row["name"], row["state"], row["raised"]) == ("hot", "waiting", [])
-    assert "count > 10" in call(tmp_path, "alert", "ls")
-    call(tmp_path, "alert", "rm", "hot")
+    assert "count > 10" in call(tmp_path, "query", "ls")
+    call(tmp_path, "query", "rm", "hot", "--alert")
     assert Declared(Lake(tmp_path), Alert).all() == {}
     with pytest.raises(QueryRefused, match="no alert 'hot' was added"):
-        call(tmp_path, "alert", "rm", "hot")
+        call(tmp_path, "query", "rm", "hot", "--alert")
     with pytest.raises(QueryRefused, match="there is no product 'nothing'"):
-        call(tmp_path, "alert", "add", "--name", "hot", "--product", "nothing", "--when", "a > 1")
+        call(tmp_path, "query", "alert", "--name", "hot", "--product", "nothing", "--when", "a > 1")

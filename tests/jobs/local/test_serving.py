@@ -19,8 +19,8 @@ PATIENCE_S = 60
 
 
 def started(root: Path, processes: int = 2, **environ: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "jobs.cli", "serve", "--lake", str(root), "--port", "0"]
-    command += ["--processes", str(processes)]
+    command = [sys.executable, "-m", "jobs.cli", "serve", "--lake", str(root), "--set", "serve.port=0"]
+    command += ["--set", f"serve.processes={processes}"]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **environ})
 
 

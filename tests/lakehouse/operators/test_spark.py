@@ -401,6 +401,9 @@ def test_a_replay_gives_the_same_products(place: Place, spark: SparkSession) -> 
     assert found["speeds"].within_bounds  # k = 16: the sketches did draw at random
 
 
+ALL = ("--window", "..")
+
+
 def asked(place: Place, *arguments: str) -> dict[str, Any]:
     """What ``millrace sketch`` prints."""
     result = CliRunner().invoke(app, ["sketch", *arguments, "--lake", str(place.settings.lake), "--json"])
@@ -411,20 +414,17 @@ def asked(place: Place, *arguments: str) -> dict[str, Any]:
 
 def test_the_command_merges_windows_and_groups(place: Place) -> None:
     people = {ride.who for ride in place.in_time}
-    found = asked(place, "merge", "people")
+    found = asked(place, "people", *ALL)
     assert round(found["answers"][0]["estimate"]) == len(people)
-    top = asked(place, "merge", "top", "-n", "3")["answers"]
+    top = asked(place, "top", *ALL, "-n", "3")["answers"]
     assert [(a["what"], a["estimate"]) for a in top] == sorted(
         Counter(r.who for r in place.in_time).items(), key=lambda f: (-f[1], f[0])
     )[:3]
     often = asked(
         place,
-        "merge",
         "often",
-        "--from",
-        "2026-01-01T12:05:00Z",
-        "--to",
-        "2026-01-01T12:10:00",
+        "--window",
+        "2026-01-01T12:05:00Z..2026-01-01T12:10:00",
         "--by",
         "city=Ulm",
         "--item",
@@ -434,16 +434,14 @@ def test_the_command_merges_windows_and_groups(place: Place) -> None:
     (answer,) = often["answers"]
     assert answer["lower"] <= truth <= answer["upper"] == answer["estimate"]
     assert (often["windows"], often["sketches"]) == (1, 1)
-    (answer,) = asked(place, "merge", "distances", "--range", "10:20")["answers"]
+    (answer,) = asked(place, "distances", *ALL, "--range", "10:20")["answers"]
     truth = sum(10 <= ride.km <= 20 for ride in place.in_time)
     assert answer["lower"] <= truth <= answer["upper"]
-    newest = asked(place, "estimate", "speeds", "--quantile", "0.9", "--by", "city=Ulm")
+    newest = asked(place, "speeds", "--quantile", "0.9", "--by", "city=Ulm")
     assert newest["from"] == "2026-01-01T12:15:00+00:00"
     (answer,) = newest["answers"]
     assert answer["lower"] <= answer["estimate"] <= answer["upper"]
-    (answer,) = asked(place, "estimate", "often", "--window", "2026-01-01T12:00", "--inner", "2026-01-01T12:05")[
-        "answers"
-    ]
+    (answer,) = asked(place, "often", "--window", "2026-01-01T12:00", "--inner", "2026-01-01T12:05")["answers"]
     first, second = (
         Counter(r.who for r in by_window(place.in_time, 5)[T0 + shift]) for shift in (0 * MINUTE, 5 * MINUTE)
     )
@@ -451,8 +449,8 @@ def test_the_command_merges_windows_and_groups(place: Place) -> None:
 
 
 def test_a_maybe_is_confirmed(place: Place, spark: SparkSession) -> None:
-    assert asked(place, "merge", "seen", "--item", "nobody")["answers"][0]["estimate"] == "no"
-    (answer,) = asked(place, "merge", "seen", "--item", "w1", "--confirm")["answers"]
+    assert asked(place, "seen", *ALL, "--item", "nobody")["answers"][0]["estimate"] == "no"
+    (answer,) = asked(place, "seen", *ALL, "--item", "w1", "--confirm")["answers"]
     assert (answer["estimate"], answer["confidence"]) == ("yes", 1.0)
     # Four expected items and a false positive every other time: it says maybe of people who never were there.
     taken = next(name for name in (f"x{number}" for number in range(10_000)) if asked_of_all(place, name))

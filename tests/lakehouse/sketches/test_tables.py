@@ -122,10 +122,10 @@ def test_the_command(tmp_path: Path) -> None:
     import datasketches
 
     written(tmp_path, "distinct")
-    shown = run(tmp_path, "estimate", "p")
+    shown = run(tmp_path, "p")
     assert shown.exit_code == 0
     assert "distinct items" in shown.output
-    found = json.loads(run(tmp_path, "merge", "p", "--json", "--output", str(tmp_path / "hll")).stdout)
+    found = json.loads(run(tmp_path, "p", "--window", "..", "--json", "--output", str(tmp_path / "hll")).stdout)
     assert (found["operator"], found["windows"], found["sketches"]) == ("distinct", 4, 8)
     assert round(found["answers"][0]["estimate"]) == 7
     assert round(datasketches.hll_sketch.deserialize((tmp_path / "hll").read_bytes()).get_estimate()) == 7
@@ -137,12 +137,12 @@ def test_the_command(tmp_path: Path) -> None:
         (("--range", "5"), "no range"),
         (("--quantile", "50"), "a rank lies from 0 to 1"),
         (("--by", "city"), "names no group"),
-        (("--from", "yesterday"), "no time"),
+        (("--window", "yesterday.."), "no time"),
         (("--confirm",), "only membership answers maybe"),
     ],
 )
 def test_what_the_command_refuses(tmp_path: Path, arguments: tuple[str, ...], says: str) -> None:
     written(tmp_path, "distinct")
-    result = run(tmp_path, "merge", "p", *arguments)
+    result = run(tmp_path, "p", *arguments)
     assert isinstance(result.exception, ConfigError)
     assert says in str(result.exception)

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from ingest.broker import EmbeddedBroker
 from ingest.log.message_log import MessageLog
-from jobs.collecting import collect_until
+from jobs.commands.parts import collect_until
 from lakehouse.contract.lake import Lake
 from tests.ingest.conftest import LIMIT, append, consume, pipeline_of, settings_of
 
@@ -28,7 +28,7 @@ async def test_the_replay_is_shown(
     for number in range(30):
         append(log, lane, number)
     await log.close()
-    caplog.set_level(logging.INFO, logger="jobs.collecting")
+    caplog.set_level(logging.INFO, logger="jobs.commands.parts")
     written, stop, topic = io.StringIO(), asyncio.Event(), f"collecting-{terminal}"
     console = Console(file=written, force_terminal=terminal, width=100)
     node = asyncio.create_task(
@@ -40,7 +40,7 @@ async def test_the_replay_is_shown(
     async with asyncio.timeout(60):
         await node
     assert len(await asyncio.to_thread(consume, broker.bootstrap, topic, 30)) >= 30
-    lines = [record.getMessage() for record in caplog.records if record.name == "jobs.collecting"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "jobs.commands.parts"]
     if terminal:
         assert "sending again" in written.getvalue() and "0/30" in written.getvalue()
         assert not lines

@@ -1,0 +1,382 @@
+"""``log``, ``keys`` and ``audit``: what collectors hold, who may send and read, and the way of events."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.progress import Progress, TaskID
+from rich.table import Table
+
+from jobs.console import (
+    JsonOption,
+    chosen_pipeline,
+    chosen_settings,
+    err,
+    out,
+    print_json,
+)
+from lakehouse.contract.errors import ConfigError, MillraceError
+from lakehouse.contract.keys import KeyFile
+from lakehouse.contract.lake import Lake
+from lakehouse.contract.settings import Settings
+
+if TYPE_CHECKING:
+    from ingest.audit import SourceAudit, TraceStep
+    from lakehouse.maintain.backlog import Backlog
+
+_SHOWN = 60  # characters of a payload, and refused events
+_ROWS = 20
+
+
+def log(
+    node: Annotated[
+        str | None, typer.Argument(help="Id of a node, to show its failed events; default: list nodes.")
+    ] = None,
+    transient: Annotated[
+        bool, typer.Option("--transient", help="Show events that Kafka has not acknowledged instead of failed ones.")
+    ] = False,
+    limit: Annotated[
+        int | None, typer.Option(help="Show this many events.", min=1, show_default=f"{_ROWS}; with --json all")
+    ] = None,
+    retry: Annotated[
+        bool, typer.Option("--retry", help="Send failed events to Kafka again, under their ids; the node must not run.")
+    ] = False,
+    event_id: Annotated[
+        list[str] | None, typer.Option("--id", help="With --retry: send only this event; may be repeated.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the message logs of collecting nodes: events under way, failed ones with reasons, damage.
+
+    With NODE, --json prints one object a line: payload (base64 if it is not text), reason and envelope.
+    Exit status of --retry: 1 Kafka refused some events again.
+    """
+    folder = Lake(chosen_settings().lake).state / "log"
+    if node is None:
+        _list_nodes(folder, as_json)
+    elif retry:
+        _retry(folder, node, event_id or (), as_json)
+    else:
+        _show_events(folder, node, transient, limit, as_json)
+
+
+def _list_nodes(folder: Path, as_json: bool) -> None:
+    from ingest.log.inspection import look, nodes
+
+    found = [look(folder / node) for node in nodes(folder)]
+    if as_json:
+        print_json([dataclasses.asdict(view) for view in found])
+        return
+    table = Table("node", "state", "under way", "failed", "bytes", "files")
+    for view in found:
+        state = "running" if view.running else "closed" if view.clean else "[yellow]not closed properly[/]"
+        numbers = (f"{view.transient:,}", f"{view.failed:,}", f"{view.bytes:,}", f"{view.segments:,}")
+        table.add_row(escape(view.node), state, *numbers)
+    out.print(table)
+    for view in found:
+        for reason, count in view.reasons.items():
+            out.print(f"{view.node}: {count:,} failed: {reason}", markup=False)
+        for text in view.damage:
+            out.print(f"{view.node}: damage: {text}", markup=False)
+
+
+def _show_events(folder: Path, node: str, under_way: bool, limit: int | None, as_json: bool) -> None:
+    from ingest.log.inspection import failed, log_of, transient
+
+    found = log_of(folder, node)
+    items = transient(found) if under_way else failed(found)
+    if as_json:
+        for item in itertools.islice(items, limit):
+            print_json(item)
+        return
+    table = Table("seq", "source", "event id", "reason", "payload")
+    for item in itertools.islice(items, limit or _ROWS):
+        payload = item.get("payload", item.get("payload_base64", ""))
+        values = (item.get("seq", ""), item.get("source", ""), item.get("event_id", ""), item.get("reason", ""))
+        table.add_row(*(escape(str(value)) for value in (*values, payload[:_SHOWN])))
+    out.print(table)
+
+
+def _retry(logs: Path, node: str, ids: Sequence[str], as_json: bool) -> None:
+    import asyncio
+
+    from ingest.kafka import make_publisher
+    from ingest.log.inspection import Retried, log_of
+    from ingest.log.inspection import retry as send_again
+    from jobs.local.broker import resolve_kafka
+
+    settings, pipeline = chosen_pipeline()
+    folder = log_of(logs, node)
+    topics = {name: source.topic for name, source in pipeline.sources.items()}
+    settings = resolve_kafka(settings, "collector")
+
+    async def run(progress: Progress) -> Retried:
+        bar = progress.add_task("sending", total=None)
+        publisher = make_publisher(settings.kafka.bootstrap, settings.kafka, topics)
+        advance = partial(_advance, progress, bar)
+        return await send_again(folder, publisher, ids=ids, progress=advance)
+
+    with Progress(console=err, transient=True) as progress:
+        found = asyncio.run(run(progress))
+    if as_json:
+        print_json(dataclasses.asdict(found))
+    else:
+        out.print(f"{found.sent:,} sent, {len(found.refused):,} refused again")
+        for name, reason in list(found.refused.items())[:_SHOWN]:
+            out.print(f"{name}: {reason}", markup=False)
+    raise typer.Exit(1 if found.refused else 0)
+
+
+def _advance(progress: Progress, bar: TaskID, done: int, of: int) -> None:
+    progress.update(bar, completed=done, total=of)
+
+
+class KeyAction(StrEnum):
+    """What ``millrace keys`` does."""
+
+    LS = "ls"
+    NEW = "new"
+    REVOKE = "revoke"
+
+
+def keys(
+    action: Annotated[
+        KeyAction, typer.Argument(help="ls: list keys; new: make one; revoke: take one away.")
+    ] = KeyAction.LS,
+    name: Annotated[str, typer.Argument(help="Of a new key: its name. Of revoke: the id, as ls shows it.")] = "",
+    reader: Annotated[
+        bool, typer.Option("--reader", help="Keys of the server: who may read. Default: who may send.")
+    ] = False,
+    source: Annotated[list[str] | None, typer.Option(help="Sender: only this source; may be repeated.")] = None,
+    max_event_bytes: Annotated[int, typer.Option(help="Sender: largest event; 0: the source's limit.", min=0)] = 0,
+    table: Annotated[list[str] | None, typer.Option(help="Reader: only this table; may be repeated.")] = None,
+    rows: Annotated[
+        list[str] | None,
+        typer.Option(help="Reader: TABLE=CONDITION in SQL that limits the rows; TABLE * is every other table."),
+    ] = None,
+    queries: Annotated[bool, typer.Option("--queries", help="Reader: may add and remove continuous queries.")] = False,
+    tenant: Annotated[str, typer.Option(help="Tenant of the key.", show_default="the node's")] = "",
+    rate: Annotated[int, typer.Option(help="Events or requests a second; 0: no limit of its own.", min=0)] = 0,
+    connections: Annotated[int, typer.Option(help="Connections at a time; 0: no limit of its own.", min=0)] = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """List, make and revoke API keys. As soon as there is one key, every client needs one.
+
+    A new key is printed once; only its hash is kept. Running processes refuse a revoked key within two seconds.
+    """
+    file = _file(chosen_settings(), reader)
+    if action is KeyAction.LS:
+        _list_keys(file, reader, as_json)
+        return
+    if not name:
+        raise ConfigError("a name is missing", key="keys", remedy="Write: millrace keys new NAME, or keys revoke ID")
+    if action is KeyAction.REVOKE:
+        gone = file.revoke(name)
+        out.print(f"revoked {name} ({escape(gone.name)})")
+        return
+    _refuse_foreign(reader, {"--source": source, "--max-event-bytes": max_event_bytes}, "readers")
+    _refuse_foreign(not reader, {"--table": table, "--rows": rows, "--queries": queries}, "senders")
+    if reader:
+        from serve.access import ReaderKey, checked_rows
+
+        conditions = checked_rows(rows or [])
+        limits = (rate, connections)
+        made: Any = ReaderKey("0" * 64, name, tenant, *limits, "", "", tuple(table or ()), conditions, queries)
+    else:
+        from ingest.border.access import ApiKey
+
+        made = ApiKey("0" * 64, name, tenant, rate, connections, "", "", tuple(source or ()), max_event_bytes)
+    text = file.new(made)
+    if as_json:
+        print_json({"key": text, "id": text.split("_")[1]})
+    else:
+        out.print(text, markup=False, highlight=False, soft_wrap=True)
+        err.print(f"kept as a hash in {file.path}; running processes know it within a second", style="dim")
+
+
+def _list_keys(file: KeyFile[Any], reader: bool, as_json: bool) -> None:
+    found = file.read()
+    if as_json:
+        print_json([{n: v for n, v in dataclasses.asdict(key).items() if n != "hash"} for key in found.values()])
+        return
+    table = Table("id", "name", "tenant", "tables" if reader else "sources", "rate/s", "connections", "made")
+    for key in found.values():
+        limits = (str(key.rate or "–"), str(key.connections or "–"))
+        reach = ", ".join(key.tables if reader else key.sources) or "all"
+        table.add_row(*map(escape, (key.id, key.name, key.tenant or "–", reach, *limits, key.created)))
+    out.print(table)
+
+
+def _file(settings: Settings, reader: bool) -> KeyFile[Any]:
+    if reader:
+        from serve.access import reader_keys
+
+        return reader_keys(settings)
+    from ingest.border.access import ApiKey, keys_path
+
+    return KeyFile(keys_path(settings), ApiKey)
+
+
+def _refuse_foreign(other: bool, options: dict[str, Any], whose: str) -> None:
+    given = [name for name, value in options.items() if value]
+    if other and given:
+        remedy = "Leave it out" if whose == "readers" else "Add --reader"
+        raise ConfigError(f"keys of {whose} have no such property", key=given[0], remedy=remedy)
+
+
+def audit(
+    source: Annotated[str | None, typer.Option(help="Audit only this source.")] = None,
+    event: Annotated[str | None, typer.Option(help="Show the way of the event with this id instead.")] = None,
+    hours: Annotated[float, typer.Option(help="Audit this many hours back.", min=0.01)] = 24.0,
+    producer_s: Annotated[
+        float | None, typer.Option(help="Report producers slower than this.", show_default="learned")
+    ] = None,
+    consumer_s: Annotated[
+        float | None, typer.Option(help="Report consumers slower than this.", show_default="learned")
+    ] = None,
+    metrics: Annotated[
+        Path | None, typer.Option(help="Also write the figures to this file, for Prometheus' textfile collector.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Audit the way of events: time of each hop, slow producers and consumers, duplicates, and Kafka's retention.
+
+    Exit status 1: Kafka may soon delete, or has deleted, events that bronze does not have.
+    """
+    from ingest.audit import audit_source, trace
+
+    settings, loaded = chosen_pipeline()
+    if event is not None:
+        _show_way(trace(Lake(settings.lake), loaded, event), event, as_json)
+        return
+    if source is not None and source not in loaded.sources:
+        raise ConfigError(
+            f"there is no source {source!r}", key="--source", remedy=f"Sources: {', '.join(loaded.sources)}"
+        )
+    found = [
+        audit_source(
+            Lake(settings.lake),
+            loaded,
+            one,
+            since=timedelta(hours=hours),
+            producer_s=producer_s,
+            consumer_s=consumer_s,
+        )
+        for name, one in loaded.sources.items()
+        if source in (None, name)
+    ]
+    backlogs = _backlogs(settings, loaded, found)
+    if metrics is not None:
+        _write_metrics(metrics, found, backlogs)
+    if as_json:
+        print_json([_as_dict(one, backlogs[one.source]) for one in found])
+    else:
+        for one in found:
+            _show(one, backlogs[one.source])
+    raise typer.Exit(1 if any(retention(backlog) == "alarm" for backlog in backlogs.values()) else 0)
+
+
+def retention(backlog: Backlog | None) -> str:
+    """``ok``, ``warn`` or ``alarm``: how near Kafka's retention is to what bronze has not taken."""
+    from lakehouse.maintain.backlog import OK
+
+    return OK if backlog is None else backlog.health
+
+
+def _backlogs(settings: Settings, loaded: Any, found: list[SourceAudit]) -> dict[str, Backlog | None]:
+    """By source; None where there is no broker to ask."""
+    from jobs.local.broker import Topics, resolve_kafka
+    from lakehouse.bronze.table import progress
+
+    try:
+        kafka = resolve_kafka(settings, "lakehouse").kafka
+        topics = Topics(kafka.bootstrap, kafka.security)
+    except MillraceError:
+        topics = Topics("")
+    bronze = Lake(settings.lake).bronze
+    return {one.source: topics.backlog(loaded.sources[one.source], progress(bronze(one.source))) for one in found}
+
+
+def _as_dict(one: SourceAudit, backlog: Backlog | None) -> dict[str, Any]:
+    lag = None if backlog is None else dataclasses.asdict(backlog)
+    return {**dataclasses.asdict(one), "lag": lag, "retention": retention(backlog)}
+
+
+def _show(one: SourceAudit, backlog: Backlog | None) -> None:
+    table = Table(f"{one.source} ({one.topic})", "events", "min s", "avg s", "max s", box=None)
+    for hop in one.hops:
+        table.add_row(hop.name, f"{hop.count:,}", f"{hop.min_s:.3f}", f"{hop.avg_s:.3f}", f"{hop.max_s:.3f}")
+    out.print(table)
+    double = one.duplicates
+    out.print(
+        f"taken twice {double.by_coordinates:,}, sent again {double.sent_again:,}, "
+        f"same payload under another id {double.same_payload:,}"
+    )
+    for slow in one.slow:
+        how = "learnt" if slow.learnt else "declared"
+        text = f"slow {slow.kind} {slow.name}: {slow.avg_s:.3f} s, {how} threshold {slow.threshold_s:.3f} s"
+        out.print(escape(text), style="yellow")
+    if backlog is None:
+        err.print("no broker answers: lag and retention are not known", style="dim")
+        return
+    text = f"lag {backlog.records:,} records, the oldest of {backlog.oldest_s:.0f} s; kept {backlog.retention_s:.0f} s"
+    out.print(text, style={"ok": "", "warn": "yellow", "alarm": "red"}[retention(backlog)])
+    if backlog.lost:
+        out.print(f"{backlog.lost:,} records are gone that bronze never took", style="red")
+    if backlog.anew:
+        out.print("the topic began anew: bronze's offsets say nothing of it", style="red")
+
+
+def _show_way(steps: list[TraceStep], event: str, as_json: bool) -> None:
+    if as_json:
+        print_json([dataclasses.asdict(step) for step in steps])
+    elif steps:
+        table = Table("hop", "time (UTC)", "after s", "where", box=None)
+        for step in steps:
+            at = datetime.fromtimestamp(step.at / 1e6, UTC).isoformat(timespec="milliseconds")
+            table.add_row(step.hop, at, f"{(step.at - steps[0].at) / 1e6:.3f}", escape(step.where))
+        out.print(table)
+    else:
+        err.print(f"no bronze table has an event {escape(event)}; a collector's log may: millrace log NODE")
+    raise typer.Exit(0 if steps else 1)
+
+
+def _write_metrics(path: Path, found: list[SourceAudit], backlogs: dict[str, Backlog | None]) -> None:
+    from prometheus_client import CollectorRegistry, Gauge, write_to_textfile
+
+    registry = CollectorRegistry()
+
+    def gauge(name: str, text: str, *labels: str) -> Gauge:
+        return Gauge(f"millrace_audit_{name}", text, labels, registry=registry)
+
+    hop_s = gauge("hop_seconds", "Time of a hop", "source", "hop", "figure")
+    double = gauge("duplicates", "Rows beyond the first of their kind", "source", "kind")
+    slow = gauge("slow", "Who is slow now", "source", "kind", "name")
+    lag = gauge("lag_records", "Records that bronze has not taken", "source")
+    oldest = gauge("oldest_seconds", "Age of the oldest of them", "source")
+    share = gauge("retention_share", "That age as a share of the topic's retention", "source")
+    lost = gauge("lost_records", "Records that are gone and bronze never took", "source")
+    for one in found:
+        for hop in one.hops:
+            for figure in ("min_s", "avg_s", "max_s"):
+                hop_s.labels(one.source, hop.name, figure[:3]).set(getattr(hop, figure))
+        for kind, count in dataclasses.asdict(one.duplicates).items():
+            double.labels(one.source, kind).set(count)
+        for item in one.slow:
+            slow.labels(one.source, item.kind, item.name).set(1)
+        backlog = backlogs[one.source]
+        if backlog is not None:
+            lag.labels(one.source).set(backlog.records)
+            oldest.labels(one.source).set(backlog.oldest_s)
+            share.labels(one.source).set(backlog.share)
+            lost.labels(one.source).set(backlog.lost)
+    write_to_textfile(str(path), registry)

@@ -1,0 +1,317 @@
+"""The long-running parts: ``up``, ``demo``, ``collect``, ``run``, ``serve``, ``refine``, ``latest``, ``simulate``."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import logging
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
+
+from jobs.console import (
+    JsonOption,
+    NodeOption,
+    chosen_pipeline,
+    chosen_settings,
+    err,
+    log_to_stderr,
+    out,
+    print_json,
+    run_async,
+    stopped_by_signals,
+)
+from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.lake import Lake
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ingest.node import CollectorNode
+
+_log = logging.getLogger(__name__)
+
+_BAR_S = 0.2
+_LINE_S = 5.0
+
+
+def up(
+    upstream: Annotated[str | None, typer.Option(help="Read this URL instead of the pipeline's upstreams.")] = None,
+    inbox: Annotated[
+        list[str] | None,
+        typer.Option(help="Load files that arrive in this folder: DIR or SOURCE=DIR; may be repeated."),
+    ] = None,
+) -> None:
+    """Run everything, supervised: broker, collector, Spark driver, server and loaders. Ctrl-C stops all of it."""
+    from jobs.local.stack import Stack, inbox_folders
+
+    settings, pipeline = chosen_pipeline()
+    folders = inbox_folders(inbox or [], list(pipeline.sources))
+    log_to_stderr()
+    stack = Stack(settings, upstream=upstream or "", feeds=True, inboxes=folders, watch=True)
+    stop = stopped_by_signals()
+    try:
+        stack.start()
+        announced = False
+        while not stop.is_set():
+            stack.tend()
+            if not announced and not stack.waiting_for():
+                announced = True
+                err.print(f"ready: dashboard {stack.address.serve}/, collector {stack.address.collect}, ", end="")
+                err.print(f"Kafka {stack.address.kafka}, logs {stack.log_file('serve').parent}")
+            stop.wait(0.25)
+    finally:
+        stack.stop(lambda name: err.print(f"stopping {name} …"))
+
+
+def demo(
+    seconds: Annotated[float | None, typer.Option(help="End after this many seconds.", min=1)] = None,
+    rate: Annotated[float, typer.Option(help="Events a second.", min=0.1)] = 500.0,
+    input: Annotated[
+        Path | None,
+        typer.Option(help="Play this JSON-lines file instead of made-up events.", exists=True, dir_okay=False),
+    ] = None,
+    loop: Annotated[bool, typer.Option("--loop", help="Play the input again and again, with new ids.")] = False,
+    live: Annotated[bool, typer.Option("--live", help="Read the pipeline's own upstreams and play nothing.")] = False,
+    no_browser: Annotated[bool, typer.Option("--no-browser", help="Do not open the dashboard.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print only the figures at the end.")] = False,
+) -> None:
+    """Play a stream through all of Millrace and show its results; print one JSON object at the end."""
+    from jobs.demo.playing import Options
+    from jobs.demo.show import demo as run_demo
+
+    options = Options(seconds, rate, input, loop, browser=not no_browser, quiet=as_json, live=live)
+    raise typer.Exit(run_demo(chosen_settings(), options))
+
+
+def collect(
+    url: Annotated[
+        list[str] | None,
+        typer.Option(help="Read this upstream instead of the pipeline's: URL or SOURCE=URL; may be repeated."),
+    ] = None,
+    node: NodeOption = "collector-1",
+    front: Annotated[
+        bool, typer.Option("--front", help="Put payloads into TOPIC.raw unread; millrace refine does the rest.")
+    ] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Start, stop and change sources when the pipeline's file changes.")
+    ] = False,
+) -> None:
+    """Run a collecting node: the pipeline's upstreams, UDP and HTTP, into the log and Kafka."""
+    from ingest.node import calm_garbage_collector
+    from jobs.local.broker import resolve_kafka
+
+    settings, pipeline = chosen_pipeline()
+    settings = resolve_kafka(settings, "collector")
+    urls = upstream_urls(url or [], list(pipeline.sources))
+    calm_garbage_collector()
+    run_async(
+        lambda stop: collect_until(
+            err,
+            settings,
+            pipeline,
+            node=node,
+            bootstrap=settings.kafka.bootstrap,
+            urls=urls,
+            ready=lambda base: err.print(f"collecting; HTTP at {base}"),
+            front=front,
+            watch=watch,
+            stop=stop,
+        )
+    )
+
+
+def run(
+    accept_loss: Annotated[
+        bool, typer.Option("--accept-loss", help="Continue although Kafka lost events that bronze does not have.")
+    ] = False,
+) -> None:
+    """Run the pipeline's Spark queries in one driver: Kafka to bronze to products."""
+    from jobs.local.stack import DRIVER, write_note
+    from jobs.run_pipeline import run_stages
+    from lakehouse.stages import Stages
+
+    settings = chosen_settings()
+    note = Lake(settings.lake).state / "run" / DRIVER
+
+    def started(metrics: str) -> None:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        write_note(note, {"started": time.time(), "pid": os.getpid(), "metrics": metrics})
+        err.print(f"the pipeline runs; metrics at {metrics}")
+
+    log_to_stderr()
+    run_stages(settings, Stages(), accept_loss=accept_loss, started=started)
+
+
+def serve() -> None:
+    """Serve the lake's products: WebSocket, SSE, long polling, HTTP, webhooks and the dashboard."""
+    from jobs.local.supervise import mark_of_child, serve_many
+    from serve.app import run_server
+
+    settings = chosen_settings()
+    mark = mark_of_child()
+
+    def ready(base: str) -> None:
+        if mark is not None:
+            mark.write_text(json.dumps({"url": base}), encoding="utf-8")
+        err.print(f"serving at {base}/")
+
+    if settings.serve.processes > 1:
+        run_async(lambda stop: serve_many(settings, ready=ready, stop=stop))
+        return
+    name = mark.stem if mark is not None else ""
+    run_async(lambda stop: run_server(settings, ready=ready, stop=stop, alone=True, name=name))
+
+
+def refine(node: NodeOption = "refiner-1") -> None:
+    """Validate and enrich what front collectors took in (TOPIC.raw), and put it into the sources' topics."""
+    from ingest.refine import RefineNode
+    from ingest.stats import RefineMetrics
+    from jobs.local.broker import resolve_kafka
+    from jobs.metrics import metrics_server
+
+    settings, pipeline = chosen_pipeline()
+    settings = resolve_kafka(settings, "collector")
+
+    async def main(stop: asyncio.Event) -> None:
+        refiner = RefineNode(settings, pipeline, node=node, bootstrap=settings.kafka.bootstrap)
+        with metrics_server(settings.metrics_port, RefineMetrics(refiner)) as metrics:
+            await refiner.run(lambda: err.print(f"refining; metrics at {metrics}"), stop)
+
+    run_async(main)
+
+
+def latest() -> None:
+    """Keep the newest event of each key in TOPIC.latest, for the sources that say latest_topic."""
+    from ingest.latest import LatestMirror
+    from jobs.local.broker import resolve_kafka
+    from jobs.metrics import Counts, metrics_server
+
+    settings, pipeline = chosen_pipeline()
+    settings = resolve_kafka(settings, "lakehouse")
+    mirror = LatestMirror(pipeline, settings.kafka.bootstrap, settings.kafka.security)
+    log_to_stderr()
+    stop = stopped_by_signals()
+    counts = Counts("millrace_latest_copied", "Records copied to TOPIC.latest", lambda: mirror.copied)
+    with metrics_server(settings.metrics_port, counts) as metrics:
+        mirror.run(stop, ready=lambda: err.print(f"copying; metrics at {metrics}"))
+
+
+def simulate(
+    input: Annotated[Path | None, typer.Option(help="Play this JSON-lines file instead of made-up events.")] = None,
+    rate: Annotated[float, typer.Option(help="Events a second.", min=0.001)] = 100.0,
+    loop: Annotated[bool, typer.Option("--loop", help="Play the file again and again, with new ids.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of made-up events; equal seeds make equal events.")] = 1,
+    port: Annotated[int, typer.Option(help="Port on the loopback address; 0: any free one.")] = 8402,
+    feeds: Annotated[
+        Path | None, typer.Option(help="Write feed files of pipeline offers into this folder and play nothing.")
+    ] = None,
+    merchants: Annotated[int, typer.Option(help="Of --feeds: merchants, with a folder each.", min=1)] = 100,
+    offers: Annotated[int, typer.Option(help="Of --feeds: offers of each merchant.", min=1)] = 1_000,
+    rounds: Annotated[int, typer.Option(help="Of --feeds: files of each merchant.", min=1)] = 1,
+) -> None:
+    """Play a stream as a live upstream: WebSocket (/stream), SSE (/sse) and chunked JSON lines (/lines).
+
+    With --feeds it writes feed files instead: versions in any order, repeated rows, and a few malformed ones.
+    """
+    if feeds is not None:
+        from ingest.simulate.offers import FORMATS, write_feeds
+
+        with err.status("writing …"):
+            done = write_feeds(feeds, seed=seed, merchants=merchants, offers=offers, rounds=rounds, formats=FORMATS)
+        print_json(dataclasses.asdict(done))
+        return
+    from ingest.simulate.server import Play, play_pipeline
+
+    def ready(base: str) -> None:
+        err.print(f"playing at {base} (ws …/stream, {base}/sse, {base}/lines)")
+
+    _, pipeline = chosen_pipeline()
+    play = Play(input, rate, loop, seed=seed, port=port)
+    run_async(lambda stop: play_pipeline(pipeline, play, ready=ready, stop=stop))
+
+
+def status(as_json: JsonOption = False) -> None:
+    """Show which parts that up or demo started run, and where they listen. Exit status 3: none runs."""
+    from jobs.local.stack import parts
+
+    found = parts(Lake(chosen_settings().lake))
+    running = any(part.running for part in found)
+    if as_json:
+        print_json([{**dataclasses.asdict(part), "running": part.running} for part in found])
+    elif not found:
+        err.print("nothing was started here by millrace up or demo")
+    else:
+        addresses = [Column(name, overflow="fold") for name in ("address", "metrics")]
+        table = Table("part", "state", "process", *addresses, "remarks")
+        for part in found:
+            state = "[green]runs[/]" if part.running else "[red]does not run[/]"
+            table.add_row(part.name, state, str(part.pid or ""), part.address, part.metrics, part.remarks)
+        out.print(table)
+    raise typer.Exit(0 if running else 3)
+
+
+def upstream_urls(given: Sequence[str], sources: Sequence[str]) -> dict[str, str]:
+    """Upstream by source from ``URL`` (every source) and ``SOURCE=URL``.
+
+    Raises:
+        ConfigError: there is no such source.
+    """
+    found: dict[str, str] = {}
+    for text in given:
+        name, equals, url = text.partition("=")
+        if not equals or "/" in name:
+            found |= dict.fromkeys(sources, text)
+        elif name in sources:
+            found[name] = url
+        else:
+            raise ConfigError(f"there is no source {name!r}", key="--url", remedy=f"Sources: {', '.join(sources)}")
+    return found
+
+
+async def collect_until(console: Console, *arguments: Any, **options: Any) -> None:
+    """:func:`ingest.node.run_collector`, with the progress of its replay.
+
+    Args:
+        console: shows a bar on a terminal; elsewhere the log gets a line every few seconds.
+        arguments: of ``run_collector``.
+        options: of ``run_collector``.
+    """
+    from ingest.node import run_collector
+
+    reports: list[asyncio.Task[None]] = []
+
+    def made(node: CollectorNode) -> None:
+        reports.append(asyncio.create_task(_report_replay(node, console)))
+
+    try:
+        await run_collector(*arguments, made=made, **options)
+    finally:
+        for task in reports:
+            task.cancel()
+        await asyncio.gather(*reports, return_exceptions=True)
+
+
+async def _report_replay(node: CollectorNode, console: Console) -> None:
+    left, of = node.replay
+    if not console.is_terminal:
+        while left:
+            _log.info("%d of %d events of an earlier run are still to be sent to Kafka", left, of)
+            await asyncio.sleep(_LINE_S)
+            left, of = node.replay
+        return
+    columns = (TextColumn("sending again"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not left) as bar:
+        shown = bar.add_task("", total=of)
+        while left:
+            bar.update(shown, completed=of - left)
+            await asyncio.sleep(_BAR_S)
+            left, of = node.replay
+        bar.update(shown, completed=of)
