@@ -64,7 +64,7 @@ def run_stages(
         # Imported while the JVM starts.
         from jobs.local.broker import asking
         from jobs.metrics import serve_metrics
-        from lakehouse.maintain.beside import Caretaker
+        from lakehouse.maintain.caretaker import Caretaker
         from lakehouse.prepared import start_workers
         from lakehouse.stream import run
 

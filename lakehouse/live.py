@@ -33,6 +33,7 @@ from pyspark.sql.pandas.types import from_arrow_schema
 
 from lakehouse.batch import build, clock_of, rejected_rows, run_partial
 from lakehouse.bronze.horizon import seen_index
+from lakehouse.bronze.readers import note_reader, noted_reader
 from lakehouse.bronze.seen import JUDGED
 from lakehouse.bronze.table import COLUMNS, Changes, changes, newest_version
 from lakehouse.checkpoint import forget
@@ -46,8 +47,7 @@ from lakehouse.errors import VersionsGone
 from lakehouse.events import Events, LongEvents, Partial, SmallQueries, kept
 from lakehouse.gold.stateful import store_of
 from lakehouse.gold.store import BatchMark, ProductStore
-from lakehouse.maintain import Maintenance
-from lakehouse.maintain.readers import note_reader, noted_reader
+from lakehouse.maintain.care import Maintenance
 from lakehouse.quality.watch import Watch, warned_columns
 from lakehouse.silver.conform import CARRIED, conform
 from lakehouse.silver.quarantine import Quarantine

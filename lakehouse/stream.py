@@ -26,6 +26,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from lakehouse.bronze.query import BronzeWriter, constant_time, read_topic, to_bronze
+from lakehouse.bronze.readers import check_record, note_record
 from lakehouse.bronze.table import create
 from lakehouse.checkpoint import offset_of
 from lakehouse.contract.expectations import WARN
@@ -39,7 +40,6 @@ from lakehouse.live import LiveOptions, LiveProducts
 from lakehouse.lock import WriterLocks
 from lakehouse.queries.added import AddedQueries
 from lakehouse.queries.derive import Derivations
-from lakehouse.record import check_record, note_record
 from lakehouse.stages import Stages
 from lakehouse.stateful.joinquery import start_join
 from lakehouse.writer import BatchWriter, RunningQuery

@@ -130,7 +130,7 @@ def maintain(
 
     A table whose writer runs is left to its writer.
     """
-    from lakehouse.maintain.job import maintain as look_after
+    from lakehouse.maintain.caretaker import maintain as look_after
 
     settings, loaded = chosen_pipeline()
     log_to_stderr()

@@ -103,10 +103,10 @@ def tables(
 ) -> None:
     """List the lake's tables: size, files, versions, lag, retention and health."""
     from lakehouse.maintain.backlog import ALARM
-    from lakehouse.maintain.look import look
+    from lakehouse.maintain.report import table_facts
 
     settings, loaded = chosen_pipeline()
-    found = look(Lake(settings.lake), loaded, _topics(settings).backlog)
+    found = table_facts(Lake(settings.lake), loaded, _topics(settings).backlog)
     if as_json:
         print_json([{"table": facts.name, **dataclasses.asdict(facts)} for facts in found])
     else:
@@ -248,7 +248,7 @@ def sketch(
     else:
         answers = span.sketch.answers(question)
     if confirm:
-        answers = _confirmed(answers, found, span, groups)
+        answers = _confirmed(answers, found, span)
     if output is not None:
         output.write_bytes(span.sketch.serialize()["sketch"])
     _say(table, found.operator, span, answers, as_json)
@@ -302,7 +302,7 @@ def _time(text: str, option: str) -> datetime:
     return found if found.tzinfo else found.replace(tzinfo=UTC)
 
 
-def _confirmed(answers: list[Answer], table: SketchTable, span: Span, groups: Mapping[str, str]) -> list[Answer]:
+def _confirmed(answers: list[Answer], table: SketchTable, span: Span) -> list[Answer]:
     """The answers, a "maybe" among them looked up: in the table that the product names, else in bronze."""
     from lakehouse.sketches.kinds import MAYBE, NO, YES, Answer
     from lakehouse.sketches.tables import is_held
@@ -315,18 +315,18 @@ def _confirmed(answers: list[Answer], table: SketchTable, span: Span, groups: Ma
         if answer.estimate == MAYBE:
             place = table.parameters.get("confirm", "")
             if place:
-                held = is_held(Lake(settings.lake), place, answer.what, span, groups)
+                held = is_held(Lake(settings.lake), place, answer.what, span)
             else:
-                held = _in_bronze(settings, table.ref.name, answer.what, span, groups)
+                held = _in_bronze(settings, table.ref.name, answer.what, span)
             answer = Answer(answer.what, YES if held else NO)
         found.append(answer)
     return found
 
 
-def _in_bronze(settings: Any, table: str, item: str, span: Span, groups: Mapping[str, str]) -> bool:
-    from lakehouse.confirm import is_in_bronze
+def _in_bronze(settings: Any, table: str, item: str, span: Span) -> bool:
     from lakehouse.contract.pipeline import load_pipeline
     from lakehouse.session import build_session
+    from lakehouse.sketches.tables import is_in_bronze
 
     pipeline = load_pipeline(settings.pipeline_folder())
     if table not in pipeline.products:
@@ -334,8 +334,8 @@ def _in_bronze(settings: Any, table: str, item: str, span: Span, groups: Mapping
     with err.status("looking it up in bronze …"):
         spark = build_session(settings, "millrace-confirm")
         try:
-            lake, product = Lake(settings.lake), pipeline.products[table]
-            return is_in_bronze(spark, lake, pipeline, product, item, span.start, span.end, groups)
+            product = pipeline.products[table]
+            return is_in_bronze(spark, Lake(settings.lake), pipeline.sources[product.source], product, item, span)
         finally:
             spark.stop()
 

@@ -1,4 +1,4 @@
-"""What of its topics bronze has not taken, and how near the topics' retention is to it."""
+"""Records of the topics that bronze has not taken, and how soon the topics' retention removes them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lakehouse.contract.pipeline import Pipeline, Source
 log = logging.getLogger(__name__)
 
 OK, WARN, ALARM = "ok", "warn", "alarm"
-# Of a retention: from this share on it is told, so that it is known before it bites.
+# Shares of a retention from which on it is reported, before records are lost.
 WARN_SHARE, ALARM_SHARE = 0.5, 0.8
 WATCH_EVERY_S = 600.0
 
 RETENTION_SHARE = Gauge(
     "millrace_lakehouse_retention_share",
-    "Age of the oldest record that bronze has not taken, as a share of what its topic keeps",
+    "Age of the oldest record that bronze has not taken, as a share of its topic's retention",
     ["source"],
     registry=None,
 )
@@ -37,21 +37,21 @@ def span(seconds: float) -> str:
 
 
 def health_of(age_s: float, retention_s: float) -> str:
-    """How near an age is to a retention; one that is not positive keeps for ever."""
+    """Health of an age against a retention, which is unlimited if it is not positive."""
     share = age_s / retention_s if retention_s > 0 else 0.0
     return ALARM if share >= ALARM_SHARE else WARN if share >= WARN_SHARE else OK
 
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """What of a topic bronze has not taken.
+    """Records of a topic that bronze has not taken.
 
     Attributes:
-        records: how many.
-        oldest_s: age of the oldest of them, seconds.
+        records: their number.
+        oldest_s: age of the oldest, seconds.
         lost: records that the topic no longer holds and bronze never took.
-        retention_s: how long the topic keeps records.
-        anew: the topic began anew, so that bronze's offsets say nothing of it: everything in it waits.
+        retention_s: retention of the topic, seconds.
+        anew: the topic began anew, so bronze's offsets do not apply to it: all of its records wait.
     """
 
     records: int
@@ -62,17 +62,17 @@ class Backlog:
 
     @property
     def share(self) -> float:
-        """How much of the retention the oldest record has behind it; 0 where the topic keeps records for ever."""
+        """Age of the oldest record as a share of the retention; 0 if the retention is unlimited."""
         return self.oldest_s / self.retention_s if self.retention_s > 0 else 0.0
 
     @property
     def health(self) -> str:
-        """The worst of what :meth:`remarks` says."""
+        """The worst health of :meth:`remarks`."""
         said = [health for health, _ in self.remarks()]
         return ALARM if ALARM in said else WARN if said else OK
 
     def remarks(self) -> Iterator[tuple[str, str]]:
-        """What is not as it should be: how bad, and what to do about it."""
+        """Problems: how bad each is, and what to do."""
         if self.lost:
             yield ALARM, f"the topic no longer holds {self.lost} records that bronze never took"
         if self.anew:
@@ -84,17 +84,17 @@ class Backlog:
 
 
 Ask = Callable[[Source, Progress], Backlog | None]
-"""What of a source's topic bronze, being so far, has not taken; None where no broker answers."""
+"""The backlog of a source whose bronze table has this progress; None if no broker answers."""
 
 
 class RetentionWatch:
-    """Tells the log and Prometheus, every ten minutes, how near retention is to what bronze has not taken.
+    """Reports the backlog of each source to the log and to Prometheus, every ten minutes.
 
     Args:
         lake: the lake.
         pipeline: its sources.
-        ask: the broker.
-        now: seconds.
+        ask: asks the broker.
+        now: monotonic seconds.
     """
 
     def __init__(self, lake: Lake, pipeline: Pipeline, ask: Ask, now: Callable[[], float] = time.monotonic) -> None:
@@ -105,12 +105,12 @@ class RetentionWatch:
         self._looked: float | None = None
 
     def turn(self) -> None:
-        """Look, where it is time to."""
+        """Look, if ten minutes have passed."""
         if self._looked is not None and self._now() - self._looked < WATCH_EVERY_S:
             return
         self._looked = self._now()
         found = {s.name: self._ask(s, progress(self._lake.bronze(s.name))) for s in self._sources}
-        RETENTION_SHARE.clear()  # nothing is said of a source of which nothing is known
+        RETENTION_SHARE.clear()  # a source without an answer has no value
         for name, backlog in found.items():
             if backlog is None:
                 continue

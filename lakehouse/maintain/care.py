@@ -1,24 +1,41 @@
-"""Maintenance inside a running driver."""
+"""Care of tables: small files put together, partials folded, logs kept short, old files removed, retention kept.
+
+Three rules:
+
+- A product has one writer. Whatever makes a commit of its table runs in that writer, between two batches, or with the
+  writer's lock held. Such a commit carries the mark of the newest batch, so that the table still says how far it is.
+- Bronze is append-only and its commits take turns by a lock in the lake (:mod:`lakehouse.bronze.clock`), so its files
+  can be compacted beside the writers. The lock is necessary: Spark looks for the next version and renames the commit
+  file into place in two steps, and on a local file system it would overwrite a commit made between them.
+- No file or version is removed that was promised to a subscriber, or that a query has still to read.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from datetime import UTC, date, datetime
 from pathlib import Path
 
-from deltalake import DeltaTable
+from deltalake import CommitProperties, DeltaTable, write_deltalake
 
+from lakehouse.bronze.clock import BronzeClock
+from lakehouse.bronze.readers import readers_of, unread_since
+from lakehouse.bronze.table import progress
+from lakehouse.contract.deltalog import DeltaLog
+from lakehouse.contract.faults import crash_point
 from lakehouse.contract.lake import LOADS, QUALITY, QUARANTINE, WARNINGS, Lake, TableRef
 from lakehouse.contract.pipeline import Pipeline
+from lakehouse.contract.tomlfile import duration_ms
 from lakehouse.errors import TableBusy
 from lakehouse.gold.store import ProductStore
 from lakehouse.lock import WriterLocks
-from lakehouse.maintain import products
-from lakehouse.maintain.bronze import bronze_turn, compact, end_retention, may_clean
-from lakehouse.maintain.logs import CHECKPOINT_EVERY, checkpoint, kept_ms, since_checkpoint
 from lakehouse.quality.unknown import note
 
 log = logging.getLogger(__name__)
@@ -26,20 +43,225 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S = 5.0
 TIDY_EVERY_S = 30.0
 SWEEP_EVERY_S = 600.0
-# Appended by several writers that retry: commits of care do not conflict with theirs.
+CHECKPOINT_EVERY = 200  # commits
+SMALL = 8 << 20  # bytes; while the pipeline runs, larger files are left alone
+LARGE = 128 << 20  # the same for bronze without writers: a turn may then take minutes
+MANY_BRONZE_FILES = 64  # small files of one day that make a compaction worth while
+MANY_FILES = 200  # files of any other table
+FOLD_ROWS = 2_000_000  # a larger table of partials is folded only while its pipeline does not run
+_WORTH = 0.7  # a fold that leaves more of the rows than this share is not worth its commit
+_DATE = re.compile(r"(?:^|/)date=(\d{4}-\d{2}-\d{2})/")
+_INTERVAL = re.compile(r"(?:interval\s+)?(.+)", re.IGNORECASE)
+_DAY_MS = 86_400_000
+# Several writers append to these and retry: commits of care do not conflict with theirs.
 _SHARED = (QUARANTINE, WARNINGS, QUALITY, LOADS)
-_looks: dict[Path, float] = {}  # when one of this process looked at a lake last
+_looks: dict[Path, float] = {}  # last look of this process at a lake
+
+
+# --- Bronze
+
+
+def compact_bronze(lake: Lake, table: TableRef, *, target: int = SMALL, many: int = MANY_BRONZE_FILES) -> int:
+    """Put the small files of each day together; returns by how many files the table shrank.
+
+    Rows stay as they are, and the commits have ``dataChange = false``, so streams skip them.
+    """
+    removed = 0
+    for day, count in sorted(_small_files(table, target).items()):
+        if count < many:
+            continue
+        with _bronze_turn(lake, table) as properties:
+            began = time.monotonic()
+            found = DeltaTable(str(table.path)).optimize.compact(
+                partition_filters=[("date", "=", day)], target_size=target, commit_properties=properties
+            )
+            took = time.monotonic() - began
+        removed += int(found["numFilesRemoved"]) - int(found["numFilesAdded"])
+        log.info("bronze %s, %s: %d files into %d in %.2f s", table.name, day, count, found["numFilesAdded"], took)
+    return removed
+
+
+def end_retention(lake: Lake, table: TableRef, keep_ms: int) -> list[date]:
+    """Remove whole days that are older than the source's ``bronze_retention``; returns them.
+
+    Nothing is removed while a query has not read everything before the end of those days. Products keep the rows
+    derived from them, but a product that is built again starts with the remaining days.
+    """
+    end = datetime.fromtimestamp(time.time() - keep_ms / 1000, UTC).date()
+    days = [date.fromisoformat(day) for day in _small_files(table, 1 << 62)]
+    old = sorted(day for day in days if day < end)
+    if not old:
+        return []
+    last_moment = datetime(end.year, end.month, end.day, tzinfo=UTC).timestamp()
+    for reader in readers_of(lake, table):
+        waiting = unread_since(table, reader)
+        if waiting is not None and time.time() - waiting <= last_moment:
+            log.warning(
+                "bronze %s: %s days are past their retention, and stay until %s has read them (its position: %s)",
+                *(table.name, len(old), reader.query, reader.place),
+            )
+            return []
+    with _bronze_turn(lake, table) as properties:
+        delta = DeltaTable(str(table.path))
+        if delta.metadata().configuration.get("delta.appendOnly") == "true":
+            delta.alter.set_table_properties({"delta.appendOnly": "false"}, raise_if_not_exists=False)
+        delta.delete(f"date < '{end.isoformat()}'", commit_properties=properties)
+    log.warning("bronze %s: %d days before %s are past their retention and were removed", table.name, len(old), end)
+    return old
+
+
+def may_clean(lake: Lake, table: TableRef, keep_s: float) -> bool:
+    """Whether bronze's versions and files older than ``keep_s`` may go: no query has still to read one of them."""
+    waiting = [unread_since(table, reader) for reader in readers_of(lake, table)]
+    return all(age is None or age < keep_s / 2 for age in waiting)
+
+
+@contextmanager
+def _bronze_turn(lake: Lake, table: TableRef) -> Iterator[CommitProperties]:
+    """The turn to commit to bronze; gives the properties of a commit that leaves the table's progress as it is."""
+    with BronzeClock(lake, table).turn() as bronze_at:
+        reached = dataclasses.replace(progress(table), bronze_at=bronze_at)
+        yield CommitProperties(custom_metadata={"userMetadata": reached.to_metadata()})
+
+
+def _small_files(table: TableRef, target: int) -> Counter[str]:
+    """Number of files below ``target`` bytes, by day."""
+    adds = DeltaTable(str(table.path)).get_add_actions(flatten=True)
+    paths, sizes = adds.column("path").to_pylist(), adds.column("size_bytes").to_pylist()
+    found: Counter[str] = Counter()
+    for path, size in zip(paths, sizes, strict=True):
+        day = _DATE.search(path)
+        if day and size < target:
+            found[day[1]] += 1
+    return found
+
+
+# --- Products, by their one writer between two batches
+
+
+def compact_product(store: ProductStore, *, many: int = MANY_FILES, fold_rows: int = FOLD_ROWS) -> str:
+    """Fold partials or put small files together if there are many files; returns what was done, empty for nothing.
+
+    No result row changes: subscribers see an empty change, and positions live as long as promised.
+    """
+    if not store.table.exists():
+        return ""
+    began = time.monotonic()
+    files = len(store.delta().file_uris())
+    if files < many:
+        return ""
+    done = "folded"
+    crash_point("care.before_commit")
+    if not (store.folded and fold(store, fold_rows)):
+        store.delta().optimize.compact(target_size=SMALL, commit_properties=_marked(store))
+        done = "compacted"
+    crash_point("care.after_commit")
+    after = len(store.delta().file_uris())
+    log.info("%s %s: %d files into %d in %.2f s", store.table.name, done, files, after, time.monotonic() - began)
+    return done
+
+
+def fold(store: ProductStore, most: int = FOLD_ROWS) -> bool:
+    """Replace the partial rows of each key by one row; False if there are too many rows or too few partials."""
+    delta = store.delta()
+    if delta.to_pyarrow_dataset().count_rows() > most:
+        return False
+    rows = delta.to_pyarrow_table()
+    if not rows.num_rows:
+        return False
+    folded = store.operator.merge(None, rows)
+    if folded.num_rows > rows.num_rows * _WORTH:
+        return False
+    write_deltalake(delta, folded, mode="overwrite", commit_properties=_marked(store))
+    return True
+
+
+def vacuum_product(store: ProductStore) -> int:
+    """Delete files that no promised version needs; returns how many. Makes no commit if there are none."""
+    if not store.table.exists() or not store.delta().vacuum(dry_run=True):
+        return 0
+    return len(store.delta().vacuum(dry_run=False, commit_properties=_marked(store)))
+
+
+def _marked(store: ProductStore) -> CommitProperties:
+    """Properties of a commit without events: the mark of the newest batch."""
+    mark = store.mark()
+    said = dataclasses.replace(mark, events=0, oldest=None, newest=None).to_metadata() if mark else {}
+    return CommitProperties(custom_metadata=said, max_commit_retries=0)
+
+
+# --- Any table
+
+
+def checkpoint_log(lake: Lake, table: TableRef, *, every: int = CHECKPOINT_EVERY) -> str:
+    """Write a log checkpoint and remove old entries if the log has grown by ``every`` versions; makes no commit.
+
+    Returns:
+        What was done, empty for nothing.
+    """
+    history = DeltaLog(table.path)
+    if history.newest() - max(history.checkpoints(), default=0) < every:
+        return ""
+    delta = DeltaTable(str(table.path))
+    delta.create_checkpoint()
+    if table.layer == "bronze" and not may_clean(lake, table, kept_ms(delta, "logRetentionDuration") / 1000):
+        return "log checkpoint (old versions stay: a query has still to read them)"
+    delta.cleanup_metadata()
+    return "log checkpoint"
+
+
+def kept_ms(delta: DeltaTable, what: str) -> int:
+    """The table's ``logRetentionDuration`` or ``deletedFileRetentionDuration`` in milliseconds."""
+    text = delta.metadata().configuration.get(f"delta.{what}", "")
+    match = _INTERVAL.fullmatch(text.strip())
+    try:
+        return duration_ms(match[1] if match else "")
+    except ValueError:
+        return 30 * _DAY_MS if what == "logRetentionDuration" else 7 * _DAY_MS
+
+
+def vacuum_table(lake: Lake, table: TableRef, *, locked: bool = False) -> int:
+    """Delete files that no kept version needs; returns how many.
+
+    Args:
+        locked: the caller holds the writer's lock; without it, only bronze and tables whose writers retry.
+    """
+    delta = DeltaTable(str(table.path))
+    if table.layer == "bronze":
+        cleanable = may_clean(lake, table, kept_ms(delta, "deletedFileRetentionDuration") / 1000)
+        if not cleanable or not delta.vacuum(dry_run=True):
+            return 0
+        with _bronze_turn(lake, table) as properties:
+            return len(DeltaTable(str(table.path)).vacuum(dry_run=False, commit_properties=properties))
+    if not locked and table.name not in _SHARED:
+        return 0
+    if table.name in _SHARED and len(delta.file_uris()) >= MANY_FILES:
+        delta.optimize.compact(target_size=SMALL)
+    return len(delta.vacuum(dry_run=False)) if delta.vacuum(dry_run=True) else 0
+
+
+@contextmanager
+def leading(lake: Lake) -> Iterator[bool]:
+    """Whether this is the one process that takes care of the lake now."""
+    with ExitStack() as held:
+        try:
+            held.enter_context(WriterLocks(lake, ["maintenance"]))
+        except TableBusy:
+            yield False
+            return
+        yield True
 
 
 class Maintenance:
-    """Looks after the tables of a lake, a little at a time.
+    """Takes care of the tables of a lake inside a running driver, a little at a time.
 
-    What makes no commit, and bronze, is done in a thread beside the batches, by one process of the lake at a time.
-    What makes a commit of a product is done by :meth:`after_batch` itself, in the thread of the product's writer.
+    A thread beside the batches does what makes no commit of a product, and bronze, in one process of the lake at a
+    time. :meth:`after_batch` itself does what makes a commit of a product, in the thread of the product's writer.
 
     Args:
         lake: the lake.
-        pipeline: what is declared of its sources: how long bronze keeps them, which fields their payloads have.
+        now: monotonic seconds.
+        pipeline: declares the retention of bronze and the fields of payloads.
     """
 
     def __init__(self, lake: Lake, now: Callable[[], float] = time.monotonic, pipeline: Pipeline | None = None) -> None:
@@ -54,7 +276,7 @@ class Maintenance:
         self._removed: dict[str, float] = {}
 
     def after_batch(self, stores: Sequence[ProductStore] = ()) -> None:
-        """To be called between batches by the writer of ``stores``; takes care of one of them at the most."""
+        """Called by the writer of ``stores`` between batches; takes care of at most one of them."""
         now = self._now()
         for store in stores:
             if self._care_of(store, now):
@@ -66,11 +288,11 @@ class Maintenance:
             self._running = self._worker.submit(self._look)
 
     def looked_lately(self) -> bool:
-        """Whether this process has looked at the lake within the time of two looks, by this or another instance."""
+        """Whether an instance of this process has looked at the lake within the time of two looks."""
         return self._now() - _looks.get(self._lake.root, -LOOK_EVERY_S * 3) < LOOK_EVERY_S * 2
 
     def close(self) -> None:
-        """Finish what is being done."""
+        """Finish the current look."""
         self._worker.shutdown(cancel_futures=True)
 
     def _care_of(self, store: ProductStore, now: float) -> bool:
@@ -78,10 +300,10 @@ class Maintenance:
         try:
             if now - self._tidied.setdefault(name, now) >= TIDY_EVERY_S:
                 self._tidied[name] = now
-                return bool(products.tidy(store))
+                return bool(compact_product(store))
             if now - self._removed.setdefault(name, now) >= SWEEP_EVERY_S:
                 self._removed[name] = now
-                return products.sweep(store) > 0
+                return vacuum_product(store) > 0
         except Exception:  # care must never stop the writer; it is tried again
             log.warning("maintenance of %s failed", name, exc_info=True)
         return False
@@ -93,61 +315,23 @@ class Maintenance:
             sweep_now = self._now() - self._swept >= SWEEP_EVERY_S
             for table in self._lake.tables():
                 try:
-                    self._log_of(table)
+                    if "stay" in checkpoint_log(self._lake, table):
+                        log.warning("bronze %s keeps old versions that a query has still to read", table.name)
                     if table.layer == "bronze":
                         self._look_at_bronze(table, sweep_now)
                     if sweep_now and (table.layer == "bronze" or table.name in _SHARED):
-                        sweep(self._lake, table)
+                        vacuum_table(self._lake, table)
                 except Exception:  # as above
                     log.warning("maintenance of %s failed", table.name, exc_info=True)
             if sweep_now:
                 self._swept = self._now()
 
     def _look_at_bronze(self, table: TableRef, sweep_now: bool) -> None:
-        compact(self._lake, table)
+        compact_bronze(self._lake, table)
         source = self._sources.get(table.name)
         if source is None or not sweep_now:
             return
         if fresh := note(self._lake, source):
-            log.warning("payloads of %s have fields that the schema has not: %s", table.name, ", ".join(fresh[:10]))
+            log.warning("payloads of %s have fields that the schema lacks: %s", table.name, ", ".join(fresh[:10]))
         if table.name in self._retention:
             end_retention(self._lake, table, self._retention[table.name])
-
-    def _log_of(self, table: TableRef) -> None:
-        """A log checkpoint every :data:`CHECKPOINT_EVERY` versions."""
-        if since_checkpoint(table) < CHECKPOINT_EVERY:
-            return
-        if not checkpoint(self._lake, table):
-            log.warning("bronze %s keeps old versions: a query has still to read them (millrace tables)", table.name)
-
-
-def sweep(lake: Lake, table: TableRef, *, locked: bool = False) -> int:
-    """Delete files that no kept version needs; returns how many.
-
-    Args:
-        locked: the caller has the writer's lock; without it, only for tables whose writers retry, and bronze.
-    """
-    delta = DeltaTable(str(table.path))
-    if table.layer == "bronze":
-        cleanable = may_clean(lake, table, kept_ms(delta, "deletedFileRetentionDuration") / 1000)
-        if not cleanable or not delta.vacuum(dry_run=True):
-            return 0
-        with bronze_turn(lake, table) as properties:
-            return len(DeltaTable(str(table.path)).vacuum(dry_run=False, commit_properties=properties))
-    if not locked and table.name not in _SHARED:
-        return 0
-    if table.name in _SHARED and len(delta.file_uris()) >= products.MANY_FILES:
-        delta.optimize.compact(target_size=products.SMALL)
-    return len(delta.vacuum(dry_run=False)) if delta.vacuum(dry_run=True) else 0
-
-
-@contextmanager
-def leading(lake: Lake) -> Iterator[bool]:
-    """Whether this is the one process that looks after the lake at this moment."""
-    with ExitStack() as held:
-        try:
-            held.enter_context(WriterLocks(lake, ["maintenance"]))
-        except TableBusy:
-            yield False
-            return
-        yield True

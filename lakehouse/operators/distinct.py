@@ -13,7 +13,7 @@ import pyarrow as pa
 from lakehouse.contract.pipeline import Product
 from lakehouse.operators.grouped import Grouped, Row
 from lakehouse.operators.windows import windowed
-from lakehouse.sketches.hll import SIGMAS, of_the_set_alone
+from lakehouse.sketches.kinds import SIGMAS, canonical_hll
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class Distinct(Grouped[_Set]):
         return state
 
     def rows(self, state: _Set) -> list[Row]:
-        sketch = of_the_set_alone(state.union)
+        sketch = canonical_hll(state.union)
         return [
             {
                 self._product.name: sketch.get_estimate(),

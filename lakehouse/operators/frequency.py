@@ -1,6 +1,6 @@
 """Frequencies of any item of a window, of ranges of integers, and inner products: Count-Min.
 
-Apache DataSketches' ``count_min_sketch`` in its own binary form (:mod:`lakehouse.sketches.countmin` says what may be
+Apache DataSketches' ``count_min_sketch`` in its own binary form (:mod:`lakehouse.sketches.kinds` says what may be
 asked, and within what bounds). Spark's own ``count_min_sketch`` has another form that nothing else reads; so Spark
 counts the distinct items of a batch, and the sketch is made of the counts here. It is linear: any order gives the same
 counters.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import shutil
 
+from lakehouse.bronze.readers import reader_file
 from lakehouse.contract.faults import crash_point
 from lakehouse.contract.lake import PROPERTY_PIPELINE, Lake
 from lakehouse.contract.queries import OWNER, Declared, QuerySpec
-from lakehouse.maintain.readers import reader_file
 
 
 def query_name(name: str) -> str:

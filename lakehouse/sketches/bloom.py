@@ -1,8 +1,9 @@
 """Bloom filter (Bloom, "Space/time trade-offs in hash coding with allowable errors", CACM 1970).
 
 In the binary form of Apache DataSketches' ``BloomFilter`` (Java, on Spark's class path), which their Python package
-lacks: XXH64 hashes with seed 42, the second seeded with the first, combined as Kirsch and Mitzenmacher do. Spark makes
-both hashes in SQL: ``xxhash64(item)`` and ``xxhash64(item, item)``.
+lacks: XXH64 hashes (Collet, https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md) with seed 42, the second
+seeded with the first, combined as Kirsch and Mitzenmacher do. Spark computes both in SQL, as ``xxhash64(item)`` and
+``xxhash64(item, item)``. A point query hashes one item, so plain Python is fast enough here.
 """
 
 from __future__ import annotations
@@ -14,15 +15,23 @@ import numpy as np
 import numpy.typing as npt
 
 from lakehouse.errors import BadSketch
-from lakehouse.sketches.xxhash import SEED, xxh64
 
 _HEADER = struct.Struct("<BBBBHHqiiq")  # longs of preamble, version, family, flags, hashes, -, seed, words, -, bits set
 _EMPTY_SIZE = 24
 _VERSION, _FAMILY, _EMPTY_FLAG = 1, 21, 4
+SEED = 42  # of Spark's xxhash64
+_MASK = 2**64 - 1
+_P1, _P2, _P3, _P4, _P5 = (
+    0x9E3779B185EBCA87,
+    0xC2B2AE3D27D4EB4F,
+    0x165667B19E3779F9,
+    0x85EBCA77C2B2AE63,
+    0x27D4EB2F165667C5,
+)
 
 
 class BloomFilter:
-    """A set that never forgets an item, and takes a known share of others for its own.
+    """A set without false negatives, and with a known share of false positives.
 
     Args:
         words: of 64 bits each.
@@ -52,7 +61,7 @@ class BloomFilter:
 
     @property
     def fpp(self) -> float:
-        """Share of items never put in that it takes for its own, as full as it is."""
+        """Share of false positives at its present fill."""
         return float((self.bits_set / self.bits) ** self.hashes)
 
     @property
@@ -62,12 +71,12 @@ class BloomFilter:
         return -self.bits / self.hashes * math.log1p(-share) if share < 1 else math.inf
 
     def update(self, item: str) -> None:
-        """Put an item in."""
+        """Add an item."""
         first = xxh64(item.encode())
         self.update_hashed(np.array([first], np.uint64), np.array([xxh64(item.encode(), first)], np.uint64))
 
     def update_hashed(self, first: npt.NDArray[np.uint64], second: npt.NDArray[np.uint64]) -> None:
-        """Put items in by their hashes: with seed 42, and with the first hash as the seed."""
+        """Add items by their hashes: with seed 42, and with the first hash as the seed."""
         for number in range(1, self.hashes + 1):
             place = ((first + np.uint64(number) * second) >> np.uint64(1)) % np.uint64(self.bits)
             bit = np.uint64(1) << (place & np.uint64(63))
@@ -84,7 +93,7 @@ class BloomFilter:
         return True
 
     def merge(self, other: BloomFilter) -> None:
-        """Put all items of the other in.
+        """Add all items of the other.
 
         Raises:
             BadSketch: the filters differ in size or in hashes.
@@ -102,7 +111,7 @@ class BloomFilter:
 
     @classmethod
     def deserialize(cls, data: bytes) -> BloomFilter:
-        """What :meth:`serialize` or DataSketches in another language wrote.
+        """The filter that :meth:`serialize`, or DataSketches in another language, wrote.
 
         Raises:
             BadSketch: the bytes are not such a filter, or it has another seed.
@@ -120,3 +129,49 @@ class BloomFilter:
         found = cls(0, hashes)
         found._words = np.frombuffer(data, "<u8", offset=_HEADER.size).astype(np.uint64)
         return found
+
+
+def xxh64(data: bytes, seed: int = SEED) -> int:
+    """The hash, from 0 to 2^64 - 1; ``seed`` is taken modulo 2^64."""
+    seed &= _MASK
+    length, at = len(data), 0
+    if length >= 32:
+        lanes = [seed + _P1 + _P2, seed + _P2, seed, seed - _P1]
+        while at <= length - 32:
+            for lane in range(4):
+                word = int.from_bytes(data[at + 8 * lane : at + 8 * lane + 8], "little")
+                lanes[lane] = _round(lanes[lane], word)
+            at += 32
+        found = sum(_rotate(lane, by) for lane, by in zip(lanes, (1, 7, 12, 18), strict=True)) & _MASK
+        for lane in lanes:
+            found = ((found ^ _round(0, lane)) * _P1 + _P4) & _MASK
+    else:
+        found = (seed + _P5) & _MASK
+    return _finish((found + length) & _MASK, data, at)
+
+
+def _finish(found: int, data: bytes, at: int) -> int:
+    """Hash the last bytes, fewer than 32, and mix."""
+    while at + 8 <= len(data):
+        found ^= _round(0, int.from_bytes(data[at : at + 8], "little"))
+        found = (_rotate(found, 27) * _P1 + _P4) & _MASK
+        at += 8
+    if at + 4 <= len(data):
+        found ^= int.from_bytes(data[at : at + 4], "little") * _P1 & _MASK
+        found = (_rotate(found, 23) * _P2 + _P3) & _MASK
+        at += 4
+    for byte in data[at:]:
+        found ^= byte * _P5 & _MASK
+        found = _rotate(found, 11) * _P1 & _MASK
+    found = (found ^ found >> 33) * _P2 & _MASK
+    found = (found ^ found >> 29) * _P3 & _MASK
+    return found ^ found >> 32
+
+
+def _round(lane: int, word: int) -> int:
+    return _rotate((lane + word * _P2) & _MASK, 31) * _P1 & _MASK
+
+
+def _rotate(value: int, by: int) -> int:
+    value &= _MASK
+    return (value << by | value >> 64 - by) & _MASK

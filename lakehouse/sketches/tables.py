@@ -1,12 +1,15 @@
-"""Sketch columns of Delta tables, read with delta-rs and merged across windows and groups: no Spark, no pipeline."""
+"""Sketch columns of Delta tables, merged across windows and groups, and the confirmation of a "maybe".
+
+All of it reads with delta-rs; :func:`is_in_bronze` alone needs Spark and the pipeline.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -15,9 +18,13 @@ from deltalake import DeltaTable
 
 from lakehouse.contract import lake as names
 from lakehouse.contract.lake import Lake, TableRef
+from lakehouse.contract.pipeline import Product, Source
 from lakehouse.contract.tomlfile import duration_ms
 from lakehouse.errors import BadSketch
 from lakehouse.sketches.kinds import Merged, merged_of
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
 
 _START, _END = "window_start", "window_end"
 _MOST = 1_000  # rows of sketches in memory at once
@@ -28,11 +35,12 @@ class Span:
     """Sketches of some windows, merged.
 
     Attributes:
-        sketch: of all of them.
+        sketch: the merged sketch.
         start: of the first window.
         end: of the last.
-        windows: how many there were.
-        rows: rows that were merged: one a window and group.
+        windows: their number.
+        rows: merged rows: one a window and group.
+        groups: column of ``by`` to the value that it must have, as text.
     """
 
     sketch: Merged
@@ -40,6 +48,7 @@ class Span:
     end: datetime
     windows: int
     rows: int
+    groups: Mapping[str, str] = field(default_factory=dict)
 
 
 class SketchTable:
@@ -98,7 +107,7 @@ class SketchTable:
                 count += 1
         if not count:
             raise BadSketch(f"table {self.ref.name} has no such windows")
-        return Span(sketch, min(starts), max(ends), len(starts), count)
+        return Span(sketch, min(starts), max(ends), len(starts), count, groups or {})
 
     def _rows(self, start: datetime | None, end: datetime | None, groups: Mapping[str, str]) -> pa.Table:
         condition = ds.field(_START).is_valid()
@@ -130,12 +139,11 @@ class SketchTable:
         return rows.filter(pc.equal(pc.multiply(tiles, window * 1_000), since))
 
 
-def is_held(lake: Lake, place: str, item: str, span: Span, groups: Mapping[str, str]) -> bool:
-    """Whether a table holds an item for certain: the confirmation of a "maybe".
+def is_held(lake: Lake, place: str, item: str, span: Span) -> bool:
+    """Whether a table holds an item: the confirmation of a "maybe".
 
     Args:
-        place: ``TABLE.COLUMN``; where the table has windows, only those within the span count.
-        groups: column to the value that it must have, as text, where the table has the column.
+        place: ``TABLE.COLUMN``. Only rows of the span's windows and groups count, if the table has their columns.
 
     Raises:
         BadSketch: the table has no such column.
@@ -146,10 +154,29 @@ def is_held(lake: Lake, place: str, item: str, span: Span, groups: Mapping[str, 
     if column not in data.schema.names:
         raise BadSketch(f"table {table} has no column {column!r}")
     condition = ds.field(column).cast(pa.string()) == item
-    for name, value in groups.items():
+    for name, value in span.groups.items():
         if name in data.schema.names:
             condition &= ds.field(name).cast(pa.string()) == value
     if _START in data.schema.names:
         kind = pa.timestamp("us", "UTC")
         condition &= (ds.field(_START) >= pa.scalar(span.start, kind)) & (ds.field(_START) < pa.scalar(span.end, kind))
     return bool(data.head(1, columns=[column], filter=condition).num_rows)
+
+
+def is_in_bronze(spark: SparkSession, lake: Lake, source: Source, product: Product, item: str, span: Span) -> bool:
+    """Whether an event of the product's source with this item counts in the span, by the product's own SQL."""
+    from pyspark.sql import functions as F
+
+    from lakehouse.operators.windows import in_time, input_sql
+    from lakehouse.silver.conform import conform
+
+    rows = spark.read.format("delta").load(str(lake.bronze(source.name).path))
+    if product.time == "received_at":  # bronze has it, and skips files outside
+        rows = rows.where(F.col("received_at").between(F.lit(span.start), F.lit(span.end)))
+    conform(rows, source).where(F.col("reason").isNull()).createOrReplaceTempView(source.name)
+    query = in_time(product, f"SELECT * FROM {input_sql(product)}")  # noqa: S608 - a checked pipeline
+    found = spark.sql(query).where(F.col(product.item).cast("string") == F.lit(item))
+    found = found.where((F.col(product.time) >= F.lit(span.start)) & (F.col(product.time) < F.lit(span.end)))
+    for column, value in span.groups.items():
+        found = found.where(F.col(column).cast("string") == F.lit(value))
+    return bool(found.limit(1).count())

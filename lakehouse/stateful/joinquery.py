@@ -35,7 +35,7 @@ from lakehouse.counts import count_batch
 from lakehouse.declaration import product_declaration, source_declaration
 from lakehouse.gold.stateful import store_of
 from lakehouse.gold.store import BatchMark, ProductStore
-from lakehouse.maintain import Maintenance
+from lakehouse.maintain.care import Maintenance
 from lakehouse.silver.conform import conform
 from lakehouse.slices import slices
 from lakehouse.stateful.join import Join

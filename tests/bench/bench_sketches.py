@@ -21,10 +21,8 @@ import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
 
-from lakehouse.sketches import countmin
-from lakehouse.sketches.bloom import BloomFilter
-from lakehouse.sketches.hll import of_the_set_alone
-from lakehouse.sketches.xxhash import xxh64
+from lakehouse.sketches.bloom import BloomFilter, xxh64
+from lakehouse.sketches.kinds import canonical_hll, count_min_inner_product, count_min_range
 from tests.lakehouse.operators.partials import Event, product, reservoir
 
 Result = dict[str, Any]
@@ -46,7 +44,7 @@ def distinct(items: int, lg_k: int = 12, part: int = 10**6, processes: int = 2) 
     with ProcessPoolExecutor(processes) as pool:
         for written in pool.map(_hll_part, tasks):
             union.update(datasketches.hll_sketch.deserialize(written))
-    sketch = of_the_set_alone(union)
+    sketch = canonical_hll(union)
     return {
         "sketch": f"HLL, lg_k {lg_k}",
         "of": f"{items:.0e} distinct, {len(tasks)} merged",
@@ -93,7 +91,7 @@ def frequency(events: int, items: int = 20_000, parts: int = 20) -> list[Result]
         "violations": int((too_much < 0).sum()) + int((too_much > bound).mean() > 0.004),
         **said,
     }
-    product_ = countmin.inner_product(sketch, second)
+    product_ = count_min_inner_product(sketch, second)
     exact = float(truth @ other_truth)
     inner = {
         "sketch": "Count-Min 8 × 128, inner product",
@@ -115,7 +113,7 @@ def _ranges(stream: Any, parts: int) -> Result:
     for _ in range(300):
         low, high = sorted(int(edge) for edge in rng.integers(0, 2**bits, 2))
         exact = int(np.searchsorted(ordered, high, "right") - np.searchsorted(ordered, low, "left"))
-        found = countmin.count_range(levels, low, high)
+        found = count_min_range(levels, low, high)
         errors.append((found.estimate - exact) / len(stream))
         violations += not found.lower <= exact <= found.upper
     return {

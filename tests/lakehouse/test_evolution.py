@@ -18,7 +18,7 @@ from pyspark.sql import SparkSession
 from lakehouse.contract.expectations import HALT, QUARANTINE, WARN, Expectation
 from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.errors import BronzeReplaced, ExpectationHalt, QueryFailed
-from lakehouse.maintain.bronze import compact
+from lakehouse.maintain.care import compact_bronze
 from lakehouse.quality.accepted import accept
 from lakehouse.quality.frame import EVENT, asked_of
 from lakehouse.quality.onspark import OnSpark
@@ -163,7 +163,7 @@ def test_bronze_is_put_together_while_it_is_written_and_read(new_site: Callable[
     def care() -> None:
         while not stop.wait(0.05):
             if table.exists():
-                fewer.append(compact(place.lake, table, many=2))
+                fewer.append(compact_bronze(place.lake, table, many=2))
 
     with place.running(spark) as alive:
         thread = threading.Thread(target=care)

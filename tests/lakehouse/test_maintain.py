@@ -18,6 +18,7 @@ import pyarrow as pa
 import pytest
 from deltalake import CommitProperties, DeltaTable, write_deltalake
 
+from lakehouse.bronze.readers import note_reader, reader_file, readers_of, unread_since
 from lakehouse.bronze.table import Progress, create, progress
 from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.faults import CARE_CRASH_POINTS
@@ -28,14 +29,25 @@ from lakehouse.errors import TableBusy
 from lakehouse.gold.store import BatchMark, ProductStore
 from lakehouse.load.report import Deadline, FileReport, append_reports
 from lakehouse.lock import WriterLocks
-from lakehouse.maintain import Maintenance, products
+from lakehouse.maintain import care as maintenance_care
 from lakehouse.maintain.backlog import RETENTION_SHARE, WATCH_EVERY_S, Backlog
-from lakehouse.maintain.beside import Caretaker
-from lakehouse.maintain.bronze import compact, end_retention, may_clean
-from lakehouse.maintain.care import LOOK_EVERY_S, SWEEP_EVERY_S, TIDY_EVERY_S, leading
-from lakehouse.maintain.logs import CHECKPOINT_EVERY, kept_ms
-from lakehouse.maintain.products import MANY_FILES, fold, sweep, tidy
-from lakehouse.maintain.readers import note_reader, reader_file, readers_of, unread_since
+from lakehouse.maintain.care import (
+    CHECKPOINT_EVERY,
+    LOOK_EVERY_S,
+    MANY_FILES,
+    SWEEP_EVERY_S,
+    TIDY_EVERY_S,
+    Maintenance,
+    compact_bronze,
+    compact_product,
+    end_retention,
+    fold,
+    kept_ms,
+    leading,
+    may_clean,
+    vacuum_product,
+)
+from lakehouse.maintain.caretaker import Caretaker
 from tests.lakehouse.lakes import T0, bronze_rows, eventually, pipeline_in
 
 PER_CITY = Product(
@@ -81,8 +93,8 @@ def counts(store: ProductStore) -> list[int]:
 def test_partials_are_folded_by_their_writer_and_it_goes_on(tmp_path: Path) -> None:
     store = store_with(Lake(tmp_path), PER_CITY, 12)
     before, mark = counts(store), store.mark()
-    assert tidy(store, many=100) == ""
-    assert tidy(store, many=10) == "folded"
+    assert compact_product(store, many=100) == ""
+    assert compact_product(store, many=10) == "folded"
     assert DeltaTable(str(store.table.path)).to_pyarrow_table().num_rows == 3
     assert counts(store) == before == [4, 4, 4]
     after = ProductStore(PER_CITY, store.table, "p").mark()
@@ -98,11 +110,11 @@ def test_partials_are_folded_by_their_writer_and_it_goes_on(tmp_path: Path) -> N
 
 def test_a_product_is_put_together_by_its_writer_and_it_goes_on(tmp_path: Path) -> None:
     store = store_with(Lake(tmp_path), TOTALS, 6)
-    assert tidy(store, many=2) == "compacted"
+    assert compact_product(store, many=2) == "compacted"
     assert len(DeltaTable(str(store.table.path)).file_uris()) == 1
     store.apply(partial(0, TOTALS), BatchMark("q", 6, "{}", {}, 1))
     assert counts(store) == [2, 2, 3]
-    assert tidy(ProductStore(TOTALS, Lake(tmp_path).table("gold", "absent"), "p")) == ""
+    assert compact_product(ProductStore(TOTALS, Lake(tmp_path).table("gold", "absent"), "p")) == ""
 
 
 CARE = """
@@ -110,10 +122,10 @@ import sys
 from pathlib import Path
 from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.lake import Lake
-from lakehouse.maintain.products import tidy
+from lakehouse.maintain.care import compact_product
 from tests.lakehouse.test_maintain import PER_CITY, TOTALS, ProductStore
 product = {"per_city": PER_CITY, "totals": TOTALS}[sys.argv[2]]
-tidy(ProductStore(product, Lake(Path(sys.argv[1])).table(product.layer, product.name), "p"), many=2)
+compact_product(ProductStore(product, Lake(Path(sys.argv[1])).table(product.layer, product.name), "p"), many=2)
 """
 
 
@@ -139,7 +151,7 @@ def test_a_writer_that_is_killed_in_its_care_goes_on(tmp_path: Path, point: str,
     assert counts(after) == before
     after.apply(partial(0, product), BatchMark("q", 11, "{}", {}, 1))  # the batch in hand, once more
     assert counts(after) == before
-    assert bool(tidy(after, many=2)) == (point == "care.before_commit")
+    assert bool(compact_product(after, many=2)) == (point == "care.before_commit")
     after.apply(partial(0, product), BatchMark("q", 12, "{}", {}, 1))
     assert sum(counts(after)) == sum(before) + 1
 
@@ -150,12 +162,12 @@ def test_a_product_says_how_long_a_position_lives_and_keeps_it(tmp_path: Path) -
     assert delta.metadata().configuration[PROPERTY_POSITIONS] == "1800000"
     assert kept_ms(delta, "logRetentionDuration") == kept_ms(delta, "deletedFileRetentionDuration") == 1_800_000
     version = delta.version()
-    assert sweep(store) == 0  # all of it is promised
+    assert vacuum_product(store) == 0  # all of it is promised
     assert DeltaTable(str(store.table.path)).version() == version  # and no commit was made for nothing
     delta = DeltaTable(str(store.table.path))
     delta.alter.set_table_properties({"delta.deletedFileRetentionDuration": "interval 0 seconds"})
     fresh = ProductStore(TOTALS, store.table, "p")
-    assert sweep(fresh) > 0
+    assert vacuum_product(fresh) > 0
     fresh.apply(partial(0, TOTALS), BatchMark("q", 4, "{}", {}, 1))  # its own commits do not stand in its way
     assert counts(fresh) == [1, 1, 3]
 
@@ -194,8 +206,8 @@ def test_small_files_of_bronze_are_put_together_and_rows_and_progress_stay(tmp_p
     lake = Lake(tmp_path)
     table = bronze(lake, 8)
     before = DeltaTable(str(table.path)).to_pyarrow_table().sort_by("offset")
-    assert compact(lake, table) == 0  # not many
-    assert compact(lake, table, many=4) == 7
+    assert compact_bronze(lake, table) == 0  # not many
+    assert compact_bronze(lake, table, many=4) == 7
     delta = DeltaTable(str(table.path))
     assert delta.to_pyarrow_table().sort_by("offset").equals(before)
     commit = (table.path / "_delta_log" / f"{delta.version():020d}.json").read_text()
@@ -212,7 +224,7 @@ def test_writers_of_bronze_go_on_while_its_files_are_put_together(tmp_path: Path
 
     def care() -> None:
         while not stop.is_set():
-            compact(lake, table, many=3)
+            compact_bronze(lake, table, many=3)
 
     thread = threading.Thread(target=care)
     thread.start()
@@ -303,7 +315,7 @@ def test_a_driver_looks_after_what_none_of_its_queries_keeps(tmp_path: Path, mon
     store = store_with(lake, PER_CITY, MANY_FILES)
     taken = store_with(lake, TOTALS, 3)
     table = bronze(lake, 64)
-    monkeypatch.setattr(products, "MANY_FILES", 5)  # of the shared tables
+    monkeypatch.setattr(maintenance_care, "MANY_FILES", 5)  # of the shared tables
     for number in range(5):
         append_reports(lake, str(number), "clicks", [report(number)], Deadline(0.0, None, 1))
     now = [0.0]

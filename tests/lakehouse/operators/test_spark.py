@@ -7,7 +7,7 @@ import json
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -20,7 +20,6 @@ from typer.testing import CliRunner
 
 from jobs.cli import app
 from lakehouse.bronze.table import create
-from lakehouse.confirm import is_in_bronze
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, load_pipeline
 from lakehouse.contract.settings import Settings, load_settings
@@ -29,6 +28,7 @@ from lakehouse.operators import operator_of
 from lakehouse.replay import verify
 from lakehouse.silver.conform import conform
 from lakehouse.sketches.bloom import BloomFilter
+from lakehouse.sketches.tables import SketchTable, is_in_bronze
 from tests.lakehouse.lakes import bronze_rows, eventually
 
 pytestmark = pytest.mark.spark
@@ -455,10 +455,13 @@ def test_a_maybe_is_confirmed(place: Place, spark: SparkSession) -> None:
     # Four expected items and a false positive every other time: it says maybe of people who never were there.
     taken = next(name for name in (f"x{number}" for number in range(10_000)) if asked_of_all(place, name))
     product = place.pipeline.products["met"]
-    ends = (T0 - 60 * MINUTE, T0 + 60 * MINUTE)
-    assert not is_in_bronze(spark, place.lake, place.pipeline, product, taken, *ends)
-    assert is_in_bronze(spark, place.lake, place.pipeline, product, "w1", *ends)
-    assert not is_in_bronze(spark, place.lake, place.pipeline, product, "w1", T0 + 600 * MINUTE, T0 + 660 * MINUTE)
+    source = place.pipeline.sources[product.source]
+    span = SketchTable(place.lake.find("met")).span(None, None)
+    span = replace(span, start=T0 - 60 * MINUTE, end=T0 + 60 * MINUTE)
+    assert not is_in_bronze(spark, place.lake, source, product, taken, span)
+    assert is_in_bronze(spark, place.lake, source, product, "w1", span)
+    later = replace(span, start=T0 + 600 * MINUTE, end=T0 + 660 * MINUTE)
+    assert not is_in_bronze(spark, place.lake, source, product, "w1", later)
 
 
 def asked_of_all(place: Place, name: str) -> bool:

@@ -13,10 +13,10 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, write_deltalake
 
+from lakehouse.bronze.readers import note_reader
 from lakehouse.contract.faults import FORGET_CRASH_POINTS
 from lakehouse.contract.lake import PROPERTY_PIPELINE, Lake
 from lakehouse.contract.queries import OWNER, Declared, QuerySpec, State
-from lakehouse.maintain.readers import note_reader
 from lakehouse.queries.forget import forget, query_name
 
 ROOT = Path(__file__).parents[3]

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lakehouse.errors import BadSketch
-from lakehouse.sketches.bloom import BloomFilter
-from lakehouse.sketches.xxhash import xxh64
+from lakehouse.sketches.bloom import BloomFilter, xxh64
 
 words = st.lists(st.text(), max_size=40)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lakehouse.errors import BadSketch
-from lakehouse.sketches.countmin import count_range, counters, dyadic, inner_product, point
+from lakehouse.sketches.kinds import count_min_inner_product, count_min_point, count_min_range, counters, dyadic
 
 BITS = 6
 numbers = st.lists(st.integers(0, 2**BITS - 1), max_size=60)
@@ -39,12 +39,12 @@ def test_wide_sketches_are_exact(one: list[int], other: list[int], low: int, hig
     """16,384 counters a row for 64 items, each with a hash of its own: some row tells them all apart."""
     here, there = Counter(one), Counter(other)
     levels = [sketch([item >> level for item in one]) for level in range(BITS)]
-    found = count_range(levels, low, high)
+    found = count_min_range(levels, low, high)
     assert found.lower <= sum(low <= item <= high for item in one) <= found.upper
     assert found.estimate == sum(low <= item <= high for item in one)
-    assert inner_product(levels[0], sketch(other)).estimate == sum(here[item] * there[item] for item in here)
+    assert count_min_inner_product(levels[0], sketch(other)).estimate == sum(here[item] * there[item] for item in here)
     for item in range(2**BITS):
-        assert point(levels[0], item).estimate == here[item]
+        assert count_min_point(levels[0], item).estimate == here[item]
 
 
 def test_the_table_is_read_from_the_bytes() -> None:
@@ -56,13 +56,13 @@ def test_the_table_is_read_from_the_bytes() -> None:
 
 
 def test_confidence() -> None:
-    found = point(sketch([7] * 10, width=128), 7)
+    found = count_min_point(sketch([7] * 10, width=128), 7)
     assert (found.estimate, found.upper, found.confidence) == (10, 10, 1 - 2**-4)
     assert found.lower == pytest.approx(10 - 2 * 10 / 128)
 
 
 def test_what_cannot_be_asked() -> None:
     with pytest.raises(BadSketch, match="range_bits"):
-        count_range([], 1, 2)
+        count_min_range([], 1, 2)
     with pytest.raises(BadSketch, match="no inner product"):
-        inner_product(sketch([1]), sketch([1], width=64))
+        count_min_inner_product(sketch([1]), sketch([1], width=64))

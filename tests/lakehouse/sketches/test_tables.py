@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -105,13 +106,13 @@ def test_a_maybe_is_looked_up(tmp_path: Path) -> None:
     counted = ProductStore(make(""), Lake(tmp_path).table("gold", "counted"), "test")
     counted.apply(partial(STREAM[:60], 60), BatchMark("q", 0, "{}"))
     lake = Lake(tmp_path)
-    assert is_held(lake, "counted.city", "a", span, {})
-    assert not is_held(lake, "counted.city", "c", span, {})
-    assert not is_held(lake, "counted.city", "a", span, {"city": "b"})
+    assert is_held(lake, "counted.city", "a", span)
+    assert not is_held(lake, "counted.city", "c", span)
+    assert not is_held(lake, "counted.city", "a", replace(span, groups={"city": "b"}))
     later = Span(span.sketch, START + timedelta(minutes=2), span.end, 1, 1)
-    assert not is_held(lake, "counted.city", "a", later, {})
+    assert not is_held(lake, "counted.city", "a", later)
     with pytest.raises(BadSketch, match="no column 'town'"):
-        is_held(lake, "counted.town", "a", span, {})
+        is_held(lake, "counted.town", "a", span)
 
 
 def run(folder: Path, *arguments: str) -> Any:

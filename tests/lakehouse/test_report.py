@@ -24,8 +24,8 @@ from lakehouse.errors import LakehouseError
 from lakehouse.lock import WriterLocks
 from lakehouse.maintain.backlog import ALARM, OK, WARN, Backlog
 from lakehouse.maintain.care import leading
-from lakehouse.maintain.job import maintain
-from lakehouse.maintain.look import TableFacts, look
+from lakehouse.maintain.caretaker import maintain
+from lakehouse.maintain.report import TableFacts, table_facts
 from lakehouse.quality.accepted import accepted
 from tests.lakehouse.lakes import mixture, pipeline_in, produce
 from tests.lakehouse.test_maintain import bronze, reading, store_with
@@ -39,7 +39,7 @@ def clicks(tmp_path: Path) -> Pipeline:
 
 
 def facts(lake: Lake, pipeline: Pipeline, found: Backlog | None = None) -> dict[str, TableFacts]:
-    return {item.name: item for item in look(lake, pipeline, lambda *_: found)}
+    return {item.name: item for item in table_facts(lake, pipeline, lambda *_: found)}
 
 
 def test_facts_of_a_lake(tmp_path: Path, clicks: Pipeline) -> None:

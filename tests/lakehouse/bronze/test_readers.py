@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from deltalake import DeltaTable
 
+from lakehouse.bronze.readers import check_record, note_record
 from lakehouse.contract.lake import Lake
 from lakehouse.errors import BronzeReplaced
-from lakehouse.record import check_record, note_record
 from tests.lakehouse.test_maintain import TOTALS, bronze, joining, reading, store_with
 
 

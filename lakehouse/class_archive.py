@@ -1,6 +1,6 @@
 """A driver that does once what drivers do, and writes its classes' archive when it ends; for :mod:`jobs.local.machine`.
 
-``python -m lakehouse.recording ARCHIVE FOLDER``
+``python -m lakehouse.class_archive ARCHIVE FOLDER``
 """
 
 from __future__ import annotations

@@ -1,0 +1,189 @@
+"""The readers of bronze tables with their positions, and the check that a table is still the one that they read.
+
+Sets of products store their positions; joins have checkpoints. A bronze table that was deleted, or put back from an
+older copy, must not be taken for a new one: its query would go on behind the lost events, and products would be built
+again without them, silently.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deltalake import DeltaTable
+
+from lakehouse.bronze.table import progress
+from lakehouse.contract.deltalog import DeltaLog
+from lakehouse.contract.lake import Lake, TableRef
+from lakehouse.errors import BronzeReplaced
+
+
+@dataclass(frozen=True, slots=True)
+class BronzeReader:
+    """A reader of a bronze table.
+
+    Attributes:
+        query: name of the set of products, or of the streaming query.
+        place: file or folder with its position.
+        next_version: the bronze version that it reads next, whole or in part.
+        table_id: of the bronze table that it reads.
+    """
+
+    query: str
+    place: Path
+    next_version: int
+    table_id: str
+
+
+def note_reader(lake: Lake, name: str, table_id: str, next_version: int) -> None:
+    """Store the position of a set of products in a bronze table."""
+    file = reader_file(lake, name)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    fresh = file.with_suffix(".new")
+    fresh.write_text(json.dumps({"table": table_id, "next": next_version}), encoding="utf-8")
+    fresh.replace(file)
+
+
+def noted_reader(lake: Lake, name: str) -> BronzeReader | None:
+    """The stored position of a set of products; None for a new one."""
+    file = reader_file(lake, name)
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        return BronzeReader(name, file, int(found["next"]), str(found["table"]))
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def reader_file(lake: Lake, name: str) -> Path:
+    """The file with the position of a set of products."""
+    return lake.state / "readers" / f"{name}.json"
+
+
+def readers(lake: Lake) -> Iterator[BronzeReader]:
+    """All readers of the lake's bronze tables; a join has one for each table that it reads."""
+    for file in sorted((lake.state / "readers").glob("*.json")):
+        reader = noted_reader(lake, file.stem)
+        if reader is not None:
+            yield reader
+    folder = lake.state / "checkpoints"
+    for checkpoint in sorted(folder.iterdir()) if folder.is_dir() else ():
+        for offset in last_offsets(checkpoint):
+            if isinstance(offset, dict) and "reservoirId" in offset:
+                version = int(offset["reservoirVersion"])
+                yield BronzeReader(checkpoint.name, checkpoint, version, str(offset["reservoirId"]))
+
+
+def last_offsets(checkpoint: Path) -> list[Any]:
+    """Offsets of each source of a query after its last finished batch; empty for none."""
+    done = [int(path.name) for path in (checkpoint / "commits").glob("[0-9]*") if path.name.isdigit()]
+    if not done:
+        return []
+    try:
+        lines = (checkpoint / "offsets" / str(max(done))).read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines[2:] if line != "-"]
+    except (OSError, ValueError):
+        return []
+
+
+def readers_of(lake: Lake, table: TableRef) -> list[BronzeReader]:
+    """The readers of this table, not of an earlier one at its path."""
+    table_id = str(DeltaTable(str(table.path)).metadata().id)
+    return [reader for reader in readers(lake) if reader.table_id == table_id]
+
+
+def unread_since(table: TableRef, reader: BronzeReader) -> float | None:
+    """Age of the oldest commit that the reader has not read, seconds; None if it has read all."""
+    log = DeltaLog(table.path)
+    written = log.written_at(reader.next_version)
+    if written is None:
+        later = [log.written_at(version) for version in log.versions() if version > reader.next_version]
+        written = min((at for at in later if at is not None), default=None)
+    return None if written is None else max(0.0, time.time() - written)
+
+
+def check_record(lake: Lake, source: str, products: Iterable[TableRef] = ()) -> None:
+    """Refuse to start on a bronze table other than the one that the products derive from.
+
+    Args:
+        products: the source's product tables.
+
+    Raises:
+        BronzeReplaced: it was deleted, replaced, or put back from a copy older than its readers.
+    """
+    table = lake.bronze(source)
+    noted = _noted(lake, source)
+    derived = [product.path for product in products if product.exists()]
+    if not table.exists():
+        if noted or derived or _taken(lake, source):
+            raise BronzeReplaced(source, f"{table.path} is gone", _leftovers(lake, source, noted, derived))
+        return
+    table_id = str(DeltaTable(str(table.path)).metadata().id)
+    if noted and noted != table_id:
+        raise BronzeReplaced(
+            source, f"{table.path} is another table than before", _leftovers(lake, source, noted, derived)
+        )
+    for what in _ahead(lake, table, table_id):
+        raise BronzeReplaced(
+            source, f"{table.path} is older than before: {what}", _leftovers(lake, source, table_id, derived)
+        )
+
+
+def note_record(lake: Lake, source: str) -> None:
+    """Store the identity of the bronze table, which must exist."""
+    path = _file(lake, source)
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = path.with_suffix(".new")
+        fresh.write_text(str(DeltaTable(str(lake.bronze(source).path)).metadata().id), encoding="utf-8")
+        fresh.replace(path)
+
+
+def _ahead(lake: Lake, table: TableRef, table_id: str) -> Iterator[str]:
+    """Positions of readers and writers that the table does not reach."""
+    newest = DeltaLog(table.path).newest()
+    for reader in readers(lake):
+        if reader.table_id == table_id and reader.next_version > newest + 1:
+            yield f"{reader.query} has read up to version {reader.next_version - 1}, and it ends at {newest}"
+    held = progress(table).offsets
+    for place, end in _taken(lake, table.name).items():
+        if held.get(place, 0) < end:
+            yield f"offsets of {place} up to {end} were taken, and it has those up to {held.get(place, 0)}"
+
+
+def _taken(lake: Lake, source: str) -> dict[str, int]:
+    """Offsets that the query that writes the table has finished."""
+    found = [offsets for offsets in last_offsets(lake.checkpoint(f"bronze-{source}")) if isinstance(offsets, dict)]
+    return {
+        f"{topic}/{number}": int(end)
+        for offsets in found
+        for topic, ends in offsets.items()
+        if isinstance(ends, dict)
+        for number, end in ends.items()
+        if int(end) > 0
+    }
+
+
+def _leftovers(lake: Lake, source: str, table_id: str, derived: Iterable[Path]) -> list[Path]:
+    """Files and folders to remove in order to start again from the remaining data."""
+    queries = {reader.query for reader in readers(lake) if reader.table_id == table_id}
+    queries |= {f"{kind}-{source}" for kind in ("bronze", "live", "silver", "gold")}
+    state = [
+        folder
+        for name in sorted(queries)
+        for folder in (lake.checkpoint(name), lake.state / "seen" / name, reader_file(lake, name))
+    ]
+    own = [_file(lake, source), lake.state / "clocks" / source, lake.state / "loads" / source]
+    return [path for path in (*own, *state, *derived) if path.exists()]
+
+
+def _noted(lake: Lake, source: str) -> str:
+    path = _file(lake, source)
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def _file(lake: Lake, source: str) -> Path:
+    return lake.state / "record" / source
