@@ -14,10 +14,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ingest.kafka import Publisher, SendOutcome
-from ingest.kafka.publisher import HELD_BACK
-from ingest.log.events import Cursor, LoggedEvent
+from ingest.kafka import HELD_BACK, KafkaPublisher, SendOutcome
 from ingest.log.message_log import AHEAD, MessageLog
+from ingest.log.segments import Cursor, LoggedEvent
 from lakehouse.contract.trace import about
 
 logger = logging.getLogger(__name__)
@@ -61,7 +60,7 @@ class KafkaDelivery:
     def __init__(
         self,
         log: MessageLog,
-        publisher: Publisher,
+        publisher: KafkaPublisher,
         known: Callable[[SendOutcome], None],
         limits: DeliveryLimits = DeliveryLimits(),
         guarantee: Callable[[str], str] = lambda _: "exactly_once",

@@ -18,13 +18,13 @@ from typing import Any
 
 import orjson
 from kafka import KafkaConsumer, TopicPartition
-from kafka import errors as kafka_errors
 
 from ingest.border.admission import Admitted
 from ingest.errors import BrokerUnavailable
+from ingest.kafka import broker_errors
 from lakehouse.contract.collector import EnrichSpec
 from lakehouse.contract.errors import ConfigError
-from lakehouse.contract.kafkasecurity import PLAINTEXT, ClientSecurity
+from lakehouse.contract.settings import KafkaSettings
 from lakehouse.contract.source import Source, Template
 
 logger = logging.getLogger(__name__)
@@ -39,9 +39,9 @@ _MOST = 5_000
 class Reference:
     """Rows by key, as header values, and their version: a digest of the rows, or ``TOPIC@OFFSETS``."""
 
-    def __init__(self, rows: Mapping[str, str] | None = None, version: str = "") -> None:
-        self.rows: dict[str, str] = dict(rows or {})
-        self.version = version
+    def __init__(self) -> None:
+        self.rows: dict[str, str] = {}
+        self.version = ""
 
 
 class Enricher:
@@ -50,24 +50,19 @@ class Enricher:
     Args:
         source: its ``enrich``.
         folder: base of relative files.
-        bootstrap: ``host:port`` of the broker.
-        at: which references: ``border`` or ``refine``.
-        security: how to log in to the broker.
+        kafka: names the broker of topics.
 
     Raises:
         ConfigError: a file cannot be read or has the wrong form.
     """
 
-    def __init__(
-        self, source: Source, folder: Path, bootstrap: str, *, at: str, security: ClientSecurity = PLAINTEXT
-    ) -> None:
-        self._security = security
+    def __init__(self, source: Source, folder: Path, kafka: KafkaSettings) -> None:
+        self._kafka = kafka
         self._source = source
-        self._specs = {name: spec for name, spec in source.enrich.items() if spec.at == at}
+        self._specs = source.enrich
         self._keys = {name: Template(spec.key) for name, spec in self._specs.items()}
         self._files = {name: folder / spec.file for name, spec in self._specs.items() if spec.file}
         self._stamps: dict[str, tuple[int, int]] = {}
-        self._bootstrap = bootstrap
         self.references: dict[str, Reference] = {name: Reference() for name in self._specs}
         self._unread = {name for name, spec in self._specs.items() if spec.topic}
         self._complete = asyncio.Event()
@@ -142,13 +137,14 @@ class Enricher:
                 remedy="Give a CSV file with a header, a JSON array of objects, or JSON lines",
             ) from None
         digest = hashlib.blake2b("\0".join(f"{k}\0{v}" for k, v in sorted(rows.items())).encode(), digest_size=8)
-        self.references[name] = Reference(rows, digest.hexdigest())
+        reference = self.references[name]
+        reference.rows, reference.version = rows, digest.hexdigest()
         self._stamps[name] = stamp
-        logger.info("the reference %s has %d rows, version %s", name, len(rows), digest.hexdigest())
+        logger.info("the reference %s has %d rows, version %s", name, len(rows), reference.version)
 
     async def _follow(self, name: str, spec: EnrichSpec) -> None:
         while True:
-            reader = TopicReader(self._bootstrap, spec.topic, self._security)
+            reader = TopicReader(self._kafka, spec.topic)
             try:
                 while True:
                     changes = await asyncio.to_thread(reader.poll)
@@ -226,9 +222,8 @@ class TopicReader:
         complete: everything that was there on connecting has been read.
     """
 
-    def __init__(self, bootstrap: str, topic: str, security: ClientSecurity = PLAINTEXT) -> None:
-        self._security = security
-        self._bootstrap = bootstrap
+    def __init__(self, kafka: KafkaSettings, topic: str) -> None:
+        self._kafka = kafka
         self._topic = topic
         self._consumer: KafkaConsumer | None = None
         self._ends: dict[int, int] = {}
@@ -246,9 +241,9 @@ class TopicReader:
         Raises:
             BrokerUnavailable: the broker does not answer, or lacks the topic.
         """
-        try:
+        found = []
+        with broker_errors(self._kafka.bootstrap):
             consumer = self._consumer or self._connect()
-            found = []
             for records in consumer.poll(timeout_ms=_POLL_MS, max_records=_MOST).values():
                 for record in records:
                     self._ends[record.partition] = record.offset + 1
@@ -257,9 +252,7 @@ class TopicReader:
             for place in [place for place, end in self._behind.items() if _at(consumer, place) >= end]:
                 del self._behind[place]
             self.complete = not self._behind
-            return found
-        except (kafka_errors.KafkaError, OSError) as error:
-            raise BrokerUnavailable(self._bootstrap, f"{type(error).__name__}: {error}") from None
+        return found
 
     def close(self) -> None:
         if self._consumer is not None:
@@ -268,15 +261,15 @@ class TopicReader:
 
     def _connect(self) -> KafkaConsumer:
         consumer = KafkaConsumer(
-            bootstrap_servers=self._bootstrap,
+            bootstrap_servers=self._kafka.bootstrap,
             enable_auto_commit=False,
             metrics_enabled=False,
-            **self._security.for_kafka_python(),
+            **self._kafka.security.for_kafka_python(),
         )
         self._consumer = consumer
         numbers = consumer.partitions_for_topic(self._topic)
         if not numbers:
-            raise BrokerUnavailable(self._bootstrap, f"there is no topic {self._topic}")
+            raise BrokerUnavailable(self._kafka.bootstrap, f"there is no topic {self._topic}")
         places = [TopicPartition(self._topic, number) for number in sorted(numbers)]
         consumer.assign(places)
         consumer.seek_to_beginning(*places)

@@ -8,10 +8,7 @@
         ├── LogUnavailable      push back and retry: the disk refuses writes
         │   └── NotReady        push back and retry: the node or the source takes no events now
         ├── BrokerUnavailable   retry: Kafka is unreachable, or its topics do not exist yet
-        ├── EventRefused        tell the sender: a request or an event does not pass the border
-        ├── BadToken            tell the sender: not an acknowledgement token of this lake
-        ├── LookupRefused       tell the sender: a look-up finds nothing, or is malformed
-        ├── TooManyWaiters      push back and retry: too many senders wait for an answer
+        ├── RequestRefused      tell the sender: a request or an event is refused
         └── UpstreamEnded       reconnect: an upstream ended its stream, or could not be reached
 """
 
@@ -118,8 +115,8 @@ class BrokerUnavailable(IngestError):
         return f"Kafka at {self.bootstrap} is not available: {self.reason}"
 
 
-class EventRefused(IngestError):
-    """A request or an event does not pass the border.
+class RequestRefused(IngestError):
+    """A request or an event is refused.
 
     Attributes:
         reason: for the sender.
@@ -141,58 +138,24 @@ class EventRefused(IngestError):
         return self.reason
 
 
-class BadToken(IngestError):
-    """Not an acknowledgement token that a collector gave out."""
-
-    def __str__(self) -> str:
-        return "this is not an acknowledgement token"
-
-
 class UpstreamEnded(IngestError):
     """The connection to an upstream ended or failed; the text tells why."""
 
 
-class LookupRefused(IngestError):
-    """A look-up finds nothing or is malformed; with a reason for the sender and an HTTP status."""
-
-    def __init__(self, reason: str, status: int) -> None:
-        super().__init__(reason, status)
-        self.reason = reason
-        self.status = status
-
-    def __str__(self) -> str:
-        return self.reason
+_BUSY_CODES: Mapping[type[IngestError], str] = {LogFull: "log-full", NotReady: "not-ready"}
 
 
-class TooManyWaiters(IngestError):
-    """All ``most`` places for senders that wait for an answer are taken."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__(most)
-        self.most = most
-
-    def __str__(self) -> str:
-        return f"{self.most} senders are waiting for an answer, which is the limit"
-
-
-_BUSY_CODES: Mapping[type[IngestError], str] = {
-    LogFull: "log-full",
-    NotReady: "not-ready",
-    TooManyWaiters: "too-many-waiters",
-}
-
-
-def refusal_code(error: EventRefused) -> str:
+def refusal_code(error: RequestRefused) -> str:
     """The error's own code, or the default of its status."""
     return error.code or CODES.get(error.status, "error")
 
 
-def problem_body(error: IngestError) -> tuple[int, bytes, int]:
-    """HTTP status, problem document (RFC 9457) and seconds before a retry.
+def problem_body(error: IngestError) -> tuple[int, bytes, list[tuple[str, str]]]:
+    """HTTP status, problem document (RFC 9457) and further headers.
 
     ``type`` names the kind of problem and does not change: ``urn:millrace:problem:CODE``.
     """
-    if isinstance(error, EventRefused):
+    if isinstance(error, RequestRefused):
         status, code, retry, members = error.status, refusal_code(error), error.retry_after, error.members
     else:
         code = _BUSY_CODES.get(type(error), "log-unavailable")
@@ -204,4 +167,7 @@ def problem_body(error: IngestError) -> tuple[int, bytes, int]:
         "detail": str(error),
         **members,
     }
-    return status, orjson.dumps(body), retry
+    headers = [("retry-after", str(retry))] if retry else []
+    if status == 401:
+        headers.append(("www-authenticate", "Bearer"))
+    return status, orjson.dumps(body), headers

@@ -8,11 +8,9 @@ that the answer has to wait for.
 from __future__ import annotations
 
 import dataclasses
-import logging
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,14 +18,13 @@ import orjson
 
 from ingest.answers.acks import RecentEvents, Signer
 from ingest.border.access import Sender, SenderGate
-from ingest.border.admission import Admitted, Border
+from ingest.border.admission import Admitted, Border, tell_refused
 from ingest.delivery import KafkaDelivery
 from ingest.enrich import Enricher
-from ingest.errors import EventRefused, LogFull, NotReady, refusal_code
-from ingest.log.events import CommitGroup, LoggedEvent, LogSegment, SourceLane
+from ingest.errors import LogFull, NotReady, RequestRefused, refusal_code
 from ingest.log.message_log import MessageLog
-from lakehouse.contract.envelope import UPSTREAM_ID, Envelope
-from lakehouse.contract.trace import EventLines
+from ingest.log.segments import NOWHERE, CommitGroup, LoggedEvent, SourceLane
+from lakehouse.contract.envelope import UPSTREAM_ID
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 MAX_EVENTS = 5_000
@@ -36,9 +33,7 @@ JSON = "application/json"
 Extra = tuple[tuple[str, str], ...]
 T = TypeVar("T")
 
-_NOWHERE = LogSegment(-1, Path())  # of shed events
 _MOST_LEVELS = 1_024  # of nesting that orjson accepts
-_lines = EventLines(logging.getLogger(__name__))
 
 
 class _Publication(msgspec.Struct):
@@ -73,6 +68,7 @@ class Intake:
         self.border = border
         self.lane = lane
         self.log = log
+        self.one_way = recent is None  # nothing is acknowledged
         self._delivery = delivery
         self._recent = recent
         self._enricher = enricher
@@ -106,7 +102,7 @@ class Intake:
         if event.shed:
             return self._skip_shed(event, position, extra)
         if event.refusal is not None:
-            _log_refused(envelope)
+            tell_refused(envelope)
         if self._enricher is not None and event.refusal is None:
             extra += self._enricher(event)
         if extra:
@@ -133,7 +129,7 @@ class Intake:
         if self.lane.rejected > rejected:
             for event in events:
                 if event.refusal is not None:
-                    _log_refused(event.envelope)
+                    tell_refused(event.envelope)
         if self._recent is not None:
             self._recent.logged_all(logged)
         self._delivery.offer_all(logged)
@@ -145,7 +141,7 @@ class Intake:
         if position is not None:
             lane.position = position
         lane.cursor = dict(extra).get(UPSTREAM_ID, lane.cursor)
-        return LoggedEvent(-1, lane, event.envelope, event.key, event.payload, _NOWHERE, 0, None)
+        return LoggedEvent(-1, lane, event.envelope, event.key, event.payload, NOWHERE, 0, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +165,7 @@ class RequestResult:
 
     groups: tuple[CommitGroup, ...]
     answer: bytes
-    error: EventRefused | None = None
+    error: RequestRefused | None = None
     events: Sequence[Admitted] = ()
 
 
@@ -182,14 +178,12 @@ class RequestIntake:
         not_ready: returns why the node takes no events now, or empty.
         gate: keys and limits.
         signer: of acknowledgement tokens.
-        one_way: sources that acknowledge nothing.
     """
 
     intakes: Mapping[str, Intake]
     not_ready: Callable[[], str]
     gate: SenderGate
     signer: Signer
-    one_way: Collection[str] = field(default_factory=tuple)
 
     def enter(self, source: str, kind: str, length: int, key: str | None) -> AdmittedRequest:
         """Judge a request by its head.
@@ -201,22 +195,22 @@ class RequestIntake:
             key: API key that was shown, or None.
 
         Raises:
-            EventRefused: the request is not taken.
+            RequestRefused: the request is not taken.
             NotReady: no events of the source are taken now.
         """
         intake = self.intakes.get(source)
         try:
             if intake is None:
-                raise EventRefused(
+                raise RequestRefused(
                     f"there is no source {source!r} that takes events by HTTP", 404, code="unknown-source"
                 )
             sender = self.gate.admit(intake.border.source, key)
             if length > MAX_BODY_BYTES:
-                raise EventRefused(f"the body has more than {MAX_BODY_BYTES} bytes", 413, code="body-too-large")
+                raise RequestRefused(f"the body has more than {MAX_BODY_BYTES} bytes", 413, code="body-too-large")
             if kind not in intake.border.source.content_types:
                 wanted = " or ".join(intake.border.source.content_types)
-                raise EventRefused(f"send {wanted}", 415)
-        except EventRefused as refused:
+                raise RequestRefused(f"send {wanted}", 415)
+        except RequestRefused as refused:
             self.count(source if intake is not None else "", refused)
             raise
         self.check_ready(intake)
@@ -233,7 +227,7 @@ class RequestIntake:
         """Put the events of a body into the log and send them on.
 
         Raises:
-            EventRefused: the body is not taken, or the rate is exceeded.
+            RequestRefused: the body is not taken, or the rate is exceeded.
             LogFull: the log has reached its limit.
             LogUnavailable: the disk refuses writes.
         """
@@ -242,7 +236,7 @@ class RequestIntake:
         try:
             one, bodies = split(kind, body)
             self.gate.spend(source, sender, len(bodies))
-        except EventRefused as refused:
+        except RequestRefused as refused:
             self.count(source.name, refused)
             raise
         if not intake.log.has_room(len(body), len(bodies)):
@@ -254,7 +248,7 @@ class RequestIntake:
         kept = [good or event.refusal is None or self.gate.keep_reject(source.name) for event in admitted]
         taken = admitted if good else [event for event, keep in zip(admitted, kept, strict=True) if keep]
         logged = intake.take_all(taken)
-        if source.name in self.one_way:
+        if intake.one_way:
             return RequestResult((), b"", events=admitted)
         groups = tuple({id(event.group): event.group for event in logged if event.group is not None}.values())
         if good:
@@ -269,7 +263,7 @@ class RequestIntake:
         name, refusal = intake.border.source.name, event.refusal
         keep = refusal is None or self.gate.keep_reject(name)
         group = intake.take(event).group if keep else None
-        if name in self.one_way:
+        if intake.one_way:
             return RequestResult((), b"", events=(event,))
         groups = () if group is None else (group,)
         if event.shed:
@@ -279,10 +273,10 @@ class RequestIntake:
         if refusal is None:
             return RequestResult(groups, b'{"token":"%b"}' % token, None, (event,))
         members: dict[str, Any] = {"token": token.decode()} if token else {}
-        error = EventRefused(refusal.reason, refusal.status, code=refusal.code, **members)
+        error = RequestRefused(refusal.reason, refusal.status, code=refusal.code, **members)
         return RequestResult(groups, b"", error, (event,))
 
-    def _answer(self, events: Sequence[Admitted], kept: Sequence[bool]) -> tuple[bytes, EventRefused | None]:
+    def _answer(self, events: Sequence[Admitted], kept: Sequence[bool]) -> tuple[bytes, RequestRefused | None]:
         sign = self.signer.sign
         tokens = [sign(event.envelope).decode() if keep else None for event, keep in zip(events, kept, strict=True)]
         rejected = [
@@ -295,9 +289,9 @@ class RequestIntake:
             if shed := [index for index, event in enumerate(events) if event.shed]:
                 answer["shed"] = shed
             return orjson.dumps(answer), None
-        return b"", EventRefused("every event is refused", 422, code="all-refused", tokens=tokens, rejected=rejected)
+        return b"", RequestRefused("every event is refused", 422, code="all-refused", tokens=tokens, rejected=rejected)
 
-    def count(self, source: str, refused: EventRefused) -> None:
+    def count(self, source: str, refused: RequestRefused) -> None:
         """Count a request that is refused as a whole; nothing of it is kept."""
         self.gate.refused[source, refusal_code(refused)] += 1
 
@@ -306,7 +300,7 @@ def split(kind: str, body: bytes) -> tuple[bool, Sequence[bytes]]:
     """Whether the body is a single event, and the events.
 
     Raises:
-        EventRefused: there are no events, or too many.
+        RequestRefused: there are no events, or too many.
     """
     if kind == JSON:
         if body.lstrip()[:1] != b"[":
@@ -363,17 +357,6 @@ def _decode(decoder: msgspec.json.Decoder[T], text: bytes) -> T:
 
 def _check_count(events: int) -> None:
     if not events:
-        raise EventRefused("there is no event in the body", 400, code="empty")
+        raise RequestRefused("there is no event in the body", 400, code="empty")
     if events > MAX_EVENTS:
-        raise EventRefused(f"the body has {events} events, more than {MAX_EVENTS}", 413, code="too-many-events")
-
-
-def _log_refused(envelope: Envelope) -> None:
-    _lines.say(
-        logging.INFO,
-        "is refused",
-        envelope.reject or "",
-        event_id=envelope.event_id,
-        source=envelope.source,
-        tenant=envelope.tenant,
-    )
+        raise RequestRefused(f"the body has {events} events, more than {MAX_EVENTS}", 413, code="too-many-events")

@@ -10,15 +10,14 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 from urllib.parse import urlsplit
 
 from ingest.answers.acks import RecentEvents, Signer
 from ingest.answers.respond import Answers, Responder
 from ingest.answers.stream import Streams
-from ingest.answers.tables import LakeState, ProductRows, ProductWatch
+from ingest.answers.tables import ProductTables
 from ingest.border.access import SenderGate, SenderKeys, keys_path
-from ingest.border.admission import KEPT_BYTES, Border, FrontBorder, front_pipeline
+from ingest.border.admission import KEPT_BYTES, Border, FrontBorder, front_source
 from ingest.border.shed import Shedder, Waiting
 from ingest.collectors import Collector, CollectorContext, UpstreamStatus, make_collector
 from ingest.collectors.http import HttpServer, check_exposure, make_app
@@ -27,9 +26,9 @@ from ingest.delivery import HAND_OVER_S, DeliveryLimits, KafkaDelivery
 from ingest.enrich import Enricher
 from ingest.errors import BrokerUnavailable
 from ingest.intake import Intake, RequestIntake
-from ingest.kafka import ensure_topics, make_publisher, start_publisher
+from ingest.kafka import KafkaPublisher, ensure_topics
 from ingest.log.message_log import MessageLog, least_limit
-from ingest.stats import CollectedSources, NodeStats
+from ingest.stats import NodeStats
 from lakehouse.contract.collector import STREAM_KINDS, CollectorSpec
 from lakehouse.contract.errors import ConfigError, MillraceError
 from lakehouse.contract.lake import Lake
@@ -37,8 +36,6 @@ from lakehouse.contract.pipeline import Pipeline, Source, load_pipeline
 from lakehouse.contract.settings import Settings
 
 logger = logging.getLogger(__name__)
-
-KafkaClient = Literal["kafka-python", "confluent-kafka"]
 
 _CLOSE_S = 10.0
 _FILE_POLL_S = 1.0
@@ -52,87 +49,51 @@ class NodeOptions:
 
     Attributes:
         node: id of the node, which names the folder of its log.
-        bootstrap: ``host:port`` of a broker.
         urls: upstream by source, in place of the pipeline's.
-        client: the Kafka client, in place of the settings'.
-        front: take payloads in unread and write them to ``TOPIC.raw``; :mod:`ingest.refine` does the rest.
-    """
-
-    node: str
-    bootstrap: str
-    urls: Mapping[str, str] = field(default_factory=dict)
-    client: KafkaClient | None = None
-    front: bool = False
-
-
-async def run_collector(
-    settings: Settings,
-    pipeline: Pipeline,
-    *,
-    node: str = "collector-1",
-    bootstrap: str,
-    urls: Mapping[str, str] | None = None,
-    http: bool = True,
-    ready: Callable[[str], None] | None = None,
-    client: KafkaClient | None = None,
-    front: bool = False,
-    watch: bool = False,
-    made: Callable[[CollectorNode], None] | None = None,
-    stop: asyncio.Event,
-) -> None:
-    """Collect until ``stop`` is set.
-
-    1. Open the log; report "not ready" by HTTP.
-    2. Wait for Kafka and the topics; send again what an earlier run left in the log.
-    3. Report "ready" and start the collectors.
-    4. On ``stop``: stop the collectors, wait for Kafka to take events in flight, close the log.
-
-    Args:
-        settings: of the process.
-        pipeline: its sources are collected.
-        node, bootstrap, urls, client, front: see :class:`NodeOptions`.
-        http: serve HTTP.
-        ready: called once when the node is ready, with the base URL of its HTTP server (empty without one).
+        front: take payloads in unread and write them to ``TOPIC.raw``; :mod:`ingest.relay` does the rest.
         watch: apply changes of the pipeline's file at run time.
-        made: called with the node before it runs, to change its sources later.
-        stop: ends the node.
-
-    Raises:
-        EnvironmentProblem: another process uses the log, or a port is taken.
-        ConfigError: the node would listen on a public address without keys.
     """
-    collector = CollectorNode(settings, pipeline, NodeOptions(node, bootstrap, dict(urls or {}), client, front))
-    try:
-        if made is not None:
-            made(collector)
-        await collector.run(http, ready, stop, watch=watch)
-    finally:
-        await collector.close()
+
+    node: str = "collector-1"
+    urls: Mapping[str, str] = field(default_factory=dict)
+    front: bool = False
+    watch: bool = False
+
+    def sources_of(self, pipeline: Pipeline) -> dict[str, Source]:
+        """The pipeline's sources as this node sees them."""
+        see = front_source if self.front else lambda source: source
+        return {name: see(source) for name, source in pipeline.sources.items()}
 
 
 class CollectorNode:
-    """The parts of a node. Sources can be added, removed and changed while it runs."""
+    """The parts of a node. Sources can be added, removed and changed while it runs.
 
-    def __init__(self, settings: Settings, pipeline: Pipeline, options: NodeOptions) -> None:
+    Args:
+        settings: of the process, with the address of a broker.
+        pipeline: its sources are collected.
+        options: of the command line.
+
+    Raises:
+        EnvironmentProblem: another process uses the log.
+        ConfigError: the node would listen on a public address without keys, or a collector cannot be made.
+    """
+
+    def __init__(self, settings: Settings, pipeline: Pipeline, options: NodeOptions = NodeOptions()) -> None:
         collect, lake = settings.collect, Lake(settings.lake)
         keys = SenderKeys(keys_path(settings))
         check_exposure(collect, keys)
         self._settings = settings
         self._options = options
-        self._pipeline = front_pipeline(pipeline) if options.front else pipeline
-        self._folder = pipeline.path.parent
+        self._file = pipeline.path
         self._ready = False
         self._taking = asyncio.Event()  # ready, and not stopping
         self._connected = asyncio.Event()
         self._stopping = False
-        topics = {name: source.topic for name, source in self._pipeline.sources.items()}
+        declared = options.sources_of(pipeline)
+        self._topics = {name: source.topic for name, source in declared.items()}
         hand_over_s = min(HAND_OVER_S, settings.kafka.linger_ms / 1000)
-        kafka = dataclasses.replace(
-            settings.kafka,
-            linger_ms=settings.kafka.linger_ms - round(1000 * hand_over_s),  # the client lingers for the rest
-            client=options.client or settings.kafka.client,
-        )
-        self._publisher = make_publisher(options.bootstrap, kafka, topics)
+        linger_ms = settings.kafka.linger_ms - round(1000 * hand_over_s)  # the client lingers for the rest
+        self._publisher = KafkaPublisher(dataclasses.replace(settings.kafka, linger_ms=linger_ms), self._topics)
         self._log = MessageLog.open(
             lake.collector_log(options.node),
             options.node,
@@ -140,25 +101,19 @@ class CollectorNode:
             group_commit_ms=collect.group_commit_ms,
             protocol=collect.protocol,
         )
-        recent = self._recent = RecentEvents(topics)
+        recent = RecentEvents(self._topics)
         limits = DeliveryLimits(hand_over_s=hand_over_s)
         self._delivery = KafkaDelivery(self._log, self._publisher, recent.known, limits, self._guarantee)
-        sinks = EventSinks(self._log, self._delivery, recent)
-        self._sources = SourceSet(settings, options, self._folder, sinks, topics)
-        for source in self._pipeline.sources.values():
-            self._sources.add(source, options.urls.get(source.name, ""))
+        self._sources = SourceSet(settings, options, self._file, EventSinks(self._log, self._delivery, recent))
+        for source in declared.values():
+            self._sources.add(source)
         gate = SenderGate(keys, max_connections=collect.max_connections, rejects_per_s=collect.rejects_per_s)
-        collected = CollectedSources(self._sources.names, self._sources.statuses, self._sources.shedders)
-        self._stats = NodeStats(options.node, self._log, self._delivery, collected, lambda: not self._not_ready(), gate)
-        signer = Signer.of_lake(lake.state)
-        self._requests = RequestIntake(self._sources.intakes, self._not_ready, gate, signer, self._sources.one_way)
-        lake_state, rows = LakeState(lake), ProductRows(lake)
-        self._watch = ProductWatch(lake_state, collect.watch_ms / 1000)
-        answers = Answers(self._sources.get, recent, lake_state, rows, self._watch, max_waiters=collect.max_waiters)
-        self._responder = Responder(answers, rows, self._pipeline, self._requests)
-        self._streams = Streams(
-            self._requests, self._pipeline, (rows, self._watch), collect.max_streams, self._until_ready
-        )
+        self._requests = RequestIntake(self._sources.intakes, self._not_ready, gate, Signer.of_lake(lake.state))
+        self._tables = ProductTables(lake, collect.watch_ms / 1000)
+        answers = Answers(self._sources.get, recent, self._tables, collect.max_waiters)
+        self._responder = Responder(answers, pipeline, self._requests)
+        self._streams = Streams(self._requests, pipeline, self._tables, collect.max_streams, self._until_ready)
+        self._stats = NodeStats(options.node, self._log, self._delivery, self._sources, self._requests)
 
     # --- sources at run time
 
@@ -172,20 +127,18 @@ class CollectorNode:
         """Events of an earlier run that are still to be sent to Kafka, and their initial number."""
         return self._stats.replay
 
-    async def add_source(self, source: Source, url: str = "") -> None:
-        """Collect a further source; creates its topic if absent.
-
-        Args:
-            source: with a new name.
-            url: upstream in place of the source's.
+    async def add_source(self, source: Source) -> None:
+        """Collect a further source, with a new name; creates its topic if absent.
 
         Raises:
             ConfigError: a collector cannot be made.
             EnvironmentProblem: an address cannot be bound.
             BrokerUnavailable: its topic cannot be created now.
         """
-        await asyncio.to_thread(ensure_topics, self._options.bootstrap, [source], self._settings.kafka.security)
-        self._sources.add(source, url or self._options.urls.get(source.name, ""))
+        kafka = self._settings.kafka
+        await asyncio.to_thread(ensure_topics, kafka.bootstrap, [source], kafka.security)
+        self._sources.add(source)
+        self._topics[source.name] = source.topic  # stays when the source goes, because its events may be in the log
         logger.info("collecting source %s", source.name)
 
     async def remove_source(self, name: str) -> None:
@@ -199,14 +152,14 @@ class CollectorNode:
         Raises:
             MillraceError: a source could not be started; the others match.
         """
-        wanted = front_pipeline(pipeline) if self._options.front else pipeline
-        stop, start = changed(self.sources, wanted.sources)
+        wanted = self._options.sources_of(pipeline)
+        stop, start = changed(self.sources, wanted)
         for name in stop:
             await self.remove_source(name)
         problem: MillraceError | None = None
         for name in start:
             try:
-                await self.add_source(wanted.sources[name])
+                await self.add_source(wanted[name])
             except MillraceError as error:
                 problem = error
         if problem is not None:
@@ -232,48 +185,52 @@ class CollectorNode:
         await self._taking.wait()
         await self._log.room(size)
 
-    async def run(
-        self, http: bool, ready: Callable[[str], None] | None, stop: asyncio.Event, *, watch: bool = False
-    ) -> None:
-        """Run until ``stop`` is set; see :func:`run_collector`."""
-        server = self._server() if http else None
-        async with asyncio.TaskGroup() as tasks:
-            delivery = tasks.create_task(self._deliver())
-            others = [tasks.create_task(self._start(server.url if server else "", ready))]
-            if server is not None:
+    async def run(self, stop: asyncio.Event, ready: Callable[[str], None] = lambda url: None) -> None:
+        """Collect until ``stop`` is set; runs once.
+
+        1. Report "not ready" by HTTP.
+        2. Wait for Kafka and the topics; send again what an earlier run left in the log.
+        3. Report "ready" and start the collectors.
+        4. On ``stop``: stop the collectors, wait for Kafka to take events in flight, close the log.
+
+        Args:
+            stop: ends the node.
+            ready: called once when the node is ready, with the base URL of its HTTP server.
+
+        Raises:
+            EnvironmentProblem: the port is taken.
+        """
+        try:
+            app = make_app(self._requests, self._stats, self._responder)
+            server = HttpServer(app, self._requests, self._settings.collect, ws=self._streams.protocol)
+            async with asyncio.TaskGroup() as tasks:
+                delivery = tasks.create_task(self._deliver())
                 tasks.create_task(server.serve())
-                others.append(tasks.create_task(self._streams.keep_alive()))
-            if watch:
-                others.append(tasks.create_task(self._follow_file(self._folder / "pipeline.toml")))
-            await stop.wait()
-            self._stopping = True
-            self._taking.clear()
-            for task in others:
-                task.cancel()
-            await self._sources.stop()
-            if server is not None:
+                others = [
+                    tasks.create_task(self._start(server.url, ready)),
+                    tasks.create_task(self._streams.keep_alive()),
+                ]
+                if self._options.watch:
+                    others.append(tasks.create_task(self._follow_file()))
+                await stop.wait()
+                self._stopping = True
+                self._taking.clear()
+                for task in others:
+                    task.cancel()
+                await self._sources.stop()
                 server.stop()
-            self._watch.close()
-            await self._streams.follower.close()
-            await self._responder.close()
-            await self._drain()
-            delivery.cancel()
+                self._tables.watch.close()
+                await self._streams.follower.close()
+                await self._responder.close()
+                await self._drain()
+                delivery.cancel()
+        finally:  # unacknowledged events stay in the log
+            self._sources.close()
+            await asyncio.to_thread(self._publisher.close, 1.0)
+            await self._log.close()
 
-    def _server(self) -> HttpServer:
-        app = make_app(
-            requests=self._requests,
-            stats=self._stats,
-            recent=self._recent,
-            pipeline=self._pipeline,
-            lake_root=self._settings.lake,
-            responder=self._responder,
-        )
-        return HttpServer(app, self._requests, self._settings.collect, ws=self._streams.protocol)
-
-    async def _start(self, url: str, ready: Callable[[str], None] | None) -> None:
-        sources, security = list(self._pipeline.sources.values()), self._settings.kafka.security
-        deliver, bootstrap = self._delivery.deliver, self._options.bootstrap
-        await start_publisher(self._publisher, deliver, bootstrap, sources, security)
+    async def _start(self, url: str, ready: Callable[[str], None]) -> None:
+        await self._publisher.start_when_available(self._delivery.deliver, list(self.sources.values()))
         self._connected.set()
         await self._delivery.recovered()
         if self._log.recovery.to_replay:
@@ -281,15 +238,15 @@ class CollectorNode:
         self._ready = True
         self._taking.set()
         self._sources.run()
-        if ready is not None:
-            ready(url)
+        ready(url)
 
     async def _deliver(self) -> None:
         await self._connected.wait()  # events of an earlier run must not be sent before there is a client
         await self._delivery.run()
 
-    async def _follow_file(self, path: Path) -> None:
+    async def _follow_file(self) -> None:
         """Apply the pipeline's file whenever it changes; an invalid file changes nothing."""
+        path = self._file
         seen = _stamp(path)
         while True:
             await asyncio.sleep(_FILE_POLL_S)
@@ -309,12 +266,6 @@ class CollectorNode:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_S if self._ready else 0):
                 await self._delivery.drained()
-
-    async def close(self) -> None:
-        """Close the Kafka client and the log; unacknowledged events stay in the log."""
-        self._sources.close()
-        await asyncio.to_thread(self._publisher.close, 1.0)
-        await self._log.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,31 +291,27 @@ class SourceSet:
     Args:
         settings: of the process.
         options: of the node.
-        folder: of the pipeline, for references that are files.
+        file: of the pipeline; references that are files are beside it.
         sinks: take the events.
-        topics: topic by source; the set updates it and keeps removed sources, whose events may still be in the log.
 
     Attributes:
-        intakes: by source, of sources that take events by HTTP.
-        one_way: sources among them that acknowledge nothing. The set object stays the same.
-        names: of the sources. The list object stays the same.
+        intakes: by source, of sources that take events by HTTP. The set object stays the same.
         shedders: by source, of sources that may shed events.
     """
 
-    def __init__(
-        self, settings: Settings, options: NodeOptions, folder: Path, sinks: EventSinks, topics: dict[str, str]
-    ) -> None:
+    def __init__(self, settings: Settings, options: NodeOptions, file: Path, sinks: EventSinks) -> None:
         self._settings = settings
         self._options = options
-        self._folder = folder
+        self._file = file
         self._sinks = sinks
-        self._topics = topics
         self._set: dict[str, _RunningSource] = {}
         self._running = False
         self.intakes: dict[str, Intake] = {}
-        self.one_way: set[str] = set()
-        self.names: list[str] = []
         self.shedders: dict[str, Shedder] = {}
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._set)
 
     def statuses(self) -> Iterable[UpstreamStatus]:
         """The state of every upstream."""
@@ -375,12 +322,8 @@ class SourceSet:
         running = self._set.get(name)
         return running.source if running is not None else None
 
-    def add(self, source: Source, url: str = "") -> None:
+    def add(self, source: Source) -> None:
         """Add a source whose topic exists.
-
-        Args:
-            source: to collect.
-            url: upstream in place of the source's.
 
         Raises:
             ConfigError: a collector or a reference cannot be made, or the log is too small for an event.
@@ -389,13 +332,11 @@ class SourceSet:
         self._check_size(source)
         running = _RunningSource(source)
         try:
-            self._make(running, url)
+            self._make(running)
         except BaseException:
             self._discard(running)
             raise
-        self._topics[source.name] = source.topic
         self._set[source.name] = running
-        self.names.append(source.name)
         if self._running:
             self._start(running)
 
@@ -404,10 +345,7 @@ class SourceSet:
         running = self._set.pop(name, None)
         if running is None:
             return
-        self.names.remove(name)
-        for task in running.tasks:
-            task.cancel()
-        await asyncio.gather(*running.tasks, return_exceptions=True)
+        await _end(running.tasks)
         self._discard(running)
 
     def run(self) -> None:
@@ -419,10 +357,7 @@ class SourceSet:
     async def stop(self) -> None:
         """Stop all collectors; HTTP is stopped by its server."""
         self._running = False
-        tasks = [task for running in self._set.values() for task in running.tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _end([task for running in self._set.values() for task in running.tasks])
 
     def close(self) -> None:
         """Release what collectors hold."""
@@ -437,40 +372,36 @@ class SourceSet:
             raise ConfigError(
                 f"an event of {source.max_event_bytes} bytes would never fit into a log of "
                 f"{self._settings.collect.log_bytes} (collect.log_bytes)",
-                file=self._folder / "pipeline.toml",
+                file=self._file,
                 key=f"sources.{source.name}.max_event_bytes",
                 remedy=f"Set collect.log_bytes to {least} or more, or allow smaller events only",
             )
 
-    def _make(self, running: _RunningSource, url: str) -> None:
-        source, settings, options, sinks = running.source, self._settings, self._options, self._sinks
+    def _make(self, running: _RunningSource) -> None:
+        source, options, sinks = running.source, self._options, self._sinks
         if source.shed is not None and not options.front:
             self.shedders[source.name] = Shedder(source.name, source.shed, lambda: self._waiting(source.name))
         border = (FrontBorder if options.front else Border)(
             source,
-            tenant=settings.tenant,
+            tenant=self._settings.tenant,
             collector=options.node,
-            file=self._folder / "pipeline.toml",
+            file=self._file,
             shedder=self.shedders.get(source.name),
         )
-        if any(spec.at == "border" for spec in source.enrich.values()) and not options.front:
-            running.enricher = Enricher(
-                source, self._folder, options.bootstrap, at="border", security=settings.kafka.security
-            )
+        if source.enrich:
+            running.enricher = Enricher(source, self._file.parent, self._settings.kafka)
+        url = options.urls.get(source.name, "")
         for ordinal, spec in enumerate(with_upstream(source.collectors, url)):
             upstream = (url or spec.url) if spec.kind in STREAM_KINDS else ""
             # Another address is another stream: a position in one means nothing in the other.
             name = f"{source.name}/{spec.kind}/{ordinal}"
             lane = sinks.log.lane(f"{name} {shown_url(upstream)}" if upstream else name, source.name)
-            asked = spec.kind == "http" and spec.ack != "none"
-            recent = sinks.recent if asked else None
+            recent = sinks.recent if spec.kind == "http" and spec.ack != "none" else None
             intake = Intake(border, lane, sinks.log, sinks.delivery, recent, running.enricher)
             if spec.kind == "http":
                 self.intakes[source.name] = intake
-                if not asked:
-                    self.one_way.add(source.name)
             else:
-                context = CollectorContext(intake, upstream, settings.collect.backoff_max_s)
+                context = CollectorContext(intake, upstream, self._settings.collect.backoff_max_s)
                 running.collectors.append(make_collector(spec, context))
 
     def _start(self, running: _RunningSource) -> None:
@@ -489,7 +420,6 @@ class SourceSet:
     def _discard(self, running: _RunningSource) -> None:
         self.intakes.pop(running.source.name, None)
         self.shedders.pop(running.source.name, None)
-        self.one_way.discard(running.source.name)
         for collector in running.collectors:
             collector.close()
         if running.enricher is not None:
@@ -520,6 +450,12 @@ def calm_garbage_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_GC_YOUNG, _GC_OLDER, _GC_OLDER)
+
+
+async def _end(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _run_when_complete(collector: Collector, enricher: Enricher | None) -> None:

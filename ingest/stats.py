@@ -1,4 +1,4 @@
-"""Metrics of collecting processes: ``/v1/stats`` as JSON and ``/metrics`` for Prometheus.
+"""Metrics of a collecting node: ``/v1/stats`` as JSON and ``/metrics`` for Prometheus.
 
 They are read from the log's lanes on request. The hot path only observes one histogram value a commit group.
 """
@@ -6,24 +6,20 @@ They are read from the log's lanes on request. The hot path only observes one hi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import Any, Protocol
 
-from prometheus_client import CollectorRegistry, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector as MetricCollector
 
-from ingest.border.access import SenderGate
 from ingest.border.shed import Shedder
 from ingest.collectors import UpstreamStatus
 from ingest.delivery import KafkaDelivery
-from ingest.log.events import SourceLane
+from ingest.intake import RequestIntake
 from ingest.log.message_log import MessageLog
-
-if TYPE_CHECKING:
-    from ingest.refine import RefineNode
+from ingest.log.segments import SourceLane
 
 _Value = tuple[tuple[str, ...], float]
 
@@ -38,19 +34,16 @@ _COUNTERS: tuple[tuple[str, str, Callable[[SourceLane], int]], ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class CollectedSources:
-    """What a node collects, read anew for each request.
+class CollectedSources(Protocol):
+    """What a node collects; it may change at any time. ``shedders``: by source, of sources that may shed events."""
 
-    Attributes:
-        names: of the sources.
-        upstreams: returns the state of each upstream.
-        shedders: by source, of sources that may shed events.
-    """
+    @property
+    def names(self) -> Sequence[str]: ...
 
-    names: Sequence[str]
-    upstreams: Callable[[], Iterable[UpstreamStatus]] = list
-    shedders: Mapping[str, Shedder] = field(default_factory=dict)
+    @property
+    def shedders(self) -> Mapping[str, Shedder]: ...
+
+    def statuses(self) -> Iterable[UpstreamStatus]: ...
 
 
 class NodeStats(MetricCollector):
@@ -61,25 +54,18 @@ class NodeStats(MetricCollector):
         log: its message log.
         delivery: its way to Kafka.
         sources: what it collects.
-        ready: whether it is ready.
-        gate: of its HTTP.
+        requests: its gate, and whether it is ready.
     """
 
     def __init__(
-        self,
-        node: str,
-        log: MessageLog,
-        delivery: KafkaDelivery,
-        sources: CollectedSources,
-        ready: Callable[[], bool],
-        gate: SenderGate | None = None,
+        self, node: str, log: MessageLog, delivery: KafkaDelivery, sources: CollectedSources, requests: RequestIntake
     ) -> None:
         self._node = node
         self._log = log
         self._delivery = delivery
         self._sources = sources
-        self._ready = ready
-        self._gate = gate or SenderGate()
+        self._requests = requests
+        self._gate = requests.gate
         self.registry = CollectorRegistry()
         self.registry.register(self)
         commits = Histogram(
@@ -97,11 +83,11 @@ class NodeStats(MetricCollector):
 
     def stats(self) -> dict[str, Any]:
         """The document of ``/v1/stats``."""
-        upstreams = list(self._sources.upstreams())
+        upstreams = list(self._sources.statuses())
         recovery = self._log.recovery
         return {
             "node": self._node,
-            "ready": self._ready(),
+            "ready": not self._requests.not_ready(),
             "sources": {name: self._source(name, upstreams) for name in self._sources.names},
             "log": {
                 "bytes": self._log.used,
@@ -133,7 +119,7 @@ class NodeStats(MetricCollector):
         }
 
     def collect(self) -> Iterator[Metric]:
-        lanes, upstreams, gate = self._log.lanes(), list(self._sources.upstreams()), self._gate
+        lanes, upstreams, gate = self._log.lanes(), list(self._sources.statuses()), self._gate
         by_lane = ("source", "lane")
         for name, text, value in _COUNTERS:
             yield _counter(name, text, by_lane, [((lane.source, lane.name), value(lane)) for lane in lanes])
@@ -152,7 +138,7 @@ class NodeStats(MetricCollector):
         yield _gauge("connections", "Open HTTP connections", (), [((), gate.connections)])
         yield _gauge("log_bytes", "Bytes of the message log", (), [((), self._log.used)])
         yield _gauge("log_limit_bytes", "Limit of the message log", (), [((), self._log.limit)])
-        yield _gauge("ready", "Whether the node is ready", (), [((), self._ready())])
+        yield _gauge("ready", "Whether the node is ready", (), [((), not self._requests.not_ready())])
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: names must be known without collecting, which needs a running node."""
@@ -176,36 +162,3 @@ def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Sequence[_V
 def _upstream(status: UpstreamStatus) -> dict[str, Any]:
     found = asdict(status)
     return found if found["counts"] else {name: value for name, value in found.items() if name != "counts"}
-
-
-class RefineMetrics(MetricCollector):
-    """Counts of a refiner."""
-
-    def __init__(self, node: RefineNode) -> None:
-        self._node = node
-
-    def collect(self) -> Iterator[Metric]:
-        family = CounterMetricFamily("millrace_refine_events", "Events refined", labels=("source", "what"))
-        counts = self._node.counts.items()
-        yield _filled(family, [((source, what), n) for source, found in counts for what, n in found.items()])
-
-    def describe(self) -> Iterable[Metric]:
-        """Nothing, as above."""
-        return ()
-
-
-@contextmanager
-def serve_metrics(node: RefineNode, port: int) -> Iterator[None]:
-    """Serve ``/metrics`` on the loopback address inside the context; port 0 serves nothing."""
-    if not port:
-        yield
-        return
-    registry = CollectorRegistry()
-    registry.register(RefineMetrics(node))
-    server, thread = start_http_server(port, "127.0.0.1", registry)
-    try:
-        yield
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, start_http_server
@@ -49,6 +51,15 @@ class Counts(Collector):
         for source, count in dict(self._counts()).items():
             family.add_metric([source], count)
         yield family
+
+
+def relay_counts(prefix: str, counts: Mapping[str, Counter[str]], *names: str) -> list[Counts]:
+    """Metrics ``PREFIX_NAME`` of a :class:`ingest.relay.TopicRelay`."""
+
+    def values(name: str) -> dict[str, int]:
+        return {source: found[name] for source, found in counts.items()}
+
+    return [Counts(f"{prefix}_{name}", f"Records {name.replace('_', ' ')}", partial(values, name)) for name in names]
 
 
 @contextmanager

@@ -24,9 +24,9 @@ import orjson
 
 from ingest.answers.tables import Coordinates, LakeState
 from ingest.border.admission import RAW_SUFFIX
-from ingest.errors import BadToken
+from ingest.errors import RequestRefused
 from ingest.kafka import SendOutcome
-from ingest.log.events import Fate, LoggedEvent
+from ingest.log.segments import Fate, LoggedEvent
 from lakehouse.contract.envelope import Envelope
 from lakehouse.contract.errors import EnvironmentProblem
 
@@ -214,25 +214,29 @@ class Signer:
         """Verify and read a token.
 
         Raises:
-            BadToken: it was not made with this key.
+            RequestRefused: it was not made with this key.
         """
         if len(text) > _MAX_CHARS:
-            raise BadToken(text)
+            raise _bad_token()
         try:
             coded = text.encode("ascii").translate(_FROM_URL)
             data = binascii.a2b_base64(coded + b"=" * (-len(coded) % 4), strict_mode=True)
             mac, body = data[:_MAC_BYTES], data[_MAC_BYTES:]
             if not hmac.compare_digest(mac, self._mac(body)):
-                raise BadToken(text)
+                raise _bad_token()
             source, tenant, event_id, received_at = orjson.loads(body)
         except ValueError:  # of base64 or ASCII; a signed body is always JSON
-            raise BadToken(text) from None
+            raise _bad_token() from None
         return Token(source, tenant, event_id, received_at)
 
     def _mac(self, body: bytes) -> bytes:
         mac = self._keyed.copy()
         mac.update(body)
         return mac.digest()
+
+
+def _bad_token() -> RequestRefused:
+    return RequestRefused("this is not an acknowledgement token", 400, code="bad-token")
 
 
 def _shared_key(path: Path) -> bytes:

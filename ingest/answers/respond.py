@@ -28,9 +28,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -42,11 +43,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from ingest.answers.acks import RecentEvents, Token, ack_state
-from ingest.answers.tables import Coordinates, FoundRows, LakeState, ProductRows, ProductWatch
+from ingest.answers.acks import AckState, RecentEvents, Token, ack_state
+from ingest.answers.tables import Coordinates, FoundRows, ProductTables
 from ingest.border.admission import Admitted
-from ingest.collectors.http import problem, refuse
-from ingest.errors import EventRefused, LookupRefused, TooManyWaiters
+from ingest.errors import RETRY_AFTER_S, IngestError, RequestRefused, problem_body
 from ingest.intake import RequestIntake, first_key
 from lakehouse.contract.collector import AnswerSpec
 from lakehouse.contract.pipeline import Pipeline, Source
@@ -65,25 +65,25 @@ _JSON_TYPE = "application/json"
 
 
 class Responder:
-    """Serves answers, look-ups and callbacks.
+    """Serves acknowledgements, answers, look-ups and callbacks.
 
     Args:
         answers: waits for answers.
-        rows: serves look-ups.
         pipeline: its products with a channel can be looked up.
         requests: signs tokens and checks keys.
     """
 
-    def __init__(self, answers: Answers, rows: ProductRows, pipeline: Pipeline, requests: RequestIntake) -> None:
+    def __init__(self, answers: Answers, pipeline: Pipeline, requests: RequestIntake) -> None:
         self._requests = requests
         self._answers = answers
-        self._rows = rows
+        self._rows = answers.tables.rows
         self._pipeline = pipeline
         self._callbacks: set[asyncio.Task[None]] = set()
 
     @property
     def routes(self) -> list[BaseRoute]:
         return [
+            Route("/v1/acks/{token}", self._ack, methods=["GET"]),
             Route("/v1/answers/{token}", self._fetch, methods=["GET"]),
             Route("/v1/lookup/{product}", self._lookup, methods=["GET"]),
             Route("/v1/lookup/{product}/{key:path}", self._lookup, methods=["GET"]),
@@ -93,16 +93,15 @@ class Responder:
         """Check the callback that a request asks for, before its event is taken; returns it, or empty.
 
         Raises:
-            EventRefused: the source pushes no answers, or not to this address.
-            TooManyWaiters: too many callbacks are pending.
+            RequestRefused: the source pushes no answers, not to this address, or too many are pending.
         """
         callback = query.get("callback", "")
         if callback:
             if source.respond != "full_async" or source.answer is None:
-                raise EventRefused(f"source {source.name!r} pushes no answers", 400)
+                raise RequestRefused(f"source {source.name!r} pushes no answers", 400)
             refuse_callback(source.answer, callback)
             if len(self._callbacks) >= _MOST_CALLBACKS:
-                raise TooManyWaiters(_MOST_CALLBACKS)
+                raise _too_many_waiters(_MOST_CALLBACKS)
         return callback
 
     async def respond(self, source: Source, event: Admitted, callback: str) -> Response:
@@ -116,8 +115,9 @@ class Responder:
                 return _response(await self._answers.wait(token), text, late=504)
         if callback:
             self._push(token, text, callback)
-        body = {"token": text, "answer": f"/v1/answers/{text}"}
-        return Response(orjson.dumps(body), 202, {"Location": body["answer"]}, _JSON_TYPE)
+        response = json_response({"token": text, "answer": f"/v1/answers/{text}"}, 202)
+        response.headers["Location"] = f"/v1/answers/{text}"
+        return response
 
     async def close(self) -> None:
         """Cancel pending callbacks."""
@@ -125,40 +125,40 @@ class Responder:
             task.cancel()
         await asyncio.gather(*self._callbacks, return_exceptions=True)
 
+    async def _ack(self, request: Request) -> Response:
+        token = self._requests.signer.open(request.path_params["token"])
+        products = [product.name for product in self._pipeline.products_of(token.source)]
+        state = await self._answers.state(token, products)
+        found = {name: value for name, value in dataclasses.asdict(state).items() if value is not None}
+        found |= found.pop("coordinates", {})
+        return json_response({"event_id": token.event_id, "source": token.source, **found})
+
     async def _fetch(self, request: Request) -> Response:
         text = request.path_params["token"]
         token = self._requests.signer.open(text)  # the token is the permission
-        source = self._answers.source(token.source)
+        source = self._answers.source_of(token.source)
         if source is None or not source.respond:
-            return problem(404, f"source {token.source!r} gives no answers")
-        try:
-            wait_s = _wait_s(request.query_params.get("wait"), source)
-            async with self._answers.seat():
-                return _response(await self._answers.wait(token, wait_s), text, late=202)
-        except TooManyWaiters as error:
-            return refuse(error)
-        except ValueError as error:
-            return problem(400, str(error))
+            raise RequestRefused(f"source {token.source!r} gives no answers", 404)
+        wait_s = _wait_s(request.query_params.get("wait"), source)
+        async with self._answers.seat():
+            return _response(await self._answers.wait(token, wait_s), text, late=202)
 
     async def _lookup(self, request: Request) -> Response:
         product = request.path_params["product"]
         key = [part for part in request.path_params.get("key", "").split("/") if part]
         columns = dict(request.query_params)
-        try:
-            declared = self._pipeline.products.get(product)
-            if declared is None or not declared.channel:
-                raise LookupRefused(f"there is no product {product!r} to be looked up", 404)
-            self._requests.gate.show(declared, self._pipeline, first_key(request.headers.raw))
-            if bool(key) == bool(columns):
-                raise LookupRefused("give the key in the path, or columns in the query", 400)
-            if key:
-                found = await asyncio.to_thread(self._rows.by_key, product, key)
-            else:
-                found = await asyncio.to_thread(self._rows.where, product, columns)
-        except LookupRefused as error:
-            return problem(error.status, error.reason)
+        declared = self._pipeline.products.get(product)
+        if declared is None or not declared.channel:
+            raise RequestRefused(f"there is no product {product!r} to be looked up", 404)
+        self._requests.gate.show(declared, self._pipeline, first_key(request.headers.raw))
+        if bool(key) == bool(columns):
+            raise RequestRefused("give the key in the path, or columns in the query", 400)
+        if key:
+            found = await asyncio.to_thread(self._rows.by_key, product, key)
+        else:
+            found = await asyncio.to_thread(self._rows.where, product, columns)
         if not found.rows:
-            return problem(404, f"{product} has no row of this key", version=found.version)
+            raise RequestRefused(f"{product} has no row of this key", 404, version=found.version)
         return Response(found.json(product=product), media_type=_JSON_TYPE, headers={"ETag": f'"{found.version}"'})
 
     def _push(self, token: Token, text: str, callback: str) -> None:
@@ -184,30 +184,53 @@ class Responder:
 
 
 def refuse_callback(spec: AnswerSpec, url: str) -> None:
-    """Raise :class:`EventRefused` unless the pipeline names the host and port of this address."""
+    """Raise :class:`RequestRefused` unless the pipeline names the host and port of this address."""
     parts = urlsplit(url)
     try:
         port = parts.port or {"http": 80, "https": 443}.get(parts.scheme, 0)
     except ValueError:
         port = 0
     if parts.scheme not in ("http", "https") or parts.username is not None or not port:
-        raise EventRefused("a callback is an http or https address without a user", 400)
+        raise RequestRefused("a callback is an http or https address without a user", 400)
     if f"{parts.hostname}:{port}" not in spec.callback_hosts:
-        raise EventRefused(f"answers are not pushed to {parts.hostname}:{port}", 403)
+        raise RequestRefused(f"answers are not pushed to {parts.hostname}:{port}", 403)
 
 
 def _response(answer: EventAnswer | None, token: str, *, late: int) -> Response:
     if answer is None:
-        return problem(404, "this source gives no answers", token=token)
+        return refuse(RequestRefused("this source gives no answers", 404, token=token))
     if answer.refused:
-        return problem(422, answer.refused, token=token)
+        return refuse(RequestRefused(answer.refused, 422, token=token))
     if answer.found is not None:
-        return Response(answer.body(token), media_type=_JSON_TYPE)
+        return Response(answer.found.json(token=token, product=answer.product), media_type=_JSON_TYPE)
     place = f"/v1/answers/{token}"
     if late == 202:
-        body = orjson.dumps({"token": token, "answer": place})
-        return Response(body, 202, {"Location": place, "Retry-After": "1"}, _JSON_TYPE)
-    return problem(late, f"{answer.product} does not hold the event yet", headers={"Location": place}, token=token)
+        response = json_response({"token": token, "answer": place}, 202)
+        response.headers["Retry-After"] = "1"
+    else:
+        response = refuse(RequestRefused(f"{answer.product} does not hold the event yet", late, token=token))
+    response.headers["Location"] = place
+    return response
+
+
+def json_response(value: object, status: int = 200) -> Response:
+    return Response(orjson.dumps(value), status, media_type=_JSON_TYPE)
+
+
+def refuse(error: IngestError) -> Response:
+    """The problem document of an error (RFC 9457)."""
+    status, body, headers = problem_body(error)
+    return Response(body, status, dict(headers), "application/problem+json")
+
+
+def unavailable(detail: str, **members: Any) -> Response:
+    """503 with the time to retry."""
+    return refuse(RequestRefused(detail, 503, code="not-ready", retry_after=RETRY_AFTER_S, **members))
+
+
+def _too_many_waiters(most: int) -> RequestRefused:
+    text = f"{most} senders are waiting for an answer, which is the limit"
+    return RequestRefused(text, 503, code="too-many-waiters", retry_after=RETRY_AFTER_S)
 
 
 def _wait_s(text: str | None, source: Source) -> float | None:
@@ -217,9 +240,9 @@ def _wait_s(text: str | None, source: Source) -> float | None:
     try:
         seconds = float(text)
     except ValueError:
-        raise ValueError(f"wait={text!r} is no number of seconds") from None
+        raise RequestRefused(f"wait={text!r} is no number of seconds", 400) from None
     if not 0 <= seconds <= MAX_WAIT_S:
-        raise ValueError(f"wait is between 0 and {MAX_WAIT_S:.0f} seconds")
+        raise RequestRefused(f"wait is between 0 and {MAX_WAIT_S:.0f} seconds", 400)
     return seconds
 
 
@@ -237,10 +260,6 @@ class EventAnswer:
     found: FoundRows | None = None
     refused: str = ""
 
-    def body(self, token: str) -> bytes:
-        assert self.found is not None
-        return self.found.json(token=token, product=self.product)
-
 
 class Answers:
     """Waits for the answers of all sources that give some.
@@ -248,9 +267,7 @@ class Answers:
     Args:
         source_of: the source with this name, or None.
         recent: memory of this node.
-        lake: progress of the tables.
-        rows: rows of the tables.
-        watch: follows the products.
+        tables: of the lake.
         max_waiters: senders that may wait at a time.
     """
 
@@ -258,33 +275,27 @@ class Answers:
         self,
         source_of: Callable[[str], Source | None],
         recent: RecentEvents,
-        lake: LakeState,
-        rows: ProductRows,
-        watch: ProductWatch,
-        *,
+        tables: ProductTables,
         max_waiters: int,
     ) -> None:
-        self._source_of = source_of
+        self.source_of = source_of
+        self.tables = tables
         self._recent = recent
-        self._lake = lake
-        self._rows = rows
-        self._watch = watch
         self._most = max_waiters
         self._keys: OrderedDict[tuple[str, str, str], dict[str, str]] = OrderedDict()
         self.waiters = 0
 
-    def source(self, name: str) -> Source | None:
-        """The source with this name, if it is collected here."""
-        return self._source_of(name)
+    async def state(self, token: Token, products: Sequence[str]) -> AckState:
+        """What became of the token's event; ``products`` are those of its source that matter."""
+        return await asyncio.to_thread(ack_state, token, self._recent, self.tables.state, products)
 
-    def spec(self, source: str) -> AnswerSpec | None:
-        """What the source answers, or None."""
-        found = self._source_of(source)
+    def _spec(self, source: str) -> AnswerSpec | None:
+        found = self.source_of(source)
         return found.answer if found is not None else None
 
     def remember(self, token: Token, payload: bytes) -> None:
         """Keep the key of an event that was just taken."""
-        spec = self.spec(token.source)
+        spec = self._spec(token.source)
         key = answer_key(spec, payload) if spec is not None else None
         if key is not None:
             self._keys[_event_key(token)] = key
@@ -296,10 +307,10 @@ class Answers:
         """Hold one of the places for waiting senders.
 
         Raises:
-            TooManyWaiters: all are taken.
+            RequestRefused: all are taken.
         """
         if self.waiters >= self._most:
-            raise TooManyWaiters(self._most)
+            raise _too_many_waiters(self._most)
         self.waiters += 1
         try:
             yield
@@ -312,7 +323,7 @@ class Answers:
         Args:
             timeout_s: longest wait; None: the source's limit; 0: do not wait.
         """
-        spec = self.spec(token.source)
+        spec = self._spec(token.source)
         if spec is None:
             return None
         if timeout_s is None:
@@ -325,7 +336,7 @@ class Answers:
         return EventAnswer(spec.product)
 
     async def _now(self, token: Token, spec: AnswerSpec) -> EventAnswer:
-        state = await asyncio.to_thread(ack_state, token, self._recent, self._lake, [spec.product])
+        state = await self.state(token, [spec.product])
         if state.reason is not None:
             return EventAnswer(spec.product, refused=state.reason)
         if not state.products:
@@ -336,9 +347,11 @@ class Answers:
         at = await self._coordinates(token)
         if isinstance(at, str):
             return EventAnswer(spec.product, refused=at)
-        await self._watch.holds(spec.product, at)
+        await self.tables.watch.holds(spec.product, at)
         # Checked last: an event that fails its schema is quarantined by the same batch, or soon after.
-        reason = await asyncio.to_thread(self._lake.quarantine_reason, token.source, token.tenant, token.event_id)
+        reason = await asyncio.to_thread(
+            self.tables.state.quarantine_reason, token.source, token.tenant, token.event_id
+        )
         if reason is not None:
             return EventAnswer(spec.product, refused=reason)
         return await self._read(token, spec)
@@ -347,7 +360,7 @@ class Answers:
         """The event's place in Kafka, or why it will never have one."""
         await self._recent.decided(token)
         while True:
-            state = await asyncio.to_thread(ack_state, token, self._recent, self._lake, [])
+            state = await self.state(token, [])
             if state.reason is not None:
                 return state.reason
             if state.coordinates is not None:
@@ -358,10 +371,10 @@ class Answers:
         key = self._keys.get(_event_key(token)) or await asyncio.to_thread(self._key_from_bronze, token, spec)
         if key is None:
             return EventAnswer(spec.product, refused="the event has no value for the key of its answer")
-        return EventAnswer(spec.product, await asyncio.to_thread(self._rows.where, spec.product, key))
+        return EventAnswer(spec.product, await asyncio.to_thread(self.tables.rows.where, spec.product, key))
 
     def _key_from_bronze(self, token: Token, spec: AnswerSpec) -> dict[str, str] | None:
-        event = self._lake.find_event(token.source, token.tenant, token.event_id, token.received_at)
+        event = self.tables.state.find_event(token.source, token.tenant, token.event_id, token.received_at)
         return answer_key(spec, event.payload) if event is not None and event.payload is not None else None
 
 

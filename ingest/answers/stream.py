@@ -33,11 +33,11 @@ import orjson
 from websockets.http11 import Request
 
 from ingest.answers.connection import WebSocketConnection
-from ingest.answers.tables import ProductRows, ProductWatch
+from ingest.answers.tables import ProductTables
 from ingest.border.admission import Admitted
-from ingest.errors import EventRefused, LogFull, LogUnavailable, LookupRefused, NotReady, refusal_code
+from ingest.errors import LogFull, LogUnavailable, NotReady, RequestRefused, refusal_code
 from ingest.intake import RequestIntake, first_key, published_event
-from ingest.log.events import CommitGroup
+from ingest.log.segments import CommitGroup
 from lakehouse.contract.pipeline import Pipeline
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class StreamProtocol(WebSocketConnection):
         gate = self._streams.requests.gate
         try:
             return not gate.keys_required or gate.key(self._key) is not None
-        except EventRefused:
+        except RequestRefused:
             return False
 
     def _take(self, message: bytes) -> None:
@@ -165,13 +165,13 @@ class StreamProtocol(WebSocketConnection):
         fields = content if isinstance(content, dict) else {}
         number = fields.get("id")
         if not isinstance(number, str | int | float | None):  # it is sent back, so its type is restricted
-            self._refuse(None, EventRefused("an id is a text or a number", 400))
+            self._refuse(None, RequestRefused("an id is a text or a number", 400))
         elif isinstance(fields.get("publish"), str):
             self._publish(fields, message)
         elif isinstance(fields.get("subscribe"), str):
             self._subscribe(fields)
         else:
-            self._refuse(number, EventRefused(detail, 400))
+            self._refuse(number, RequestRefused(detail, 400))
 
     def _publish(self, content: dict[str, Any], message: bytes) -> None:
         name, number = content["publish"], content.get("id")
@@ -179,12 +179,12 @@ class StreamProtocol(WebSocketConnection):
         intake = requests.intakes.get(name)
         try:
             if intake is None:
-                raise EventRefused(f"there is no source {name!r} that takes events here", 404, code="unknown-source")
+                raise RequestRefused(f"there is no source {name!r} that takes events here", 404, code="unknown-source")
             sender = requests.gate.admit(intake.border.source, self._key)
             self._limited = requests.gate.hold(intake.border.source, sender, self._limited)
             requests.check_ready(intake)
             requests.gate.spend(intake.border.source, sender, 1)
-        except EventRefused as refused:
+        except RequestRefused as refused:
             requests.count(name if intake is not None else "", refused)
             self._refuse(number, refused)
             return
@@ -193,7 +193,7 @@ class StreamProtocol(WebSocketConnection):
         group = None
         if admitted.refusal is None or requests.gate.keep_reject(name):
             group = intake.take(admitted).group
-        if number is None or name in requests.one_way:
+        if number is None or intake.one_way:
             return
         self._unacked.append((number, group, admitted))
         if len(self._unacked) == 1:
@@ -215,13 +215,13 @@ class StreamProtocol(WebSocketConnection):
                 self._send(orjson.dumps({"ack": number, "token": token}))
             else:
                 refusal = admitted.refusal
-                self._refuse(number, EventRefused(refusal.reason, refusal.status, code=refusal.code, token=token))
+                self._refuse(number, RequestRefused(refusal.reason, refusal.status, code=refusal.code, token=token))
 
     def _subscribe(self, content: dict[str, Any]) -> None:
         product, number = content["subscribe"], content.get("id")
         try:
             keys = self._keys(product, content.get("keys"))
-        except EventRefused as error:
+        except RequestRefused as error:
             self._refuse(number, error)
             return
         interests = self._streams.interests
@@ -234,24 +234,24 @@ class StreamProtocol(WebSocketConnection):
     def _keys(self, product: str, given: Any) -> list[Key]:
         declared = self._streams.pipeline.products.get(product)
         if declared is None or not declared.channel:
-            raise EventRefused(f"there is no product {product!r} to subscribe to", 404)
+            raise RequestRefused(f"there is no product {product!r} to subscribe to", 404)
         self._streams.requests.gate.show(declared, self._streams.pipeline, self._key)
         if not isinstance(given, list):
-            raise EventRefused("keys is a list of keys, each a list of values", 400)
+            raise RequestRefused("keys is a list of keys, each a list of values", 400)
         parts = [key if isinstance(key, list) else [key] for key in given]
         if not all(parts) or not all(isinstance(value, str | int) for key in parts for value in key):
-            raise EventRefused("a key is a list of texts or whole numbers", 400)
+            raise RequestRefused("a key is a list of texts or whole numbers", 400)
         if len({len(key) for key in parts}) > 1:
-            raise EventRefused("the keys of a subscription name equally many columns", 400)
+            raise RequestRefused("the keys of a subscription name equally many columns", 400)
         width = self._streams.follower.width(product)
         if width is not None and any(len(key) > width for key in parts):
-            raise EventRefused(f"a key of {product!r} has {width} values at most", 400)
+            raise RequestRefused(f"a key of {product!r} has {width} values at most", 400)
         others = self._streams.interests.count(self)
         if len(parts) > MAX_KEYS or others > 4 * MAX_KEYS:
-            raise EventRefused(f"a connection may want {MAX_KEYS} keys of a product at most", 413)
+            raise RequestRefused(f"a connection may want {MAX_KEYS} keys of a product at most", 413)
         return list({tuple(str(value) for value in key): None for key in parts})
 
-    def _refuse(self, number: Any, error: EventRefused) -> None:
+    def _refuse(self, number: Any, error: RequestRefused) -> None:
         body = {
             "refused": number,
             "status": error.status,
@@ -354,10 +354,10 @@ class ProductFollower:
     server. docs/collecting.md weighs the alternatives.
     """
 
-    def __init__(self, interests: Interests[StreamProtocol], rows: ProductRows, watch: ProductWatch) -> None:
+    def __init__(self, interests: Interests[StreamProtocol], tables: ProductTables) -> None:
         self._interests = interests
-        self._rows = rows
-        self._watch = watch
+        self._rows = tables.rows
+        self._watch = tables.watch
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._asked: dict[str, asyncio.Event] = {}
 
@@ -386,7 +386,7 @@ class ProductFollower:
                 version = -1
                 try:
                     version, rows = await asyncio.to_thread(self._rows.by_keys, product, keys)
-                except LookupRefused as error:
+                except RequestRefused as error:
                     if error.status != 404:  # wait for a product that does not exist yet
                         logger.warning("%s is not followed: %s", product, error)
                         return
@@ -418,7 +418,7 @@ class Streams:
     Args:
         requests: keys, limits, tokens, and the sources that take publications: those that take events by HTTP.
         pipeline: its products with a channel can be subscribed to.
-        tables: rows of products, and the watch that follows them.
+        tables: products.
         most: connections at a time.
         until_ready: waits until the node takes this many bytes of events.
     """
@@ -427,7 +427,7 @@ class Streams:
         self,
         requests: RequestIntake,
         pipeline: Pipeline,
-        tables: tuple[ProductRows, ProductWatch],
+        tables: ProductTables,
         most: int,
         until_ready: Callable[[int], Awaitable[None]],
     ) -> None:
@@ -436,7 +436,7 @@ class Streams:
         self.most = most
         self.until_ready = until_ready
         self.interests: Interests[StreamProtocol] = Interests()
-        self.follower = ProductFollower(self.interests, *tables)
+        self.follower = ProductFollower(self.interests, tables)
         self.connections: set[StreamProtocol] = set()
 
     def protocol(

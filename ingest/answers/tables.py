@@ -25,7 +25,7 @@ import pyarrow.dataset as ds
 from deltalake.exceptions import TableNotFoundError
 
 from ingest.border.admission import RAW_PLACE
-from ingest.errors import LookupRefused
+from ingest.errors import RequestRefused
 from lakehouse.contract.deltalog import DeltaLog, TableGone
 from lakehouse.contract.lake import COMMIT_THROUGH, Lake, TableRef
 from lakehouse.contract.rows import KeyedRows, UnknownColumn
@@ -284,23 +284,23 @@ class ProductRows:
         """Rows with these values in the key columns, not counting the window's.
 
         Raises:
-            LookupRefused: no such table (404), or too many values (400).
+            RequestRefused: no such table (404), or too many values (400).
         """
         names = self._names(product)
         if len(values) > len(names) or not values:
-            raise LookupRefused(f"{product} is looked up by {', '.join(names) or 'no column'}", 400)
+            raise RequestRefused(f"{product} is looked up by {', '.join(names) or 'no column'}", 400)
         return self.where(product, dict(zip(names, values, strict=False)))
 
     def where(self, product: str, match: Mapping[str, str]) -> FoundRows:
         """Rows with these values, given as text, in these columns.
 
         Raises:
-            LookupRefused: no such table (404) or column (400).
+            RequestRefused: no such table (404) or column (400).
         """
         try:
             version, rows = self._table(product).find({column: [value] for column, value in match.items()})
         except UnknownColumn as error:
-            raise LookupRefused(f"{product} has no column {error.column!r}", 400) from None
+            raise RequestRefused(f"{product} has no column {error.column!r}", 400) from None
         return FoundRows(version, _newest_first(rows).slice(0, MAX_ROWS).to_pylist())
 
     def by_keys(self, product: str, keys: Collection[tuple[str, ...]]) -> tuple[int, dict[tuple[str, ...], bytes]]:
@@ -314,7 +314,7 @@ class ProductRows:
             A version that no row is older than, and the rows.
 
         Raises:
-            LookupRefused: no such table (404).
+            RequestRefused: no such table (404).
         """
         table = self._table(product)
         names = self._names(product)
@@ -342,9 +342,24 @@ class ProductRows:
     def _table(self, product: str) -> KeyedRows:
         ref = find_product(self._lake, product)
         if ref is None:
-            raise LookupRefused(f"there is no product {product!r} yet", 404)
+            raise RequestRefused(f"there is no product {product!r} yet", 404)
         with self._lock:
             return self._tables.setdefault(ref.path, KeyedRows(ref.path))
+
+
+class ProductTables:
+    """What a node reads of the tables.
+
+    Attributes:
+        state: progress of tables, and events in them.
+        rows: of products.
+        watch: follows products.
+    """
+
+    def __init__(self, lake: Lake, poll_s: float) -> None:
+        self.state = LakeState(lake)
+        self.rows = ProductRows(lake)
+        self.watch = ProductWatch(self.state, poll_s)
 
 
 def find_product(lake: Lake, name: str) -> TableRef | None:

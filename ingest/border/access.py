@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ingest.errors import EventRefused
+from ingest.errors import RequestRefused
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.keys import Key, KeyFile, KeyRing
 from lakehouse.contract.lake import Lake
@@ -84,13 +84,13 @@ class SenderGate:
         """The sender that presents this key to the source.
 
         Raises:
-            EventRefused: 401 for a missing or unknown key, 403 for a key of other sources.
+            RequestRefused: 401 for a missing or unknown key, 403 for a key of other sources.
         """
         if self._keys is None or not self._keys.required:
             return ANONYMOUS
         key = self.key(presented)
         if key.sources and source.name not in key.sources:
-            raise EventRefused(f"this key may not send to {source.name!r}", 403, code="forbidden")
+            raise RequestRefused(f"this key may not send to {source.name!r}", 403, code="forbidden")
         sender = self._senders.get(key.id)
         if sender is None or sender.key is not key:  # reloading the file makes new keys
             sender = self._senders[key.id] = Sender(key, key.tenant or None, key.max_event_bytes or None)
@@ -100,7 +100,7 @@ class SenderGate:
         """Check that this key sees the product, that is, may send to every source of the product.
 
         Raises:
-            EventRefused: as by :meth:`admit`.
+            RequestRefused: as by :meth:`admit`.
         """
         for name in (product.source, product.right):
             if name:
@@ -110,12 +110,12 @@ class SenderGate:
         """The key that was presented.
 
         Raises:
-            EventRefused: 401, the key is missing or unknown.
+            RequestRefused: 401, the key is missing or unknown.
         """
         key = self._keys.find(presented) if self._keys is not None and presented else None
         if key is None:
             detail = "this key is not known" if presented else "show a key: Authorization: Bearer KEY"
-            raise EventRefused(detail, 401, code="unauthorized")
+            raise RequestRefused(detail, 401, code="unauthorized")
         return key
 
     @property
@@ -128,7 +128,7 @@ class SenderGate:
         """Take this many events from the allowances of the source and of the key: from both or from none.
 
         Raises:
-            EventRefused: 429 with the time to retry.
+            RequestRefused: 429 with the time to retry.
         """
         now = self._clock()
         asked = []
@@ -145,7 +145,7 @@ class SenderGate:
         if bucket is None or bucket.rate != rate:
             bucket = self._buckets[whose] = TokenBucket(rate, now)
         if wait := bucket.wait(now):
-            raise EventRefused(
+            raise RequestRefused(
                 f"{name} takes {rate} events a second", 429, code="too-fast", retry_after=max(1, math.ceil(wait))
             )
         return bucket
@@ -187,7 +187,7 @@ class SenderGate:
             What it holds now.
 
         Raises:
-            EventRefused: 429, too many connections.
+            RequestRefused: 429, too many connections.
         """
         wanted = []
         if source.max_connections:
@@ -197,7 +197,7 @@ class SenderGate:
         new = [(whose, most) for whose, most in wanted if whose not in held]
         for whose, most in new:
             if self._held[whose] >= most:
-                raise EventRefused(
+                raise RequestRefused(
                     f"no more than {most} connections at a time for this {whose[0]}",
                     429,
                     code="too-many-connections",
@@ -211,10 +211,10 @@ class SenderGate:
         """Reserve memory for an incoming body; return it with :meth:`free`.
 
         Raises:
-            EventRefused: 503, too much is incoming already.
+            RequestRefused: 503, too much is incoming already.
         """
         if self.reserved + size > MOST_INCOMING_BYTES:
-            raise EventRefused("too much is coming in", 503, code="busy", retry_after=1)
+            raise RequestRefused("too much is coming in", 503, code="busy", retry_after=1)
         self.reserved += size
 
     def free(self, size: int) -> None:

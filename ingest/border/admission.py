@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,8 +29,9 @@ import orjson
 from ingest.border.expectations import compile_expectations
 from ingest.border.shed import TAKEN, Shedder
 from lakehouse.contract.envelope import Envelope, fingerprint, new_event_id
-from lakehouse.contract.pipeline import Pipeline, Source, Template
+from lakehouse.contract.pipeline import Source, Template
 from lakehouse.contract.sql.ddl import Field, find_field, parse_ddl
+from lakehouse.contract.trace import EventLines, about
 
 MAX_ID_BYTES = 512
 MAX_DEPTH = 100  # of nested objects and arrays
@@ -37,6 +39,7 @@ KEPT_BYTES = 65_536  # kept of an event that is too large
 RAW_SUFFIX = ".raw"
 RAW_PLACE = "raw"  # extra header of a refined event: its place in the raw topic
 
+_lines = EventLines(logging.getLogger(__name__))
 _SHORT = MAX_ID_BYTES // 4  # a text of this many characters never has more bytes
 _SHALLOW = 2 * MAX_DEPTH  # a payload of this size cannot be nested deeper
 _EXACT = 2**53  # from here on a float may stand for several integers
@@ -380,6 +383,12 @@ def repeatable_id(origin: str, payload: bytes) -> str:
     return f"~{digest.hexdigest()}"
 
 
+def tell_refused(envelope: Envelope, what: str = "is refused") -> None:
+    """Log that an event is refused, at most a few times a second."""
+    found = about(envelope.event_id, envelope.source, envelope.tenant)
+    _lines.say(logging.INFO, what, envelope.reject or "", **found)
+
+
 _ANY = frozenset({dict, list, str, int, float, bool})  # present and not null
 
 _JSON_NAMES = {
@@ -395,11 +404,6 @@ _JSON_NAMES = {
 def raw_topic(source: Source) -> str:
     """Topic that a front node writes the source's payloads to."""
     return source.topic + RAW_SUFFIX
-
-
-def front_pipeline(pipeline: Pipeline) -> Pipeline:
-    """The pipeline with its sources as a front node sees them."""
-    return dataclasses.replace(pipeline, sources={name: front_source(s) for name, s in pipeline.sources.items()})
 
 
 def front_source(source: Source) -> Source:

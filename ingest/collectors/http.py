@@ -27,79 +27,46 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import ipaddress
 import socket
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Protocol
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
 from urllib.parse import parse_qsl
 
-import orjson
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
-from uvicorn.server import ServerState
 
 from ingest import intake
-from ingest.answers.acks import RecentEvents, ack_state
-from ingest.answers.tables import LakeState
+from ingest.answers.respond import Responder, json_response, refuse, unavailable
 from ingest.border.access import SenderGate, SenderKeys
-from ingest.border.admission import Admitted
-from ingest.collectors.wire import Connections, EventPostProtocol, TimedHttpProtocol
-from ingest.errors import (
-    RETRY_AFTER_S,
-    BadToken,
-    EventRefused,
-    IngestError,
-    LogFull,
-    LogUnavailable,
-    TooManyWaiters,
-    problem_body,
-)
+from ingest.collectors.wire import CollectorHttpProtocol
+from ingest.errors import IngestError, RequestRefused
 from ingest.intake import RequestIntake, first_key, presented_key
 from ingest.stats import NodeStats
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem
-from lakehouse.contract.lake import Lake
-from lakehouse.contract.pipeline import Pipeline, Source
 from lakehouse.contract.settings import CollectSettings
 
 _BACKLOG = 2_048
+_CHECK_S = 1.0  # between two checks of the time limits
 
 
-def make_app(
-    *,
-    requests: RequestIntake,
-    stats: NodeStats,
-    recent: RecentEvents,
-    pipeline: Pipeline,
-    lake_root: Path,
-    responder: Responds | None = None,
-) -> Starlette:
-    """The ASGI application.
-
-    Args:
-        requests: takes requests with events.
-        stats: of the node.
-        recent: events that senders may ask about.
-        pipeline: what is collected.
-        lake_root: folder of the tables.
-        responder: answers events of sources with ``respond``, and brings its own routes.
-    """
-    lake = LakeState(Lake(lake_root))
+def make_app(requests: RequestIntake, stats: NodeStats, responder: Responder) -> Starlette:
+    """The ASGI application: events off the hot path, answers, and the state of the node."""
 
     async def healthz(_: Request) -> Response:
-        return _json_response({"alive": True})
+        return json_response({"alive": True})
 
     async def readyz(_: Request) -> Response:
         reason = requests.not_ready()
         left, of = stats.replay
         progress = {"replay": {"left": left, "of": of}} if left else {}
-        return unavailable(reason, **progress) if reason else _json_response({"ready": True})
+        return unavailable(reason, **progress) if reason else json_response({"ready": True})
 
     async def metrics(request: Request) -> Response:
         _guard(request, requests.gate)
@@ -107,27 +74,18 @@ def make_app(
 
     async def show_stats(request: Request) -> Response:
         _guard(request, requests.gate)
-        return _json_response(stats.stats())
-
-    async def ack(request: Request) -> Response:
-        token = requests.signer.open(request.path_params["token"])
-        products = [product.name for product in pipeline.products_of(token.source)]
-        state = await asyncio.to_thread(ack_state, token, recent, lake, products)
-        found = {name: value for name, value in dataclasses.asdict(state).items() if value is not None}
-        found |= found.pop("coordinates", {})
-        return _json_response({"event_id": token.event_id, "source": token.source, **found})
+        return json_response(stats.stats())
 
     return Starlette(
         routes=[
-            *(responder.routes if responder is not None else ()),
+            *responder.routes,
             Route("/v1/stats", show_stats, methods=["GET"]),
-            Route("/v1/acks/{token}", ack, methods=["GET"]),
             Route("/v1/{source}", EventsEndpoint(requests, responder)),
             Route("/healthz", healthz),
             Route("/readyz", readyz),
             Route("/metrics", metrics),
         ],
-        exception_handlers={EventRefused: _refused, BadToken: _bad_token},
+        exception_handlers={IngestError: _refused},
     )
 
 
@@ -139,16 +97,8 @@ def _guard(request: Request, gate: SenderGate) -> None:
 
 
 async def _refused(_: Request, error: Exception) -> Response:
-    assert isinstance(error, EventRefused)
+    assert isinstance(error, IngestError)
     return refuse(error)
-
-
-async def _bad_token(_: Request, error: Exception) -> Response:
-    return problem(400, str(error), code="bad-token")
-
-
-def _json_response(value: object) -> Response:
-    return Response(orjson.dumps(value), media_type="application/json")
 
 
 def is_loopback(host: str) -> bool:
@@ -185,11 +135,11 @@ class HttpServer:
 
     def __init__(self, app: Starlette, requests: RequestIntake, settings: CollectSettings, *, ws: Any = None) -> None:
         self._socket = _bind(settings.host, settings.port)
-        self.connections = Connections(requests.gate, settings.request_timeout_s, settings.idle_timeout_s)
-        self._requests = requests
+        self._settings = settings
+        self.expired = 0  # requests that took too long to come in
         config = uvicorn.Config(
             app,
-            http=self._protocol,  # type: ignore[arg-type]
+            http=partial(CollectorHttpProtocol, requests),  # type: ignore[arg-type]
             ws=ws or "none",
             lifespan="off",
             access_log=False,
@@ -201,14 +151,6 @@ class HttpServer:
         )
         self._server = _UvicornServer(config)
 
-    def _protocol(
-        self, config: uvicorn.Config, server_state: ServerState, app_state: dict[str, Any], **options: Any
-    ) -> EventPostProtocol:
-        def fallback() -> TimedHttpProtocol:
-            return TimedHttpProtocol(config, server_state, app_state, timed=self.connections, **options)
-
-        return EventPostProtocol(self._requests, self.connections, fallback, server_state.connections)
-
     @property
     def url(self) -> str:
         host, port = self._socket.getsockname()[:2]
@@ -216,11 +158,20 @@ class HttpServer:
 
     async def serve(self) -> None:
         """Serve until :meth:`stop`."""
-        watch = asyncio.create_task(self.connections.watch())
+        watch = asyncio.create_task(self._watch())
         try:
             await self._server.serve(sockets=[self._socket])
         finally:
             watch.cancel()
+
+    async def _watch(self) -> None:
+        """Cut off slow and idle connections, all with one timer."""
+        request_s, idle_s = self._settings.request_timeout_s, self._settings.idle_timeout_s
+        while True:
+            await asyncio.sleep(min(_CHECK_S, request_s / 4))
+            for connection in list(self._server.server_state.connections):
+                if isinstance(connection, CollectorHttpProtocol):
+                    self.expired += connection.expire(request_s, idle_s)
 
     def stop(self) -> None:
         """Take no more requests and finish those in progress."""
@@ -249,33 +200,18 @@ def _bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-class Responds(Protocol):
-    """Answers events; see :class:`ingest.answers.respond.Responder`."""
-
-    @property
-    def routes(self) -> Sequence[BaseRoute]:
-        """Further routes."""
-
-    def check(self, source: Source, query: Mapping[str, str]) -> str:
-        """The callback that a request asks for, checked before its event is taken."""
-
-    async def respond(self, source: Source, event: Admitted, callback: str) -> Response:
-        """The response to the event."""
-
-
 class EventsEndpoint:
     """The ASGI application of ``POST /v1/{source}``."""
 
-    def __init__(self, requests: RequestIntake, responder: Responds | None = None) -> None:
+    def __init__(self, requests: RequestIntake, responder: Responder) -> None:
         self._requests = requests
         self._responder = responder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             answer = await self._take(scope, receive)
-        except (EventRefused, LogFull, LogUnavailable, TooManyWaiters) as error:
-            await refuse(error)(scope, receive, send)
-            return
+        except IngestError as error:
+            answer = refuse(error)
         if isinstance(answer, Response):
             await answer(scope, receive, send)
             return
@@ -288,12 +224,12 @@ class EventsEndpoint:
     async def _take(self, scope: Scope, receive: Receive) -> bytes | Response:
         source = scope["path_params"]["source"]
         if scope["method"] != "POST":
-            raise EventRefused("events are sent with POST", 405)
+            raise RequestRefused("events are sent with POST", 405)
         kind, length, key = _headers(scope)
         passed = self._requests.enter(source, kind, length, key)
         query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
         declared = passed.intake.border.source
-        callback = self._responder.check(declared, query) if self._responder and declared.respond else ""
+        callback = self._responder.check(declared, query) if declared.respond else ""
         self._requests.gate.reserve(length or intake.MAX_BODY_BYTES)
         try:
             body = await _body(receive)
@@ -310,7 +246,7 @@ class EventsEndpoint:
             self._requests.gate.release(held)
         if taken.error is not None:
             raise taken.error
-        if self._responder is not None and declared.respond and len(taken.events) == 1 and not taken.events[0].shed:
+        if declared.respond and len(taken.events) == 1 and not taken.events[0].shed:
             return await self._responder.respond(declared, taken.events[0], callback)
         return taken.answer
 
@@ -324,7 +260,7 @@ def _headers(scope: Scope) -> tuple[str, int, str | None]:
         elif name == b"content-length" and value.isdigit():
             length = int(value)
         elif name == b"content-encoding" and value.lower() != b"identity":
-            raise EventRefused("send the body as it is, without a content encoding", 415, code="content-encoding")
+            raise RequestRefused("send the body as it is, without a content encoding", 415, code="content-encoding")
         else:
             key = presented_key(name, value) or key
     return kind, length, key
@@ -336,32 +272,10 @@ async def _body(receive: Receive) -> bytes:
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise EventRefused("the request was cut off", 400)
+            raise RequestRefused("the request was cut off", 400)
         chunk, more = message.get("body", b""), message.get("more_body", False)
         size += len(chunk)
         if size > intake.MAX_BODY_BYTES:
-            raise EventRefused(f"the body has more than {intake.MAX_BODY_BYTES} bytes", 413, code="body-too-large")
+            raise RequestRefused(f"the body has more than {intake.MAX_BODY_BYTES} bytes", 413, code="body-too-large")
         chunks.append(chunk)
     return chunks[0] if len(chunks) == 1 else b"".join(chunks)
-
-
-def refuse(error: IngestError) -> Response:
-    status, body, retry = problem_body(error)
-    headers = {"Retry-After": str(retry)} if retry else {}
-    if status == 401:
-        headers["WWW-Authenticate"] = "Bearer"
-    return Response(body, status, headers, "application/problem+json")
-
-
-def problem(
-    status: int, detail: str, *, code: str = "", headers: Mapping[str, str] | None = None, **members: Any
-) -> Response:
-    """A problem document (RFC 9457)."""
-    answer = refuse(EventRefused(detail, status, code=code, **members))
-    answer.headers.update(headers or {})
-    return answer
-
-
-def unavailable(detail: str, **members: Any) -> Response:
-    """503 with the time to retry."""
-    return refuse(EventRefused(detail, 503, code="not-ready", retry_after=RETRY_AFTER_S, **members))

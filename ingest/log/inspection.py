@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from ingest.errors import BrokerUnavailable
-from ingest.kafka import Publisher, SendOutcome
-from ingest.log.events import LoggedEvent, LogSegment, SourceLane
+from ingest.kafka import KafkaPublisher, SendOutcome
 from ingest.log.records import EVENTS, Damage, read_event, scan
 from ingest.log.recovery import FailedItem, FailedStore, Recovery, recover
-from ingest.log.segments import SUFFIX, lock_folder
+from ingest.log.segments import SUFFIX, LoggedEvent, LogSegment, SourceLane, lock_folder
 from lakehouse.contract.errors import EnvironmentProblem, MillraceError
 
 _RETRY_S = 60.0
@@ -145,7 +144,7 @@ def failed(folder: Path) -> Iterator[dict[str, Any]]:
 
 async def retry(
     folder: Path,
-    publisher: Publisher,
+    publisher: KafkaPublisher,
     *,
     ids: Sequence[str] = (),
     progress: Callable[[int, int], None] = lambda done, of: None,

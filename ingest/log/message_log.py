@@ -6,7 +6,7 @@
 2. At most ``group_commit_ms`` later the group is sealed. A worker thread makes all sealed groups durable with one
    write and one ``fdatasync``. Sending to Kafka does not wait for it.
 3. The group's events may be acknowledged when the group is durable, or when Kafka has acknowledged all of them:
-   :meth:`ingest.log.events.CommitGroup.wait`.
+   :meth:`ingest.log.segments.CommitGroup.wait`.
 4. :meth:`MessageLog.acked` takes Kafka's acknowledgements. A segment without outstanding events is removed. *Marks*
    in the log record how far Kafka has acknowledged, so that a restart sends little again. They also carry the
    position and the counters of each lane, which outlive the segments.
@@ -27,7 +27,6 @@ import orjson
 
 from ingest.border.admission import Admitted
 from ingest.errors import LogFull, LogUnavailable
-from ingest.log.events import CommitGroup, Cursor, LoggedEvent, LogSegment, SourceLane
 from ingest.log.protocols import PROTOCOLS, HybridLogging, MakeProtocol
 from ingest.log.records import (
     EVENT_OVERHEAD,
@@ -41,7 +40,16 @@ from ingest.log.records import (
     read_event,
 )
 from ingest.log.recovery import FailedStore, Recovery, recover
-from ingest.log.segments import lock_folder, read_frames, segment_path
+from ingest.log.segments import (
+    CommitGroup,
+    Cursor,
+    LoggedEvent,
+    LogSegment,
+    SourceLane,
+    lock_folder,
+    read_frames,
+    segment_path,
+)
 from lakehouse.contract.envelope import UPSTREAM_ID, Envelope
 
 logger = logging.getLogger(__name__)

@@ -28,8 +28,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ingest.log.events import CommitGroup, LogSegment
-from ingest.log.segments import SegmentPart, SegmentWriter
+from ingest.log.segments import CommitGroup, LogSegment, SegmentPart, SegmentWriter
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import orjson
 
-from ingest.log.events import LogSegment, SourceLane
 from ingest.log.records import (
     EVENT_X,
     EVENTS,
@@ -36,7 +35,7 @@ from ingest.log.records import (
     scan,
 )
 from ingest.log.records import reason_body as reason_body
-from ingest.log.segments import SUFFIX
+from ingest.log.segments import SUFFIX, LogSegment, SourceLane
 from lakehouse.contract.envelope import UPSTREAM_ID
 
 logger = logging.getLogger(__name__)

@@ -109,7 +109,7 @@ def _show_events(folder: Path, node: str, under_way: bool, limit: int | None, as
 def _retry(logs: Path, node: str, ids: Sequence[str], as_json: bool) -> None:
     import asyncio
 
-    from ingest.kafka import make_publisher
+    from ingest.kafka import KafkaPublisher
     from ingest.log.inspection import Retried, log_of
     from ingest.log.inspection import retry as send_again
     from jobs.local.broker import resolve_kafka
@@ -121,7 +121,7 @@ def _retry(logs: Path, node: str, ids: Sequence[str], as_json: bool) -> None:
 
     async def run(progress: Progress) -> Retried:
         bar = progress.add_task("sending", total=None)
-        publisher = make_publisher(settings.kafka.bootstrap, settings.kafka, topics)
+        publisher = KafkaPublisher(settings.kafka, topics)
         advance = partial(_advance, progress, bar)
         return await send_again(folder, publisher, ids=ids, progress=advance)
 

@@ -69,7 +69,7 @@ def _show_broker(broker: Any, as_json: bool) -> None:
 
 
 def _topics(apply: bool, as_json: bool) -> None:
-    from ingest.kafka.topics import ALARM, check_topics
+    from ingest.kafka import ALARM, check_topics
     from jobs.local.broker import apply_topics, resolve_kafka
 
     settings, pipeline = chosen_pipeline()

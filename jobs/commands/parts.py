@@ -8,9 +8,9 @@ import json
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -105,27 +105,19 @@ def collect(
     ] = False,
 ) -> None:
     """Run a collecting node: the pipeline's upstreams, UDP and HTTP, into the log and Kafka."""
-    from ingest.node import calm_garbage_collector
+    from ingest.node import CollectorNode, NodeOptions, calm_garbage_collector
     from jobs.local.broker import resolve_kafka
 
     settings, pipeline = chosen_pipeline()
     settings = resolve_kafka(settings, "collector")
-    urls = upstream_urls(url or [], list(pipeline.sources))
+    options = NodeOptions(node, upstream_urls(url or [], list(pipeline.sources)), front, watch)
     calm_garbage_collector()
-    run_async(
-        lambda stop: collect_until(
-            err,
-            settings,
-            pipeline,
-            node=node,
-            bootstrap=settings.kafka.bootstrap,
-            urls=urls,
-            ready=lambda base: err.print(f"collecting; HTTP at {base}"),
-            front=front,
-            watch=watch,
-            stop=stop,
-        )
-    )
+
+    async def main(stop: asyncio.Event) -> None:
+        collector = CollectorNode(settings, pipeline, options)
+        await collect_until(stop, collector, err, lambda base: err.print(f"collecting; HTTP at {base}"))
+
+    run_async(main)
 
 
 def run(
@@ -172,17 +164,17 @@ def serve() -> None:
 
 def refine(node: NodeOption = "refiner-1") -> None:
     """Validate and enrich what front collectors took in (TOPIC.raw), and put it into the sources' topics."""
-    from ingest.refine import RefineNode
-    from ingest.stats import RefineMetrics
+    from ingest.relay import RefineNode
     from jobs.local.broker import resolve_kafka
-    from jobs.metrics import metrics_server
+    from jobs.metrics import metrics_server, relay_counts
 
     settings, pipeline = chosen_pipeline()
     settings = resolve_kafka(settings, "collector")
 
     async def main(stop: asyncio.Event) -> None:
-        refiner = RefineNode(settings, pipeline, node=node, bootstrap=settings.kafka.bootstrap)
-        with metrics_server(settings.metrics_port, RefineMetrics(refiner)) as metrics:
+        refiner = RefineNode(settings, pipeline, node=node)
+        counts = relay_counts("millrace_refine", refiner.counts, "read", "refined", "rejected", "sent_again")
+        with metrics_server(settings.metrics_port, *counts) as metrics:
             await refiner.run(lambda: err.print(f"refining; metrics at {metrics}"), stop)
 
     run_async(main)
@@ -190,18 +182,20 @@ def refine(node: NodeOption = "refiner-1") -> None:
 
 def latest() -> None:
     """Keep the newest event of each key in TOPIC.latest, for the sources that say latest_topic."""
-    from ingest.latest import LatestMirror
+    from ingest.relay import LatestMirror
     from jobs.local.broker import resolve_kafka
-    from jobs.metrics import Counts, metrics_server
+    from jobs.metrics import metrics_server, relay_counts
 
     settings, pipeline = chosen_pipeline()
     settings = resolve_kafka(settings, "lakehouse")
-    mirror = LatestMirror(pipeline, settings.kafka.bootstrap, settings.kafka.security)
-    log_to_stderr()
-    stop = stopped_by_signals()
-    counts = Counts("millrace_latest_copied", "Records copied to TOPIC.latest", lambda: mirror.copied)
-    with metrics_server(settings.metrics_port, counts) as metrics:
-        mirror.run(stop, ready=lambda: err.print(f"copying; metrics at {metrics}"))
+
+    async def main(stop: asyncio.Event) -> None:
+        mirror = LatestMirror(settings, pipeline)
+        counts = relay_counts("millrace_latest", mirror.counts, "copied")
+        with metrics_server(settings.metrics_port, *counts) as metrics:
+            await mirror.run(lambda: err.print(f"copying; metrics at {metrics}"), stop)
+
+    run_async(main)
 
 
 def simulate(
@@ -276,27 +270,19 @@ def upstream_urls(given: Sequence[str], sources: Sequence[str]) -> dict[str, str
     return found
 
 
-async def collect_until(console: Console, *arguments: Any, **options: Any) -> None:
-    """:func:`ingest.node.run_collector`, with the progress of its replay.
+async def collect_until(
+    stop: asyncio.Event, node: CollectorNode, console: Console, ready: Callable[[str], None]
+) -> None:
+    """:meth:`ingest.node.CollectorNode.run`, with the progress of its replay.
 
-    Args:
-        console: shows a bar on a terminal; elsewhere the log gets a line every few seconds.
-        arguments: of ``run_collector``.
-        options: of ``run_collector``.
+    A terminal shows a bar; elsewhere the log gets a line every few seconds.
     """
-    from ingest.node import run_collector
-
-    reports: list[asyncio.Task[None]] = []
-
-    def made(node: CollectorNode) -> None:
-        reports.append(asyncio.create_task(_report_replay(node, console)))
-
+    report = asyncio.create_task(_report_replay(node, console))
     try:
-        await run_collector(*arguments, made=made, **options)
+        await node.run(stop, ready)
     finally:
-        for task in reports:
-            task.cancel()
-        await asyncio.gather(*reports, return_exceptions=True)
+        report.cancel()
+        await asyncio.gather(report, return_exceptions=True)
 
 
 async def _report_replay(node: CollectorNode, console: Console) -> None:

@@ -127,7 +127,6 @@ class EnrichSpec:
         file: CSV with a header, JSON array of objects, or JSON lines; relative to the pipeline's folder.
         topic: compacted Kafka topic instead of a file: its keys are the reference's, its values JSON objects.
         fields: columns that are taken; empty: all.
-        at: ``border`` or ``refine`` (the second step of a two-step collection).
     """
 
     key: str
@@ -135,12 +134,9 @@ class EnrichSpec:
     file: str = ""
     topic: str = ""
     fields: tuple[str, ...] = ()
-    at: str = "border"
 
     def __post_init__(self) -> None:
         if bool(self.file) == bool(self.topic):
             raise ConfigError("a reference is a file or a topic", key="file", remedy="Give one of file and topic")
         if self.file and not self.column:
             raise ConfigError("a file needs the column that is looked in", key="column", remedy="Add column = …")
-        if self.at not in ("border", "refine"):
-            raise ConfigError(f"{self.at!r} is not known", key="at", remedy="Use one of: border, refine")

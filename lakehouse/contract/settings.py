@@ -24,7 +24,6 @@ class KafkaSettings:
     Attributes:
         bootstrap: ``host:port`` of a broker that runs elsewhere; empty: the embedded one.
         heap_mb: heap of the embedded broker in MiB.
-        client: ``auto``, ``kafka-python`` or ``confluent-kafka`` (the ``fast`` extra); ``auto`` takes it where it is.
         linger_ms: how long a producer gathers a batch.
         batch_bytes: the largest batch of a producer.
         secure: TLS, passwords and access rules on the embedded broker.
@@ -39,7 +38,6 @@ class KafkaSettings:
 
     bootstrap: str = ""
     heap_mb: int = 320
-    client: str = "auto"
     linger_ms: int = 20
     batch_bytes: int = 262_144
     secure: bool = False
@@ -50,9 +48,6 @@ class KafkaSettings:
     ca_file: str = ""
     cert_file: str = ""
     key_file: str = ""
-
-    def __post_init__(self) -> None:
-        one_of("kafka.client", self.client, ("auto", "kafka-python", "confluent-kafka"))
 
     @property
     def security(self) -> ClientSecurity:

@@ -1,4 +1,4 @@
-"""What collecting costs: logging protocols side by side, HTTP on one core, and the two Kafka clients.
+"""What collecting costs: logging protocols side by side, HTTP on one core, and the Kafka client.
 
 Everything is real and in one run: the embedded broker, a collector in a process of its own, a load client in another
 (raw sockets; it only times the answers), the lake's disk. What was acknowledged is read back from the topics and
@@ -7,9 +7,8 @@ counted. The collector is held to one core (its Kafka client's threads with it),
 - *Protocols*: the same load against a collector without a log, with RBML, SBML and HML: events a second, the 99th
   percentile of the acknowledgement, CPU. The *overhead* of a protocol is what an event takes flat out, less that
   without a log, once in time and once in CPU; the figure is HML's overhead as a part of RBML's, the worse of the two.
-- *HTTP*: one event a request (keep-alive, pipelined), and batches of 500 as NDJSON, by confluent-kafka (which ``auto``
-  takes where it is installed) unless it says otherwise.
-- *Clients*: 100,000 events through the publisher seam alone.
+- *HTTP*: one event a request (keep-alive, pipelined), and batches of 500 as NDJSON.
+- *Publisher*: 100,000 events through the publisher alone.
 
 Runs are repeated and the best of each is taken, since the machine has other things to do.
 
@@ -38,7 +37,7 @@ from kafka import KafkaConsumer, TopicPartition
 from ingest.border.admission import Border
 from ingest.broker import EmbeddedBroker
 from ingest.delivery import KafkaDelivery
-from ingest.kafka import ensure_topics, make_publisher
+from ingest.kafka import KafkaPublisher, ensure_topics
 from ingest.log.message_log import MessageLog
 from ingest.node import calm_garbage_collector
 from lakehouse.contract.envelope import Envelope
@@ -74,13 +73,13 @@ class Result:
 class Collector:
     """A collector in a process of its own."""
 
-    def __init__(self, folder: Path, bootstrap: str, topic: str, protocol: str, client: str) -> None:
+    def __init__(self, folder: Path, bootstrap: str, topic: str, protocol: str) -> None:
         ensure_topics(bootstrap, [source_of(topic)])
         self._bootstrap = bootstrap
         self.topic = topic
         self.sent = 0
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.bench.collect_node", str(folder), bootstrap, topic, protocol, client,
+            [sys.executable, "-m", "tests.bench.collect_node", str(folder), bootstrap, topic, protocol,
              str(COLLECTOR_CORE)], stdout=subprocess.PIPE,
         )  # fmt: skip
         assert self._process.stdout is not None
@@ -131,11 +130,11 @@ def ids_in(bootstrap: str, topic: str) -> set[str]:
         consumer.close()
 
 
-async def _through_the_seam(bootstrap: str, folder: Path, client: str, total: int) -> tuple[float, float]:
+async def _through_the_publisher(bootstrap: str, folder: Path, total: int) -> tuple[float, float]:
     """Events a second through a publisher alone, and CPU seconds for 100,000; then as many are in the topic."""
-    topic = f"seam-{client}"
+    topic = "publisher"
     ensure_topics(bootstrap, [source_of(topic)])
-    publisher = make_publisher(bootstrap, KafkaSettings(client=client, linger_ms=10), {"clicks": topic})
+    publisher = KafkaPublisher(KafkaSettings(bootstrap=bootstrap, linger_ms=10), {"clicks": topic})
     log = MessageLog.open(folder / topic, "bench", limit=8 << 30, protocol=NoLogging)
     lane = log.lane("clicks/http/0", "clicks")
     border = Border(source_of(topic), tenant="default", collector="bench")
@@ -159,7 +158,7 @@ async def _through_the_seam(bootstrap: str, folder: Path, client: str, total: in
     task.cancel()
     await asyncio.to_thread(publisher.close, 5.0)
     if (found := len(ids_in(bootstrap, topic))) != total or known != total:
-        raise RuntimeError(f"{client}: {known} acknowledged, {found} in the topic, of {total}")
+        raise RuntimeError(f"{known} acknowledged, {found} in the topic, of {total}")
     return total / took, cpu / total * 100_000
 
 
@@ -182,7 +181,7 @@ def protocols(folder: Path, bootstrap: str, events: int, repeat: int) -> tuple[d
     lost = 0
     for turn in range(repeat):
         for name in PROTOCOLS:
-            collectors[name] = Collector(folder / f"{name}{turn}", bootstrap, f"log-{name}-{turn}", name, "auto")
+            collectors[name] = Collector(folder / f"{name}{turn}", bootstrap, f"log-{name}-{turn}", name)
             # Those that stand still for the disk once an event get fewer of them, and the same window.
             count = events // 10 if name in ("rbml", "sbml") else events
             collectors[name].load(count // 10, depth=DEPTH)
@@ -205,7 +204,7 @@ def run(folder: Path, quick: bool) -> dict[str, Any]:
         by_protocol, lost = protocols(folder, bootstrap, events, repeat)
         for name, found in by_protocol.items():
             _row(f"log: {name}", found)
-        collector = Collector(folder / "http", bootstrap, "http", "hml", "auto")
+        collector = Collector(folder / "http", bootstrap, "http", "hml")
         collector.load(5_000)
         single = _best([collector.load(20_000 if quick else 60_000) for _ in range(repeat)])
         _row("HTTP, one event a request", single)
@@ -215,16 +214,9 @@ def run(folder: Path, quick: bool) -> dict[str, Any]:
         slow = collector.load(5_000 if quick else 10_000, connections=4, rate=1_000)
         _row("HTTP, 1,000 events/s", slow)
         lost += collector.stop()
-        collector = Collector(folder / "plain", bootstrap, "plain", "hml", "kafka-python")
-        collector.load(size // 10, batch=BATCH, connections=4, depth=2)
-        plain = _best([collector.load(size // 2, batch=BATCH, connections=4, depth=2) for _ in range(repeat)])
-        _row(f"… by kafka-python, {BATCH} a request", plain)
-        lost += collector.stop()
-        seam = {}
         calm_garbage_collector()
-        for client in ("kafka-python", "confluent-kafka"):
-            seam[client] = asyncio.run(_through_the_seam(bootstrap, folder, client, 20_000 if quick else 100_000))
-            print(f"{client:<28}{seam[client][0]:>10,.0f} {'':>13} {'':>8} {'':>8} {seam[client][1]:>10.2f}")
+        alone = asyncio.run(_through_the_publisher(bootstrap, folder, 20_000 if quick else 100_000))
+        print(f"{'the publisher alone':<28}{alone[0]:>10,.0f} {'':>13} {'':>8} {'':>8} {alone[1]:>10.2f}")
     finally:
         broker.stop()
     overhead = {name: 1 / found.events_per_s - 1 / by_protocol["none"].events_per_s
@@ -244,17 +236,14 @@ def run(folder: Path, quick: bool) -> dict[str, Any]:
         "http_batch_s": round(batch.events_per_s),
         "http_single_core_s": round(single.events_per_core_s),
         "http_batch_core_s": round(batch.events_per_core_s),
-        "http_batch_kafka_python_s": round(plain.events_per_s),
         "core_at_1000_s": round(slow.cpu_s_per_100k / 100, 3),
-        "kafka_python_s": round(seam["kafka-python"][0]),
-        "confluent_s": round(seam["confluent-kafka"][0]),
+        "publisher_s": round(alone[0]),
         "protocols": {
             name: {"events_s": round(found.events_per_s), "p99_ms": round(found.p99_ms, 1),
                    "cpu_s_per_100k": round(found.cpu_s_per_100k, 2)}
             for name, found in by_protocol.items()
         },
         "event_bytes": len(event(0)),
-        "client": "confluent-kafka",
         "load": round(os.getloadavg()[0], 1),
         "lost": lost,
     }  # fmt: skip

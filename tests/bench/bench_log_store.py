@@ -28,9 +28,8 @@ from typing import Protocol
 import lmdb
 from rocksdict import Options, Rdict, WriteBatch, WriteOptions
 
-from ingest.log.events import LogSegment
 from ingest.log.records import SEGMENT_MAGIC, frame_chunks
-from ingest.log.segments import SegmentPart, SegmentWriter
+from ingest.log.segments import LogSegment, SegmentPart, SegmentWriter
 
 EVENT_BYTES = 1300
 GROUP_S = 0.005

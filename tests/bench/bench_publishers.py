@@ -30,9 +30,9 @@ from typing import Any
 
 from ingest.broker import EmbeddedBroker
 from ingest.kafka import ensure_topics
-from ingest.node import calm_garbage_collector, run_collector
+from ingest.node import CollectorNode, calm_garbage_collector
 from lakehouse.contract.pipeline import Pipeline
-from lakehouse.contract.settings import CollectSettings, Settings
+from lakehouse.contract.settings import CollectSettings, KafkaSettings, Settings
 from tests.bench.bench_collect import COLLECTOR_CORE, OTHER_CORE, ids_in
 from tests.bench.collect_node import source_of
 
@@ -46,13 +46,9 @@ def serve(folder: Path, bootstrap: str, core: int) -> None:
         stop = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
         collect = CollectSettings(port=0, max_connections=50_000, max_streams=50_000, idle_timeout_s=3600)
-        await run_collector(
-            Settings(lake=folder, collect=collect),
-            Pipeline({"clicks": source_of(TOPIC)}),
-            bootstrap=bootstrap,
-            ready=lambda url: print(url, flush=True),
-            stop=stop,
-        )
+        settings = Settings(lake=folder, kafka=KafkaSettings(bootstrap=bootstrap), collect=collect)
+        node = CollectorNode(settings, Pipeline({"clicks": source_of(TOPIC)}))
+        await node.run(stop, lambda url: print(url, flush=True))
 
     import uvloop
 

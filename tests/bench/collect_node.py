@@ -12,21 +12,25 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import uvloop
 
 from ingest.answers.acks import RecentEvents, Signer
+from ingest.answers.respond import Answers, Responder
+from ingest.answers.tables import ProductTables
 from ingest.border.access import SenderGate
 from ingest.border.admission import Border
 from ingest.collectors.http import HttpServer, make_app
 from ingest.delivery import KafkaDelivery
 from ingest.intake import Intake, RequestIntake
-from ingest.kafka import make_publisher
-from ingest.log.events import LogSegment
+from ingest.kafka import KafkaPublisher
 from ingest.log.message_log import MessageLog
 from ingest.log.protocols import HybridLogging
+from ingest.log.segments import LogSegment
 from ingest.node import calm_garbage_collector
-from ingest.stats import CollectedSources, NodeStats
+from ingest.stats import NodeStats
+from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import CollectorSpec, Pipeline, Source
 from lakehouse.contract.settings import CollectSettings, KafkaSettings
 
@@ -78,11 +82,11 @@ def source_of(topic: str) -> Source:
     )
 
 
-async def run(folder: Path, bootstrap: str, topic: str, protocol: str, client: str) -> None:
+async def run(folder: Path, bootstrap: str, topic: str, protocol: str) -> None:
     """Serve until SIGTERM; the URL is printed when it is ready."""
     source = source_of(topic)
     topics = {"clicks": topic}
-    publisher = make_publisher(bootstrap, KafkaSettings(client=client, linger_ms=10), topics)
+    publisher = KafkaPublisher(KafkaSettings(bootstrap=bootstrap, linger_ms=10), topics)
     log = MessageLog.open(
         folder / "log", "bench", limit=LOG_BYTES, protocol=NoLogging if protocol == "none" else protocol
     )
@@ -91,10 +95,11 @@ async def run(folder: Path, bootstrap: str, topic: str, protocol: str, client: s
     lane = log.lane("clicks/http/0", "clicks")
     intake = Intake(Border(source, tenant="default", collector="bench"), lane, log, delivery, recent)
     requests = RequestIntake({"clicks": intake}, lambda: log.problem, SenderGate(), Signer.of_lake(folder))
-    stats = NodeStats("bench", log, delivery, CollectedSources(["clicks"]), lambda: True)
-    app = make_app(
-        requests=requests, stats=stats, recent=recent, pipeline=Pipeline({"clicks": source}), lake_root=folder
-    )
+    sources = SimpleNamespace(names=["clicks"], shedders={}, statuses=list)
+    pipeline = Pipeline({"clicks": source})
+    answers = Answers(pipeline.sources.get, recent, ProductTables(Lake(folder), 0.02), 10)
+    stats = NodeStats("bench", log, delivery, sources, requests)
+    app = make_app(requests, stats, Responder(answers, pipeline, requests))
     settings = CollectSettings(port=0, protocol="hml" if protocol == "none" else protocol)
     server = HttpServer(app, requests, settings)
     await asyncio.to_thread(publisher.start, delivery.deliver)
@@ -113,15 +118,15 @@ async def run(folder: Path, bootstrap: str, topic: str, protocol: str, client: s
 
 
 def main() -> None:
-    """``collect_node FOLDER BOOTSTRAP TOPIC PROTOCOL CLIENT CORE``."""
-    folder, bootstrap, topic, protocol, client, core = sys.argv[1:7]
+    """``collect_node FOLDER BOOTSTRAP TOPIC PROTOCOL CORE``."""
+    folder, bootstrap, topic, protocol, core = sys.argv[1:6]
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, {int(core)})
     profile = cProfile.Profile() if os.environ.get("PROFILE") else None
     if profile is not None:
         profile.enable()
     calm_garbage_collector()
-    uvloop.run(run(Path(folder), bootstrap, topic, protocol, client))
+    uvloop.run(run(Path(folder), bootstrap, topic, protocol))
     if profile is not None:
         profile.dump_stats(os.environ["PROFILE"])
 

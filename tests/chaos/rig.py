@@ -27,17 +27,19 @@ NODE = """
 import asyncio, dataclasses, logging, resource, sys
 logging.disable()
 from pathlib import Path
-from ingest.node import run_collector
+from ingest.node import CollectorNode
 from tests.ingest.conftest import pipeline_of, settings_of
-folder, bootstrap, topic, client, port, log_bytes, file_bytes = sys.argv[1:]
+folder, bootstrap, topic, port, log_bytes, file_bytes = sys.argv[1:]
 if int(file_bytes):
     import signal
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the bound then fails, as on a full disk
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(file_bytes), resource.RLIM_INFINITY))
-settings = settings_of(Path(folder), log_bytes=int(log_bytes))
+settings = settings_of(Path(folder), bootstrap, log_bytes=int(log_bytes))
 collect = dataclasses.replace(settings.collect, port=int(port))
-settings = dataclasses.replace(settings, collect=collect, kafka=dataclasses.replace(settings.kafka, client=client))
-asyncio.run(run_collector(settings, pipeline_of(topic, "http"), bootstrap=bootstrap, stop=asyncio.Event()))
+settings = dataclasses.replace(settings, collect=collect)
+async def main():
+    await CollectorNode(settings, pipeline_of(topic, "http")).run(asyncio.Event())
+asyncio.run(main())
 """
 LOG_BYTES = 64 * 1024 * 1024
 KEYS = 7
@@ -53,7 +55,6 @@ class Rig:
     whatever happens.
 
     Args:
-        client: Kafka client of the collector (``kafka.client``).
         ways: of :data:`WAYS`; the keys take turns.
 
     Attributes:
@@ -69,14 +70,13 @@ class Rig:
         bootstrap: str,
         topic: str,
         *,
-        client: str = "auto",
         ways: Sequence[str] = WAYS,
         file_bytes: int = 0,
         log_bytes: int = LOG_BYTES,
     ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._arguments = [str(folder), bootstrap, topic, client, str(self.port), str(log_bytes), str(file_bytes)]
+        self._arguments = [str(folder), bootstrap, topic, str(self.port), str(log_bytes), str(file_bytes)]
         self._ways = ways
         self.child: asyncio.subprocess.Process | None = None
         self.acknowledged: list[int] = []

@@ -86,7 +86,6 @@ def test_what_is_refused(kind: str, options: dict[str, Any], key: str) -> None:
         ('enrich.c = { key = "{a}" }', "sources.s.enrich.c.file", "a file or a topic"),
         ('enrich.c = { key = "{a}", file = "x", topic = "y" }', "sources.s.enrich.c.file", "a file or a topic"),
         ('enrich.c = { key = "{a}", file = "x" }', "sources.s.enrich.c.column", "needs the column"),
-        ('enrich.c = { key = "{a}", topic = "x", at = "sea" }', "sources.s.enrich.c.at", "not known"),
         ('enrich.C = { key = "{a}", topic = "x" }', "sources.s.enrich", "no name of a header"),
     ],
 )

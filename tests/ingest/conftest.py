@@ -7,6 +7,7 @@ import contextlib
 import http.client
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,12 @@ from kafka.consumer.fetcher import ConsumerRecord
 from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 
-from ingest.log.events import LoggedEvent, SourceLane
 from ingest.log.message_log import MessageLog
-from ingest.node import run_collector
+from ingest.log.segments import LoggedEvent, SourceLane
+from ingest.node import CollectorNode, NodeOptions
 from lakehouse.contract.envelope import Envelope, fingerprint
 from lakehouse.contract.pipeline import CollectorSpec, Pipeline, Source
-from lakehouse.contract.settings import CollectSettings, Settings
+from lakehouse.contract.settings import CollectSettings, KafkaSettings, Settings
 
 LIMIT = 64 * 1024 * 1024
 
@@ -72,9 +73,14 @@ def pipeline_of(topic: str, kind: str = "websocket", url: str = "", **source: ob
     return Pipeline({"clicks": clicks})
 
 
-def settings_of(folder: Path, **collect: Any) -> Settings:
+def settings_of(folder: Path, bootstrap: str = "", **collect: Any) -> Settings:
     """Settings for a node in this folder, on any free port."""
-    return Settings(lake=folder, collect=CollectSettings(port=0, backoff_max_s=0.2, **collect))
+    kafka = KafkaSettings(bootstrap=bootstrap)
+    return Settings(lake=folder, kafka=kafka, collect=CollectSettings(port=0, backoff_max_s=0.2, **collect))
+
+
+def at_broker(settings: Settings, bootstrap: str) -> Settings:
+    return replace(settings, kafka=replace(settings.kafka, bootstrap=bootstrap))
 
 
 class Upstream:
@@ -149,13 +155,19 @@ async def eventually(check: Callable[[], bool], timeout_s: float = 60) -> None:
 
 
 @contextlib.asynccontextmanager
-async def running_node(settings: Settings, pipeline: Pipeline, bootstrap: str, **options: Any) -> AsyncIterator[str]:
+async def running_node(
+    settings: Settings,
+    pipeline: Pipeline,
+    bootstrap: str,
+    made: Callable[[CollectorNode], None] = lambda node: None,
+    **options: Any,
+) -> AsyncIterator[str]:
     """A collector node in this process; yields its base URL when it is ready."""
     stop = asyncio.Event()
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    node = asyncio.create_task(
-        run_collector(settings, pipeline, bootstrap=bootstrap, ready=url.set_result, stop=stop, **options)
-    )
+    collector = CollectorNode(at_broker(settings, bootstrap), pipeline, NodeOptions(**options))
+    made(collector)
+    node = asyncio.create_task(collector.run(stop, url.set_result))
     try:
         await asyncio.wait((node, url), return_when=asyncio.FIRST_COMPLETED, timeout=60)
         if node.done():

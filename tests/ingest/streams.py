@@ -13,8 +13,8 @@ from ingest.collectors import Collector
 from ingest.delivery import KafkaDelivery
 from ingest.intake import Intake
 from ingest.kafka import SendOutcome
-from ingest.log.events import LoggedEvent
 from ingest.log.message_log import MessageLog
+from ingest.log.segments import LoggedEvent
 from ingest.simulate import FileLines, Player, run_player
 from lakehouse.contract.pipeline import Source
 from tests.ingest.conftest import pipeline_of

@@ -13,8 +13,8 @@ import pytest
 
 from ingest.delivery import DeliveryLimits, KafkaDelivery
 from ingest.kafka import SendOutcome
-from ingest.log.events import LoggedEvent
 from ingest.log.message_log import AHEAD, MessageLog
+from ingest.log.segments import LoggedEvent
 from tests.ingest.conftest import append, eventually
 
 OpenLog = Callable[..., MessageLog]

@@ -22,6 +22,7 @@ from ingest.kafka import ensure_topics
 from lakehouse.contract.collector import EnrichSpec
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline import Pipeline
+from lakehouse.contract.settings import KafkaSettings
 from lakehouse.contract.source import Source
 from tests.ingest.conftest import consume, eventually, pipeline_of, request, running_node, settings_of
 from tests.ingest.streams import SOURCE
@@ -34,12 +35,11 @@ def source(**specs: EnrichSpec) -> Source:
 def test_a_row_and_its_version_go_with_the_event(tmp_path: Path) -> None:
     (tmp_path / "people.csv").write_text("who,team,age\na,red,7\nb,blue,8\n", encoding="utf-8")
     made = source(people=EnrichSpec("{who}", "who", "people.csv", fields=("team",)))
-    enricher = Enricher(made, tmp_path, "", at="border")
+    enricher = Enricher(made, tmp_path, KafkaSettings())
     border = Border(made, tenant="default", collector="n1")
     headers = dict(enricher(border.admit(b'{"id":1,"who":"a"}')))
     assert headers == {"people": '{"team":"red"}', "people_version": enricher.references["people"].version}
     assert dict(enricher(border.admit(b'{"id":1,"who":"z"}'))).keys() == {"people_version"}, "looked for, and not there"
-    assert Enricher(made, tmp_path, "", at="refine")(border.admit(b'{"id":1,"who":"a"}')) == ()
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_files_that_are_no_reference_are_refused_at_start(tmp_path: Path, text: 
     if text is not None:
         (tmp_path / "p.json").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=says) as caught:
-        Enricher(source(people=EnrichSpec("{who}", "who", "p.json")), tmp_path, "", at="border")
+        Enricher(source(people=EnrichSpec("{who}", "who", "p.json")), tmp_path, KafkaSettings())
     assert caught.value.key == "sources.clicks.enrich.people.file"
 
 
@@ -78,7 +78,7 @@ async def test_a_file_that_changes_is_read_again(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(enrich, "REFRESH_S", 0.02)
     path = tmp_path / "p.json"
     path.write_text('[{"who":"a","n":1}]', encoding="utf-8")
-    enricher = Enricher(source(people=EnrichSpec("{who}", "who", "p.json")), tmp_path, "", at="border")
+    enricher = Enricher(source(people=EnrichSpec("{who}", "who", "p.json")), tmp_path, KafkaSettings())
     first = enricher.references["people"].version
     following = asyncio.create_task(enricher.run())
     await enricher.complete()
@@ -108,7 +108,9 @@ async def test_a_compacted_topic(broker: EmbeddedBroker, tmp_path: Path, monkeyp
 
     await asyncio.to_thread(put, "a", b'{"team":"red"}')
     await asyncio.to_thread(put, "b", b"rubbish")
-    enricher = Enricher(source(people=EnrichSpec("{who}", topic=topic)), tmp_path, broker.bootstrap, at="border")
+    enricher = Enricher(
+        source(people=EnrichSpec("{who}", topic=topic)), tmp_path, KafkaSettings(bootstrap=broker.bootstrap)
+    )
     assert enricher.missing == "people"
     following = asyncio.create_task(enricher.run())
     async with asyncio.timeout(60):

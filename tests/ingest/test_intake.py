@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.errors import EventRefused
+from ingest.errors import RequestRefused
 from ingest.intake import JSON, elements, published_event, split
 
 _NAMES = st.sampled_from(["event", "evenT", "", 'e"vent', "ev\\ent", "}", "[", "é"]) | st.text(max_size=5)
@@ -62,7 +62,7 @@ def test_only_valid_arrays_are_cut(values: list[Any], seed: int) -> None:
         body[at : at + chance.choice((0, 0, 1, 2))] = chance.choice([b"", *_SHARDS])
     try:
         one, events = split(JSON, bytes(body))
-    except EventRefused:
+    except RequestRefused:
         assert orjson.loads(body) == []
         return
     if one:

@@ -24,11 +24,13 @@ pytestmark = pytest.mark.broker
 NODE = """
 import asyncio, logging, sys; logging.basicConfig()
 from pathlib import Path
-from ingest.node import run_collector
+from ingest.node import CollectorNode
 from tests.ingest.conftest import pipeline_of, settings_of
 folder, bootstrap, topic, url = sys.argv[1:]
-asyncio.run(run_collector(settings_of(Path(folder)), pipeline_of(topic, url=url), bootstrap=bootstrap,
-    ready=lambda base: print(base, flush=True), stop=asyncio.Event()))
+async def main():
+    node = CollectorNode(settings_of(Path(folder), bootstrap), pipeline_of(topic, url=url))
+    await node.run(asyncio.Event(), lambda base: print(base, flush=True))
+asyncio.run(main())
 """
 
 
@@ -37,17 +39,15 @@ import asyncio, logging, sys
 logging.disable()
 from dataclasses import replace
 from pathlib import Path
-from ingest.node import run_collector
+from ingest.node import CollectorNode
 from jobs.local.stack import free_port
 from tests.ingest.conftest import pipeline_of, settings_of
 folder, bootstrap, topic = sys.argv[1:]
 port = free_port()
-settings = settings_of(Path(folder))
+settings = settings_of(Path(folder), bootstrap)
 settings = replace(settings, collect=replace(settings.collect, port=port))
 async def main():
-    node = asyncio.create_task(
-        run_collector(settings, pipeline_of(topic, "http"), bootstrap=bootstrap, stop=asyncio.Event())
-    )
+    node = asyncio.create_task(CollectorNode(settings, pipeline_of(topic, "http")).run(asyncio.Event()))
     while not node.done():
         try:
             _, writer = await asyncio.open_connection("127.0.0.1", port)

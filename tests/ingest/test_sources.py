@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ingest.broker import EmbeddedBroker
-from ingest.node import CollectorNode, changed, run_collector, with_upstream
+from ingest.node import CollectorNode, changed, with_upstream
 from lakehouse.contract.collector import CollectorSpec
 from lakehouse.contract.envelope import Envelope
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem
@@ -155,9 +155,6 @@ def test_a_kind_of_ones_own_must_be_there(tmp_path: Path) -> None:
 async def test_a_log_that_could_never_take_an_event_is_refused_at_start(tmp_path: Path, size: int, least: int) -> None:
     pipeline = replace(pipeline_of("small-log", "http", max_event_bytes=size), path=tmp_path / "shop" / "pipeline.toml")
     with pytest.raises(ConfigError, match="would never fit") as caught:
-        async with asyncio.timeout(60):
-            await run_collector(
-                settings_of(tmp_path, log_bytes=least - 1), pipeline, bootstrap="127.0.0.1:1", stop=asyncio.Event()
-            )
+        CollectorNode(settings_of(tmp_path, "127.0.0.1:1", log_bytes=least - 1), pipeline)
     assert (caught.value.file, caught.value.key) == (pipeline.path, "sources.clicks.max_event_bytes")
     assert f"collect.log_bytes to {least}" in caught.value.remedy

@@ -20,9 +20,9 @@ from hypothesis import strategies as st
 
 from ingest.answers.acks import KEY_BYTES, AckState, RecentEvents, Signer, Token, ack_state
 from ingest.answers.tables import Coordinates, LakeState
-from ingest.errors import BadToken
+from ingest.errors import RequestRefused
 from ingest.kafka import SendOutcome
-from ingest.log.events import LoggedEvent, LogSegment, SourceLane
+from ingest.log.segments import LoggedEvent, LogSegment, SourceLane
 from lakehouse.contract.envelope import Envelope
 from lakehouse.contract.errors import EnvironmentProblem
 from lakehouse.contract.lake import COMMIT_THROUGH, Lake, TableRef
@@ -163,7 +163,7 @@ def test_tokens_come_back(event_id: str, tenant: str, at: int) -> None:
 @settings(max_examples=30)
 @given(st.text(max_size=60) | st.binary(max_size=60).map(lambda b: b.hex()))
 def test_rubbish_is_no_token(text: str) -> None:
-    with pytest.raises(BadToken):
+    with pytest.raises(RequestRefused):
         SIGNER.open(text)
 
 
@@ -171,9 +171,9 @@ def test_a_changed_token_is_no_token() -> None:
     text = SIGNER.sign(envelope()).decode()
     for at in range(len(text) - 1):
         changed = text[:at] + ("A" if text[at] != "A" else "B") + text[at + 1 :]
-        with pytest.raises(BadToken):
+        with pytest.raises(RequestRefused):
             SIGNER.open(changed)
-    with pytest.raises(BadToken):
+    with pytest.raises(RequestRefused):
         SIGNER.open("A" * 100_000)
 
 
@@ -189,7 +189,7 @@ def test_tokens_of_many_events_are_those_of_each(ids: list[str]) -> None:
 def test_the_signature_is_keyed_blake2b_and_another_key_is_another_lake() -> None:
     mac = hashlib.blake2b(b"body", key=b"k" * KEY_BYTES, digest_size=16).digest()
     assert SIGNER._mac(b"body") == mac
-    with pytest.raises(BadToken):
+    with pytest.raises(RequestRefused):
         Signer(b"x" * KEY_BYTES).open(SIGNER.sign(envelope()).decode())
     assert "k" * 8 not in repr(SIGNER)
 

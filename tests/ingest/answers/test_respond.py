@@ -15,7 +15,7 @@ import pytest
 
 from ingest.answers.respond import refuse_callback
 from ingest.broker import EmbeddedBroker
-from ingest.errors import EventRefused
+from ingest.errors import RequestRefused
 from lakehouse.contract.channel import ChannelSpec
 from lakehouse.contract.collector import AnswerSpec, CollectorSpec
 from lakehouse.contract.lake import Lake
@@ -228,6 +228,6 @@ def test_callbacks_go_only_where_the_pipeline_says(url: str, status: int) -> Non
     if not status:
         refuse_callback(spec, url)
         return
-    with pytest.raises(EventRefused) as caught:
+    with pytest.raises(RequestRefused) as caught:
         refuse_callback(spec, url)
     assert caught.value.status == status

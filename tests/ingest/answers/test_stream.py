@@ -24,7 +24,7 @@ from ingest.border.access import ApiKey, keys_path
 from ingest.broker import EmbeddedBroker
 from ingest.errors import BrokerUnavailable
 from ingest.kafka import ensure_topics
-from ingest.node import CollectorNode, run_collector
+from ingest.node import CollectorNode
 from jobs.local.stack import free_port
 from lakehouse.contract.collector import CollectorSpec
 from lakehouse.contract.keys import KeyFile
@@ -320,12 +320,10 @@ async def test_until_the_node_is_ready_a_publisher_is_held_and_not_asked_again_a
 
     monkeypatch.setattr(ingest.kafka, "ensure_topics", ensure)
     monkeypatch.setattr(stream, "StreamProtocol", Counted)
-    settings = settings_of(tmp_path)
+    settings = settings_of(tmp_path, broker.bootstrap)
     settings = replace(settings, collect=replace(settings.collect, port=free_port()))
     ready = asyncio.Event()
-    node = asyncio.create_task(
-        run_collector(settings, roads("roads-wait"), bootstrap=broker.bootstrap, ready=lambda _: ready.set(), stop=stop)
-    )
+    node = asyncio.create_task(CollectorNode(settings, roads("roads-wait")).run(stop, lambda _: ready.set()))
     async with connected(f"ws://127.0.0.1:{settings.collect.port}{stream.PATH}") as car:
         for n in range(3):
             await say(car, publish="clicks", event={"id": n, "who": "a"}, id=n)

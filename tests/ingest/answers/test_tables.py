@@ -11,7 +11,7 @@ import orjson
 import pytest
 
 from ingest.answers.tables import Coordinates, LakeState, ProductRows, ProductWatch
-from ingest.errors import LookupRefused
+from ingest.errors import RequestRefused
 from lakehouse.contract import rows
 from lakehouse.contract.lake import Lake
 from tests.ingest.lakes import commit
@@ -27,7 +27,7 @@ def lake(tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.Mon
 
 def test_a_row_by_key_and_its_next_version(lake: Lake) -> None:
     rows = ProductRows(lake)
-    with pytest.raises(LookupRefused) as caught:
+    with pytest.raises(RequestRefused) as caught:
         rows.by_key("scores", ["v1"])
     assert caught.value.status == 404
     commit(
@@ -47,11 +47,11 @@ def test_a_row_by_key_and_its_next_version(lake: Lake) -> None:
     assert rows.where("scores", {"visitor": "v1", "score": "0.75"}).rows
     for match, status in (({"nobody": "1"}, 400), ({"score": "much"}, 0)):
         if status:
-            with pytest.raises(LookupRefused, match="no column 'nobody'"):
+            with pytest.raises(RequestRefused, match="no column 'nobody'"):
                 rows.where("scores", match)
         else:
             assert rows.where("scores", match).rows == [], "no number equals a text that is none"
-    with pytest.raises(LookupRefused, match="looked up by visitor"):
+    with pytest.raises(RequestRefused, match="looked up by visitor"):
         rows.by_key("scores", ["v1", "v2"])
     shutil.rmtree(lake.table("gold", "scores").path)
     commit(lake, "scores", [{"visitor": "v9", "score": 9.0}], key="visitor")

@@ -18,7 +18,7 @@ from ingest.border.access import (
     SenderKeys,
     TokenBucket,
 )
-from ingest.errors import EventRefused
+from ingest.errors import RequestRefused
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.keys import RELOAD_S, KeyFile
 from lakehouse.contract.pipeline import Source
@@ -55,7 +55,7 @@ def test_a_batch_larger_than_a_second_passes_and_leaves_a_debt() -> None:
     gate = SenderGate(clock=clock)
     slow = source(max_rate=10)
     gate.spend(slow, ANONYMOUS, 50)
-    with pytest.raises(EventRefused) as refused:
+    with pytest.raises(RequestRefused) as refused:
         gate.spend(slow, ANONYMOUS, 1)
     assert (refused.value.status, refused.value.code, refused.value.retry_after) == (429, "too-fast", 4)
     clock.now += 4.2
@@ -71,7 +71,7 @@ def test_a_key_has_a_rate_of_its_own() -> None:
     for _ in range(6):
         gate.spend(source(), Sender(ApiKey("0" * 64, id="b")), 1)
     gate.spend(source(), sender, 5)
-    with pytest.raises(EventRefused, match="this key takes 5 events a second"):
+    with pytest.raises(RequestRefused, match="this key takes 5 events a second"):
         gate.spend(source(), sender, 1)
 
 
@@ -81,10 +81,10 @@ def test_what_one_allowance_refuses_is_not_taken_from_the_other() -> None:
     greedy = Sender(ApiKey("0" * 64, id="a", rate=1))
     gate.spend(shared, greedy, 1)
     for _ in range(50):
-        with pytest.raises(EventRefused, match="this key"):
+        with pytest.raises(RequestRefused, match="this key"):
             gate.spend(shared, greedy, 1)
     gate.spend(shared, ANONYMOUS, 9)
-    with pytest.raises(EventRefused, match="source 'clicks'"):
+    with pytest.raises(RequestRefused, match="source 'clicks'"):
         gate.spend(shared, Sender(ApiKey("0" * 64, id="b", rate=1)), 1)
 
 
@@ -98,7 +98,7 @@ def test_connections_are_counted_once_and_given_back() -> None:
         assert gate.hold(narrow, ANONYMOUS, mine) is mine
         held.append(mine)
     assert gate.connect() and not gate.connect()
-    with pytest.raises(EventRefused, match="no more than 2 connections") as refused:
+    with pytest.raises(RequestRefused, match="no more than 2 connections") as refused:
         gate.hold(narrow, ANONYMOUS, frozenset())
     assert refused.value.status == 429
     gate.hold(source("others"), ANONYMOUS, frozenset())
@@ -113,13 +113,13 @@ def test_keys_are_asked_for_where_there_are_any(tmp_path: Path) -> None:
     key = KeyFile(path, ApiKey).new(ApiKey("0" * 64, tenant="acme", sources=("clicks",), max_event_bytes=99))
     gate = SenderGate(SenderKeys(path))
     for shown in (None, "", "mr_x_y", key + "x"):
-        with pytest.raises(EventRefused) as refused:
+        with pytest.raises(RequestRefused) as refused:
             gate.admit(source(), shown)
         assert refused.value.status == 401
     sender = gate.admit(source(), key)
     assert (sender.tenant, sender.max_event_bytes) == ("acme", 99)
     assert gate.admit(source(), key) is sender
-    with pytest.raises(EventRefused) as refused:
+    with pytest.raises(RequestRefused) as refused:
         gate.admit(source("others"), key)
     assert (refused.value.status, refused.value.code) == (403, "forbidden")
 
@@ -137,7 +137,7 @@ def test_refused_events_are_kept_up_to_a_rate() -> None:
 def test_bodies_on_their_way_in_are_bounded() -> None:
     gate = SenderGate()
     gate.reserve(access.MOST_INCOMING_BYTES - 10)
-    with pytest.raises(EventRefused) as refused:
+    with pytest.raises(RequestRefused) as refused:
         gate.reserve(11)
     assert (refused.value.status, refused.value.code) == (503, "busy")
     gate.free(1)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ingest.border.admission import Border, FrontBorder, front_source
 from ingest.border.expectations import compile_expectations
-from ingest.refine import Refiner
+from ingest.relay import Refiner
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.expectations import BORDER, HALT, Expectation
 from lakehouse.contract.pipeline import Source, load_pipeline
@@ -120,7 +120,7 @@ def test_the_second_of_two_steps_judges_and_the_first_does_not() -> None:
     front = FrontBorder(front_source(source), tenant="t", collector="front").admit(payload)
     assert front.refusal is None
     record = SimpleNamespace(topic="t.raw", partition=0, offset=5, value=payload, headers=front.envelope.to_headers())
-    envelope, _, kept = Refiner(source, node="r1", tenant="t").refine(record, suspect=False)
+    envelope, _, kept = Refiner(Border(source, tenant="t", collector="r1")).refine(record, suspect=False)
     assert (envelope.reject, envelope.event_id, kept) == ("expectation e0 failed", front.envelope.event_id, payload)
 
 

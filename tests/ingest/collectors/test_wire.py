@@ -9,15 +9,21 @@ import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
 import pytest
+import uvicorn
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.applications import Starlette
+from uvicorn.server import ServerState
 
 from ingest import intake
 from ingest.answers.acks import RecentEvents, Signer
+from ingest.answers.respond import Answers, Responder
+from ingest.answers.tables import ProductTables
 from ingest.border.access import ApiKey, SenderGate, SenderKeys
 from ingest.border.admission import Border
 from ingest.collectors import wire
@@ -26,11 +32,12 @@ from ingest.collectors.wire import Head, parse_head
 from ingest.delivery import DeliveryLimits, KafkaDelivery
 from ingest.intake import Intake, RequestIntake
 from ingest.kafka import SendOutcome
-from ingest.log.events import LoggedEvent
 from ingest.log.message_log import MessageLog
-from ingest.stats import CollectedSources, NodeStats
+from ingest.log.segments import LoggedEvent
+from ingest.stats import NodeStats
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.keys import KeyFile
+from lakehouse.contract.lake import Lake
 from lakehouse.contract.settings import CollectSettings
 from tests.ingest.conftest import LIMIT, event, eventually, pipeline_of, request
 
@@ -71,6 +78,9 @@ class Served:
         return [found.envelope.event_id for found in self.publisher.got]
 
 
+ONE = SimpleNamespace(names=["clicks"], shedders={}, statuses=list)
+
+
 @contextlib.asynccontextmanager
 async def serving(
     folder: Path,
@@ -89,8 +99,9 @@ async def serving(
     gate = gate or SenderGate()
     intakes = {"clicks": Intake(border, lane, log, delivery, recent)}
     requests = RequestIntake(intakes, lambda: log.problem or ("full" if log.full else ""), gate, Signer.of_lake(folder))
-    stats = NodeStats("n1", log, delivery, CollectedSources(["clicks"]), lambda: True, gate=gate)
-    app = make_app(requests=requests, stats=stats, recent=recent, pipeline=pipeline, lake_root=folder)
+    stats = NodeStats("n1", log, delivery, ONE, requests)
+    answers = Answers(pipeline.sources.get, recent, ProductTables(Lake(folder), 0.02), 10)
+    app = make_app(requests, stats, Responder(answers, pipeline, requests))
     server = HttpServer(app, requests, settings or CollectSettings(port=0))
     tasks = [asyncio.create_task(delivery.run()), asyncio.create_task(server.serve())]
     try:
@@ -278,7 +289,6 @@ def test_rubbish_never_breaks_the_server(pieces: list[bytes]) -> None:
 
     class Transport:
         closed = False
-        protocol: Any = None
         out = b""
 
         def write(self, data: bytes) -> None:
@@ -294,39 +304,27 @@ def test_rubbish_never_breaks_the_server(pieces: list[bytes]) -> None:
 
         def resume_reading(self) -> None: ...
 
-        def set_protocol(self, protocol: Any) -> None:
-            self.protocol = protocol
+        def get_extra_info(self, name: str) -> None: ...
 
-    class Server:
+    class Protocol(wire.CollectorHttpProtocol):
         got = b""
 
-        def connection_made(self, transport: Any) -> None: ...
-
-        def data_received(self, data: bytes) -> None:
+        def _to_uvicorn(self, data: bytes) -> None:
             self.got += data
 
-    class Open:
-        def now(self) -> float:
-            return 1.0
-
-        def add(self, connection: Any) -> bool:
-            return True
-
-        def discard(self, *_: Any, **__: Any) -> None: ...
-
-    transport, server = Transport(), Server()
+    transport = Transport()
     requests = RequestIntake({}, lambda: "", SenderGate(), Signer(b"k" * 32))
-    protocol = wire.EventPostProtocol(requests, Open(), lambda: server, set())  # type: ignore[arg-type, return-value]
+    config = uvicorn.Config(Starlette(), log_config=None)
+    config.load()
+    loop = SimpleNamespace(time=lambda: 1.0)
+    protocol = Protocol(requests, config=config, server_state=ServerState(), app_state={}, _loop=loop)
     protocol.connection_made(transport)  # type: ignore[arg-type]
     for piece in pieces:
-        if transport.protocol is None and not transport.closed:
-            protocol.data_received(piece)
-        else:
-            server.data_received(piece)
+        protocol.data_received(piece)
     sent = b"".join(pieces)
     plain = sent.startswith(post(event(1)))
     assert not plain or transport.out.startswith(b"HTTP/1.1 404"), "the requests has no source"
-    assert not server.got or sent.endswith(server.got), "what is handed over is the rest of what came"
+    assert not protocol.got or sent.endswith(protocol.got), "what is handed over is the rest of what came"
 
 
 async def test_answers_wait_for_the_disk_and_those_behind_them_wait_too(
@@ -369,10 +367,10 @@ async def test_a_client_that_does_not_read_its_answers_is_not_read_any_more(tmp_
                 stalled = stalled + 1 if sent == before else 0
                 before = sent
                 await asyncio.sleep(0.1)
-            (connection,) = served.server.connections._open
-            assert isinstance(connection, wire.EventPostProtocol)
+            (connection,) = served.server._server.server_state.connections
+            assert isinstance(connection, wire.CollectorHttpProtocol)
             assert connection._paused
-            assert connection._transport.get_write_buffer_size() < 4_000_000
+            assert connection.transport.get_write_buffer_size() < 4_000_000
             assert len(connection._buffer) < 1_000_000
         await eventually(lambda: served.gate.connections == 0)
 
@@ -390,7 +388,7 @@ async def test_slow_clients_are_cut_off(tmp_path: Path) -> None:
         ]
         found = await asyncio.gather(*(talk(served.port, head) for head in heads))
         assert [[status for status, _ in answers] for answers in found] == [[408], [408], [], [], []]
-        assert served.server.connections.expired == 4
+        assert served.server.expired == 4
         # One byte now and then does not help.
         drips = [bytes((byte,)) for byte in post(event(1))[:60]]
         assert (await talk(served.port, *drips, pause_s=0.03))[:1] in ([], [(408, found[0][0][1])])

@@ -15,9 +15,9 @@ import pytest
 
 from ingest.border.admission import Admitted
 from ingest.errors import LogFull, LogUnavailable
-from ingest.log.events import CommitGroup
 from ingest.log.message_log import AHEAD, MARK_INTERVAL_S, MessageLog, least_limit
 from ingest.log.protocols import PROTOCOLS
+from ingest.log.segments import CommitGroup
 from lakehouse.contract.errors import EnvironmentProblem
 from tests.ingest.conftest import append, envelope, eventually, everything
 

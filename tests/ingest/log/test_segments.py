@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ingest.log.events import LogSegment
 from ingest.log.records import SEGMENT_MAGIC
-from ingest.log.segments import SegmentPart, SegmentWriter, segment_path
+from ingest.log.segments import LogSegment, SegmentPart, SegmentWriter, segment_path
 
 
 def part(folder: Path, number: int, offset: int = 0) -> SegmentPart:

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from ingest.broker import EmbeddedBroker
 from ingest.log.message_log import MessageLog
+from ingest.node import CollectorNode
 from jobs.commands.parts import collect_until
 from lakehouse.contract.lake import Lake
 from tests.ingest.conftest import LIMIT, append, consume, pipeline_of, settings_of
@@ -31,12 +32,8 @@ async def test_the_replay_is_shown(
     caplog.set_level(logging.INFO, logger="jobs.commands.parts")
     written, stop, topic = io.StringIO(), asyncio.Event(), f"collecting-{terminal}"
     console = Console(file=written, force_terminal=terminal, width=100)
-    node = asyncio.create_task(
-        collect_until(
-            console, settings_of(tmp_path), pipeline_of(topic, "http"), bootstrap=broker.bootstrap,
-            ready=lambda _: stop.set(), stop=stop,
-        )
-    )  # fmt: skip
+    collector = CollectorNode(settings_of(tmp_path, broker.bootstrap), pipeline_of(topic, "http"))
+    node = asyncio.create_task(collect_until(stop, collector, console, lambda _: stop.set()))
     async with asyncio.timeout(60):
         await node
     assert len(await asyncio.to_thread(consume, broker.bootstrap, topic, 30)) >= 30

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,13 +15,11 @@ from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
 
 from ingest.broker import EmbeddedBroker
 from ingest.delivery import DeliveryLimits, KafkaDelivery
-from ingest.kafka import SendOutcome, check_topics, ensure_topics
-from ingest.kafka.topics import ALARM, WARN, judge
-from ingest.latest import LatestMirror
-from ingest.log.events import LoggedEvent
+from ingest.kafka import ALARM, WARN, SendOutcome, check_topics, ensure_topics, judge
 from ingest.log.message_log import MessageLog
+from ingest.log.segments import LoggedEvent
+from ingest.relay import LatestMirror
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem
-from lakehouse.contract.kafkasecurity import PLAINTEXT
 from tests.ingest.conftest import append, event, eventually, pipeline_of, request, running_node, settings_of
 
 GOOD = {"retention.ms": "604800000", "cleanup.policy": "delete", "min.insync.replicas": "1"}
@@ -84,15 +81,15 @@ def test_a_topic_that_would_lose_events_stops_the_start(broker: EmbeddedBroker) 
 @pytest.mark.broker
 async def test_the_newest_event_of_each_key_is_kept_beside(broker: EmbeddedBroker, tmp_path: Path) -> None:
     pipeline = pipeline_of("newest", "http", latest_topic=True)
-    stop = threading.Event()
+    stop = asyncio.Event()
     async with running_node(settings_of(tmp_path), pipeline, broker.bootstrap) as url:
         body = b"\n".join([event(n) for n in range(70)] + [b'{"id":'])
         status, _, answer = await request(url, "POST", "/v1/clicks", body, content_type="application/x-ndjson")
         assert (status, len(answer["rejected"])) == (202, 1)
-        mirror = LatestMirror(pipeline, broker.bootstrap, PLAINTEXT)
-        copying = asyncio.create_task(asyncio.to_thread(mirror.run, stop))
+        mirror = LatestMirror(settings_of(tmp_path, broker.bootstrap), pipeline)
+        copying = asyncio.create_task(mirror.run(lambda: None, stop))
         try:
-            await eventually(lambda: mirror.copied["clicks"] == 70, 60)
+            await eventually(lambda: mirror.counts["clicks"]["copied"] == 70, 60)
             newest = await asyncio.to_thread(_newest, broker.bootstrap, "newest.latest", 70)
         finally:
             stop.set()
@@ -102,7 +99,7 @@ async def test_the_newest_event_of_each_key_is_kept_beside(broker: EmbeddedBroke
     with contextlib.closing(admin):
         assert len(admin.describe_topics(["newest.latest"])[0]["partitions"]) == 2
     with pytest.raises(ConfigError, match="latest_topic"):
-        LatestMirror(pipeline_of("none"), broker.bootstrap, PLAINTEXT)
+        LatestMirror(settings_of(tmp_path, broker.bootstrap), pipeline_of("none"))
 
 
 def _newest(bootstrap: str, topic: str, count: int) -> dict[str, bytes]:

@@ -1,4 +1,4 @@
-"""Both Kafka clients behind the publisher interface, and the topics at start."""
+"""The publisher, and the topics at start."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kafka import KafkaAdminClient
-from kafka import errors as kafka_errors
 from kafka.admin import ConfigResource, ConfigResourceType
+from kafka.partitioner import murmur2
 
 from ingest.broker import EmbeddedBroker
 from ingest.delivery import KafkaDelivery
-from ingest.kafka import ConfluentPublisher, KafkaPythonPublisher, SendOutcome, ensure_topics, kafka_python
-from ingest.log.events import LoggedEvent
+from ingest.kafka import Headers, KafkaPublisher, SendOutcome, ensure_topics
 from ingest.log.message_log import MessageLog
+from ingest.log.segments import LoggedEvent
 from lakehouse.contract.envelope import Envelope
 from lakehouse.contract.pipeline import Source
 from lakehouse.contract.settings import KafkaSettings
 from tests.ingest.conftest import append, consume, eventually
-
-pytestmark = pytest.mark.broker
 
 
 def source(topic: str, partitions: int = 2) -> Source:
     return Source(topic=topic, schema="", event_time="", name="rsvps", partitions=partitions, retention="3 days")
 
 
+@pytest.mark.broker
 def test_the_topic_is_made_as_declared_and_left_alone_later(broker: EmbeddedBroker) -> None:
     ensure_topics(broker.bootstrap, [source("made", 3)])
     ensure_topics(broker.bootstrap, [source("made", 5)])
@@ -43,15 +44,15 @@ def test_the_topic_is_made_as_declared_and_left_alone_later(broker: EmbeddedBrok
         admin.close()
 
 
-@pytest.mark.parametrize("kind", [KafkaPythonPublisher, ConfluentPublisher])
+@pytest.mark.broker
 async def test_events_arrive_and_outcomes_say_where(
-    kind: type[KafkaPythonPublisher], broker: EmbeddedBroker, open_log: Callable[..., MessageLog]
+    broker: EmbeddedBroker, open_log: Callable[..., MessageLog]
 ) -> None:
-    topic = f"publish-{kind.__name__}"
+    topic = "publish"
     ensure_topics(broker.bootstrap, [source(topic)])
     log = open_log()
     lane = log.lane("rsvps/http/0", "rsvps")
-    publisher = kind(broker.bootstrap, KafkaSettings(), {"rsvps": topic})
+    publisher = KafkaPublisher(KafkaSettings(bootstrap=broker.bootstrap), {"rsvps": topic})
     outcomes: list[SendOutcome] = []
     await asyncio.to_thread(publisher.start, outcomes.extend)
     events = [append(log, lane, n) for n in range(500)]
@@ -67,21 +68,24 @@ async def test_events_arrive_and_outcomes_say_where(
     await eventually(lambda: len({outcome.event.seq for outcome in outcomes if not outcome.error}) == 500)
     records = await asyncio.to_thread(consume, broker.bootstrap, topic, 500)
     at = {(record.partition, record.offset): record for record in records}
+    partitions: dict[bytes, set[int]] = {}
+
+    def of_key(key: bytes) -> int:
+        return (int(murmur2(key)) & 0x7FFF_FFFF) % 2
+
     for outcome in outcomes:
         if not outcome.error:
             record = at[outcome.partition, outcome.offset]
             assert record.value == outcome.event.payload
             assert Envelope.from_headers(record.headers) == outcome.event.envelope
             assert record.key == outcome.event.key
-            _PARTITIONS.setdefault(record.key, set()).add(record.partition)
-    assert all(len(found) == 1 for found in _PARTITIONS.values()), "a key has one partition, whatever the client"
+            partitions.setdefault(record.key, set()).add(record.partition)
+    assert partitions == {key: {of_key(key)} for key in partitions}, "the partition that the Java clients choose"
     await asyncio.to_thread(publisher.close, 2.0)
     await log.close()
 
 
-_PARTITIONS: dict[bytes, set[int]] = {}
-
-
+@pytest.mark.broker
 async def test_outcomes_go_on_coming_after_they_could_not_be_taken(
     broker: EmbeddedBroker, open_log: Callable[..., MessageLog]
 ) -> None:
@@ -94,7 +98,7 @@ async def test_outcomes_go_on_coming_after_they_could_not_be_taken(
         if len(outcomes) == 1:
             raise TypeError("a fault of whoever takes them")
 
-    publisher = ConfluentPublisher(broker.bootstrap, KafkaSettings(linger_ms=500), {"rsvps": "publish-taken"})
+    publisher = KafkaPublisher(KafkaSettings(bootstrap=broker.bootstrap, linger_ms=500), {"rsvps": "publish-taken"})
     await asyncio.to_thread(publisher.start, deliver)
     publisher.send([append(log, lane, 1)])
     await asyncio.to_thread(publisher._producer.flush, 60)  # the first is there, and nobody has been told
@@ -104,39 +108,42 @@ async def test_outcomes_go_on_coming_after_they_could_not_be_taken(
     await log.close()
 
 
+@pytest.mark.broker
 async def test_order_within_a_key_outlives_a_client_that_fails(
     broker: EmbeddedBroker, open_log: Callable[..., MessageLog]
 ) -> None:
-    class Failing(KafkaPythonPublisher):
+    class Failing(KafkaPublisher):
         """Fails on a few events, each once, when it is given them."""
 
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             self.to_fail = {5, 6, 90, 333}
 
-        def _send_one(self, event: LoggedEvent) -> None:
-            if event.seq in self.to_fail:
-                self.to_fail.remove(event.seq)
-                raise RuntimeError("a fault in the client")
-            super()._send_one(event)
+        def _send(self, events: Sequence[LoggedEvent]) -> None:
+            for event in events:
+                if event.seq in self.to_fail and not self._holding:
+                    self.to_fail.remove(event.seq)
+                    self._fail(event, "a fault in the client")
+                else:
+                    super()._send([event])
 
     def make(topic: str) -> Failing:
-        return Failing(broker.bootstrap, KafkaSettings(linger_ms=0), {"rsvps": topic})
+        return Failing(KafkaSettings(bootstrap=broker.bootstrap, linger_ms=0), {"rsvps": topic})
 
     publisher, suspects = await _order_under(make, broker, open_log(), "failing", 600)
     assert not publisher.to_fail
     assert suspects >= 4
 
 
-@pytest.mark.parametrize("kind", [KafkaPythonPublisher, ConfluentPublisher])
+@pytest.mark.broker
 async def test_order_within_a_key_outlives_a_batch_that_kafka_refuses(
-    kind: type[KafkaPythonPublisher], broker: EmbeddedBroker, open_log: Callable[..., MessageLog]
+    broker: EmbeddedBroker, open_log: Callable[..., MessageLog]
 ) -> None:
     """The topic takes less than before: the batches that are under way are refused, some of them whole."""
-    topic = f"refused-{kind.__name__}"
+    topic = "refused"
 
-    def make(topic: str) -> KafkaPythonPublisher:
-        return kind(broker.bootstrap, KafkaSettings(linger_ms=30), {"rsvps": topic})
+    def make(topic: str) -> KafkaPublisher:
+        return KafkaPublisher(KafkaSettings(bootstrap=broker.bootstrap, linger_ms=30), {"rsvps": topic})
 
     def lower() -> None:
         admin = KafkaAdminClient(bootstrap_servers=broker.bootstrap)
@@ -199,12 +206,13 @@ async def _order_under(
     return publisher, suspects
 
 
+@pytest.mark.broker
 async def test_an_event_of_a_source_that_is_gone_is_kept_as_failed(
     broker: EmbeddedBroker, open_log: Callable[..., MessageLog]
 ) -> None:
     ensure_topics(broker.bootstrap, [source("left")])
     log = open_log()
-    publisher = KafkaPythonPublisher(broker.bootstrap, KafkaSettings(), {"others": "left"})
+    publisher = KafkaPublisher(KafkaSettings(bootstrap=broker.bootstrap), {"others": "left"})
     delivery = KafkaDelivery(log, publisher, lambda _: None)
     await asyncio.to_thread(publisher.start, delivery.deliver)
     delivery.offer(append(log, log.lane("rsvps/http/0", "rsvps"), 1))
@@ -214,24 +222,22 @@ async def test_an_event_of_a_source_that_is_gone_is_kept_as_failed(
     await log.close()
 
 
-@pytest.mark.parametrize("kind", ["KafkaPythonPublisher", "ConfluentPublisher"])
-async def test_a_broker_that_is_not_there(kind: str) -> None:
+@pytest.mark.broker
+async def test_a_broker_that_is_not_there() -> None:
     """In a process of its own: kafka-python leaves the sockets of refused connections to the garbage collector."""
-    child = await asyncio.create_subprocess_exec(sys.executable, "-c", AWAY, kind, stdout=subprocess.PIPE)
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", AWAY, stdout=subprocess.PIPE)
     said, _ = await asyncio.wait_for(child.communicate(), 60)
     assert said.decode().split() == ["BrokerUnavailable", "127.0.0.1:1"] * 2
 
 
 AWAY = """
-import asyncio, sys
+import asyncio
 from ingest import kafka
-from ingest.kafka import kafka_python, confluent, topics
 from ingest.errors import BrokerUnavailable
 from lakehouse.contract.settings import KafkaSettings
-for module in (kafka_python, confluent, topics):
-    module.CONNECT_MS = 300
+kafka.CONNECT_MS = 300
 async def main():
-    publisher = getattr(kafka, sys.argv[1])("127.0.0.1:1", KafkaSettings(), {"rsvps": "nowhere"})
+    publisher = kafka.KafkaPublisher(KafkaSettings(bootstrap="127.0.0.1:1"), {"rsvps": "nowhere"})
     for _ in range(2):
         try:
             await asyncio.to_thread(publisher.start, lambda _: None)
@@ -242,17 +248,23 @@ asyncio.run(main())
 """
 
 
-def test_every_error_that_ends_a_record_is_known() -> None:
-    """A new kafka-python must not bring an error about the record itself that we would send again for ever."""
-    about_the_record = {
-        error
-        for name, error in vars(kafka_errors).items()
-        if isinstance(error, type) and issubclass(error, kafka_errors.KafkaError)
-        and any(word in name for word in ("Record", "Message", "Timestamp")) and not error.retriable
-    }  # fmt: skip
-    not_final = {
-        kafka_errors.CorruptRecordError,  # damaged on the way: sent again
-        kafka_errors.InvalidRecordStateError,  # share groups
-        kafka_errors.UnsupportedForMessageFormatError,  # the broker's configuration
-    }
-    assert about_the_record - not_final <= {*kafka_python.FINAL, *kafka_python.TOO_LARGE}
+ENVELOPES = st.builds(
+    Envelope,
+    event_id=st.text(st.characters(exclude_categories=["Cs"]), max_size=8),
+    source=st.sampled_from(["clicks", "rsvps"]),
+    tenant=st.sampled_from(["default", "acme"]),
+    received_at=st.integers(1, 2),
+    collector=st.sampled_from(["n1", "n2"]),
+    fingerprint=st.sampled_from(["a", "b"]),
+    suspect=st.booleans(),
+    reject=st.none() | st.just("bad"),
+    extra=st.sampled_from([(), (("weight", "2.0"),)]),
+)
+
+
+@given(st.lists(ENVELOPES, max_size=8))
+@settings(max_examples=30)
+def test_headers_of_one_after_the_other_are_those_of_each(envelopes: list[Envelope]) -> None:
+    headers = Headers()
+    for envelope in envelopes:
+        assert headers.of(envelope) == envelope.to_headers()

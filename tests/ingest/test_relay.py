@@ -21,15 +21,25 @@ from deltalake import CommitProperties, write_deltalake
 from kafka import KafkaAdminClient, KafkaProducer
 from kafka.admin import ConfigResource, ConfigResourceType
 
-from ingest import refine
+from ingest import relay
 from ingest.border.admission import front_source
 from ingest.broker import EmbeddedBroker
-from ingest.refine import RefineNode
+from ingest.relay import RefineNode
 from lakehouse.contract.collector import EnrichSpec
 from lakehouse.contract.envelope import Envelope
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, load_pipeline
-from tests.ingest.conftest import consume, event, eventually, get, pipeline_of, request, running_node, settings_of
+from tests.ingest.conftest import (
+    at_broker,
+    consume,
+    event,
+    eventually,
+    get,
+    pipeline_of,
+    request,
+    running_node,
+    settings_of,
+)
 
 pytestmark = pytest.mark.broker
 LINES = {"content_type": "application/x-ndjson"}
@@ -48,7 +58,7 @@ def two_step(topic: str, folder: Path) -> Pipeline:
 @asynccontextmanager
 async def refining(settings: Any, pipeline: Pipeline, bootstrap: str, node: str) -> AsyncIterator[RefineNode]:
     refiner, stop, ready = (
-        RefineNode(settings, pipeline, node=node, bootstrap=bootstrap),
+        RefineNode(at_broker(settings, bootstrap), pipeline, node=node),
         asyncio.Event(),
         asyncio.Event(),
     )
@@ -184,10 +194,10 @@ async def test_what_somebody_else_put_into_the_raw_topic(broker: EmbeddedBroker,
 async def test_it_ends_while_kafka_does_not_take_what_it_sends(
     broker: EmbeddedBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refine, "STOP_S", 0.1)
+    monkeypatch.setattr(relay, "STOP_S", 0.1)
     pipeline, settings = two_step("refine-stuck", tmp_path), settings_of(tmp_path / "lake")
     refiner, stop, ready = (
-        RefineNode(settings, pipeline, node="r1", bootstrap=broker.bootstrap), asyncio.Event(), asyncio.Event(),
+        RefineNode(at_broker(settings, broker.bootstrap), pipeline, node="r1"), asyncio.Event(), asyncio.Event(),
     )  # fmt: skip
     task = asyncio.create_task(refiner.run(ready.set, stop))
     async with asyncio.timeout(60):
