@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from ingest.kafka import HELD_BACK, KafkaPublisher, SendOutcome
 from ingest.log.message_log import AHEAD, MessageLog
 from ingest.log.segments import Cursor, LoggedEvent
-from lakehouse.contract.trace import about
+from lakehouse.contract.envelope import about
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class KafkaDelivery:
         publisher: started by the caller.
         known: called with the outcome of each event.
         limits: of memory and time.
-        guarantee: of a source by its name (:attr:`lakehouse.contract.source.Source.guarantee`).
+        guarantee: of a source by its name (:attr:`lakehouse.contract.pipeline.source.Source.guarantee`).
 
     Attributes:
         to_replay: events of an earlier run that Kafka has not acknowledged yet.

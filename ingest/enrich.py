@@ -22,10 +22,9 @@ from kafka import KafkaConsumer, TopicPartition
 from ingest.border.admission import Admitted
 from ingest.errors import BrokerUnavailable
 from ingest.kafka import broker_errors
-from lakehouse.contract.collector import EnrichSpec
 from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.pipeline.source import EnrichSpec, Source, Template
 from lakehouse.contract.settings import KafkaSettings
-from lakehouse.contract.source import Source, Template
 
 logger = logging.getLogger(__name__)
 

@@ -29,10 +29,10 @@ from ingest.intake import Intake, RequestIntake
 from ingest.kafka import KafkaPublisher, ensure_topics
 from ingest.log.message_log import MessageLog, least_limit
 from ingest.stats import NodeStats
-from lakehouse.contract.collector import STREAM_KINDS, CollectorSpec
 from lakehouse.contract.errors import ConfigError, MillraceError
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, Source, load_pipeline
+from lakehouse.contract.pipeline.source import STREAM_KINDS, CollectorSpec
 from lakehouse.contract.settings import Settings
 
 logger = logging.getLogger(__name__)

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from lakehouse.contract.envelope import LOG_FIELDS
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.java import LOG_VARIABLE
 from lakehouse.contract.settings import Settings, load_settings
-from lakehouse.contract.trace import FIELDS
 
 if TYPE_CHECKING:
     from lakehouse.contract.pipeline import Pipeline
@@ -92,7 +92,7 @@ def run_async(main: Callable[[asyncio.Event], Awaitable[None]]) -> None:
 class JsonFormatter(logging.Formatter):
     """One JSON object a line: ``at`` (UTC, RFC 3339), ``level``, ``logger``, ``message``, ``process``, ``error``.
 
-    A line about one event has its ``event_id``, ``source`` and ``tenant`` too (:mod:`lakehouse.contract.trace`).
+    A line about one event has its ``event_id``, ``source`` and ``tenant`` too (:mod:`lakehouse.contract.envelope`).
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -104,7 +104,7 @@ class JsonFormatter(logging.Formatter):
             "message": record.getMessage(),
             "process": record.process,
         }
-        line |= {name: getattr(record, name) for name in FIELDS if hasattr(record, name)}
+        line |= {name: getattr(record, name) for name in LOG_FIELDS if hasattr(record, name)}
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
         return json.dumps(line)

@@ -15,8 +15,8 @@ from typing import Any
 import sqlglot
 from sqlglot.errors import SqlglotError
 
-from lakehouse.contract.expectations import QUARANTINE, WARN
 from lakehouse.contract.pipeline import Product, Source
+from lakehouse.contract.pipeline.expectations import QUARANTINE, WARN
 
 _JUDGES = ("schema", "event_id", "event_time", "required")  # fields of a source that decide what an event is
 # Fields of a product that change no row.

@@ -12,6 +12,7 @@
         ├── LoaderDied         a worker process of the loader was killed
         ├── NamedProblem       one table, file, feed or declaration cannot be used: which, why, remedy
         │   ├── BadProduct         a product's SQL is not of a kind that can be kept up to date
+        │   ├── QueryError         one view, alert or query cannot go on; the others do
         │   ├── QualityProblem     expectations of a table or batch cannot be evaluated
         │   ├── BadFile            a file cannot be read, or not to its end
         │   ├── CommitFailed       a table does not take the loader's rows
@@ -144,6 +145,10 @@ class NamedProblem(LakehouseError):
 
     def __str__(self) -> str:
         return f"{self.label}{self.name}: {self.problem}" + (f". {self.remedy}" if self.remedy else "")
+
+
+class QueryError(NamedProblem):
+    """One view, alert or query cannot go on; the others do."""
 
 
 class BadProduct(NamedProblem):

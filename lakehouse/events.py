@@ -32,8 +32,8 @@ from lakehouse.bronze.seen import JUDGED
 from lakehouse.bronze.table import COLUMNS
 from lakehouse.contract.envelope import Envelope
 from lakehouse.contract.errors import ConfigError
-from lakehouse.contract.expectations import HALT, QUARANTINE, WARN
 from lakehouse.contract.pipeline import Product, Source
+from lakehouse.contract.pipeline.expectations import HALT, QUARANTINE, WARN
 from lakehouse.contract.sql.spark import unrepeatable
 from lakehouse.operators import Operator
 from lakehouse.operators.sql import parse, tree_of

@@ -19,18 +19,18 @@ from pyspark.sql import functions as F
 
 from lakehouse.batch import Build, build
 from lakehouse.checkpoint import version_of
-from lakehouse.contract.expectations import WARN
 from lakehouse.contract.lake import QUARANTINE, WARNINGS, Lake, TableRef
 from lakehouse.contract.pipeline import Pipeline, Product, Source
-from lakehouse.contract.queries import added_products
+from lakehouse.contract.pipeline.added import added_products
+from lakehouse.contract.pipeline.expectations import WARN
 from lakehouse.contract.settings import Settings
+from lakehouse.derived.views import proofs
 from lakehouse.errors import LakehouseError
 from lakehouse.gold.stateful import StateStore, store_of
 from lakehouse.gold.store import BatchMark, ProductStore
 from lakehouse.operators import Operator
 from lakehouse.operators.base import Estimates, plain, prepared
 from lakehouse.quality.watch import warned_columns
-from lakehouse.queries.view import proofs
 from lakehouse.stateful.join import Join
 from lakehouse.stateful.joinbuild import Sides, joined_build
 from lakehouse.stateful.joinquery import versions_of

@@ -29,17 +29,17 @@ from lakehouse.bronze.query import BronzeWriter, constant_time, read_topic, to_b
 from lakehouse.bronze.readers import check_record, note_record
 from lakehouse.bronze.table import create
 from lakehouse.checkpoint import offset_of
-from lakehouse.contract.expectations import WARN
 from lakehouse.contract.lake import WARNINGS, Lake
 from lakehouse.contract.pipeline import Pipeline, Source
+from lakehouse.contract.pipeline.expectations import WARN
 from lakehouse.contract.settings import Settings
 from lakehouse.counts import count_batch
+from lakehouse.derived.added import AddedQueries
+from lakehouse.derived.derivations import Derivations
 from lakehouse.errors import BronzeGap, LakehouseError, QueryFailed, TopicReplaced
 from lakehouse.events import SMALL_BATCH, LongEvents, SmallEvents, as_bronze, compiled_session, kept
 from lakehouse.live import LiveOptions, LiveProducts
 from lakehouse.lock import WriterLocks
-from lakehouse.queries.added import AddedQueries
-from lakehouse.queries.derive import Derivations
 from lakehouse.stages import Stages
 from lakehouse.stateful.joinquery import start_join
 from lakehouse.writer import BatchWriter, RunningQuery

@@ -28,9 +28,8 @@ from typing import Protocol
 from urllib.parse import parse_qs, urlsplit
 
 from lakehouse.contract.errors import ConfigError
-from lakehouse.contract.keys import Key, KeyFile, KeyRing
+from lakehouse.contract.keys import Key, KeyFile, KeyRing, TokenBucket
 from lakehouse.contract.lake import Lake
-from lakehouse.contract.rates import TokenBucket
 from lakehouse.contract.settings import ServeSettings, Settings
 from lakehouse.contract.sql.filters import checked
 from serve.core.model import OPEN, Principal

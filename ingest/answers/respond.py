@@ -48,9 +48,8 @@ from ingest.answers.tables import Coordinates, FoundRows, ProductTables
 from ingest.border.admission import Admitted
 from ingest.errors import RETRY_AFTER_S, IngestError, RequestRefused, problem_body
 from ingest.intake import RequestIntake, first_key
-from lakehouse.contract.collector import AnswerSpec
 from lakehouse.contract.pipeline import Pipeline, Source
-from lakehouse.contract.source import Template
+from lakehouse.contract.pipeline.source import AnswerSpec, Template
 from lakehouse.contract.tomlfile import duration_ms
 
 logger = logging.getLogger(__name__)

@@ -15,10 +15,9 @@ from pathlib import Path
 
 from ingest.errors import RequestRefused
 from lakehouse.contract.errors import ConfigError
-from lakehouse.contract.keys import Key, KeyFile, KeyRing
+from lakehouse.contract.keys import Key, KeyFile, KeyRing, TokenBucket
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, Product, Source
-from lakehouse.contract.rates import TokenBucket
 from lakehouse.contract.settings import Settings
 
 MOST_INCOMING_BYTES = 256 * 1024 * 1024

@@ -28,10 +28,9 @@ import orjson
 
 from ingest.border.expectations import compile_expectations
 from ingest.border.shed import TAKEN, Shedder
-from lakehouse.contract.envelope import Envelope, fingerprint, new_event_id
+from lakehouse.contract.envelope import Envelope, EventLines, about, fingerprint, new_event_id
 from lakehouse.contract.pipeline import Source, Template
 from lakehouse.contract.sql.ddl import Field, find_field, parse_ddl
-from lakehouse.contract.trace import EventLines, about
 
 MAX_ID_BYTES = 512
 MAX_DEPTH = 100  # of nested objects and arrays

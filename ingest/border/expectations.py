@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lakehouse.contract.errors import ConfigError, StatementError
-from lakehouse.contract.expectations import BORDER
 from lakehouse.contract.pipeline import Source
+from lakehouse.contract.pipeline.expectations import BORDER
 from lakehouse.contract.sql import BOOL, FLOAT, INT, TEXT
 from lakehouse.contract.sql.ddl import Field, parse_ddl
 from lakehouse.contract.tomlfile import line_of

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lakehouse.contract.envelope import WEIGHT
-from lakehouse.contract.shed import ShedSpec
+from lakehouse.contract.pipeline.source import ShedSpec
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ingest.intake import Intake
-from lakehouse.contract.collector import CollectorSpec
 from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.pipeline.source import CollectorSpec
 
 KINDS: Mapping[str, str] = {
     "websocket": "ingest.collectors.upstream:build_websocket",

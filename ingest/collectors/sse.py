@@ -21,7 +21,7 @@ from typing import Any
 from ingest.collectors import CollectorContext
 from ingest.collectors.upstream import UpstreamClient, open_stream, request_headers
 from ingest.intake import Intake
-from lakehouse.contract.collector import CollectorSpec
+from lakehouse.contract.pipeline.source import CollectorSpec
 
 MAX_ID_BYTES = 8_192
 _MAX_RETRY_MS = 300_000

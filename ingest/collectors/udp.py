@@ -22,9 +22,8 @@ import orjson
 from ingest.collectors import CollectorContext, UpstreamStatus
 from ingest.errors import LogFull, LogUnavailable
 from ingest.intake import Intake
-from lakehouse.contract.collector import CollectorSpec
 from lakehouse.contract.errors import EnvironmentProblem
-from lakehouse.contract.source import Template
+from lakehouse.contract.pipeline.source import CollectorSpec, Template
 
 logger = logging.getLogger(__name__)
 

@@ -30,9 +30,9 @@ from ingest.border.admission import Admitted
 from ingest.collectors import CollectorContext, Gap, UpstreamStatus
 from ingest.errors import LogFull, LogUnavailable, UpstreamEnded
 from ingest.intake import Intake
-from lakehouse.contract.collector import CollectorSpec
 from lakehouse.contract.envelope import UPSTREAM_ID
 from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.pipeline.source import CollectorSpec
 
 logger = logging.getLogger(__name__)
 

@@ -26,9 +26,9 @@ from jobs.console import (
 )
 from jobs.metrics import metrics_server
 from lakehouse.contract.errors import ConfigError
-from lakehouse.contract.feed import LOADER
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, Source
+from lakehouse.contract.pipeline.source import LOADER
 from lakehouse.contract.settings import Settings
 from lakehouse.contract.tomlfile import duration_ms
 

@@ -24,9 +24,8 @@ from lakehouse.contract.errors import ConfigError, QueryRefused
 from lakehouse.contract.lake import Lake
 
 if TYPE_CHECKING:
-    from lakehouse.contract.alerts import Alert
-    from lakehouse.contract.queries import QuerySpec
-    from lakehouse.contract.views import View
+    from lakehouse.contract.pipeline.added import QuerySpec
+    from lakehouse.contract.pipeline.folder import Alert, View
 
 
 def add(
@@ -42,7 +41,7 @@ def add(
     as_json: JsonOption = False,
 ) -> None:
     """Check a continuous query and register it; a running driver starts it within a second."""
-    from lakehouse.contract.queries import Declared, QuerySpec, checked_query
+    from lakehouse.contract.pipeline.added import Declared, QuerySpec, checked_query
 
     settings, loaded = chosen_pipeline()
     text = Path(sql[1:]).read_text(encoding="utf-8") if sql.startswith("@") else sql
@@ -74,8 +73,8 @@ def alert(
     as_json: JsonOption = False,
 ) -> None:
     """Check an alert and register it; a running driver watches it within a second."""
-    from lakehouse.contract.alerts import Alert
-    from lakehouse.contract.queries import Declared, checked_alert
+    from lakehouse.contract.pipeline.added import Declared, checked_alert
+    from lakehouse.contract.pipeline.folder import Alert
 
     settings, loaded = chosen_pipeline()
     place = Lake(settings.lake)
@@ -130,10 +129,10 @@ def rm(
 
 def _remove_query(place: Lake, name: str, drop: bool) -> bool:
     """Whether it is gone; False: the driver that runs it will remove it."""
-    from lakehouse.contract.queries import Declared, QuerySpec
+    from lakehouse.contract.pipeline.added import Declared, QuerySpec
+    from lakehouse.derived.derivations import forget, is_ours
     from lakehouse.errors import TableBusy
     from lakehouse.lock import WriterLocks
-    from lakehouse.queries.forget import forget, is_ours
 
     declared = Declared(place, QuerySpec)
     spec = declared.all().get(name)
@@ -152,8 +151,8 @@ def _remove_query(place: Lake, name: str, drop: bool) -> bool:
 
 
 def _remove_alert(place: Lake, name: str) -> bool:
-    from lakehouse.contract.alerts import Alert
-    from lakehouse.contract.queries import Declared
+    from lakehouse.contract.pipeline.added import Declared
+    from lakehouse.contract.pipeline.folder import Alert
 
     declared = Declared(place, Alert)
     if name not in declared.all():
@@ -164,7 +163,7 @@ def _remove_alert(place: Lake, name: str) -> bool:
 
 
 def _query_rows(place: Lake, views: Mapping[str, View]) -> list[dict[str, Any]]:
-    from lakehouse.contract.queries import Declared, QuerySpec
+    from lakehouse.contract.pipeline.added import Declared, QuerySpec
 
     declared = Declared(place, QuerySpec)
     shown = {name: QuerySpec(name, view.sql, view.base, view.key, created="pipeline") for name, view in views.items()}
@@ -176,8 +175,8 @@ def _query_rows(place: Lake, views: Mapping[str, View]) -> list[dict[str, Any]]:
 
 
 def _alert_rows(place: Lake, own: Mapping[str, Alert]) -> list[dict[str, Any]]:
-    from lakehouse.contract.alerts import Alert
-    from lakehouse.contract.queries import Declared
+    from lakehouse.contract.pipeline.added import Declared
+    from lakehouse.contract.pipeline.folder import Alert
 
     declared = Declared(place, Alert)
     raised = _raised(place)

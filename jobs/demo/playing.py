@@ -15,8 +15,8 @@ from typing import Any
 from ingest.simulate.scenes import SCENES
 from ingest.simulate.server import RSVPS
 from jobs.local.stack import Stack, free_port, get_json
-from lakehouse.contract.collector import STREAM_KINDS
 from lakehouse.contract.pipeline import Pipeline, Source
+from lakehouse.contract.pipeline.source import STREAM_KINDS
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,10 +25,10 @@ from ingest.broker import EmbeddedBroker
 from jobs.local.broker import apply_topics, embedded, resolve_kafka
 from jobs.local.supervise import Child, Supervisor
 from lakehouse.contract.errors import ConfigError, MillraceError
-from lakehouse.contract.feed import metrics_file
 from lakehouse.contract.kafkasecurity import ClientSecurity
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import load_pipeline
+from lakehouse.contract.pipeline.source import metrics_file
 from lakehouse.contract.settings import Settings, child_arguments
 
 PARTS = "parts.json"

@@ -3,6 +3,7 @@
 A key is ``mr_ID_SECRET``, the secret being 256 random bits. SHA-256 of it is kept: nothing slower is needed for a
 secret that cannot be guessed. A running process reads its file again when it has changed, so that a revoked key ends
 within :data:`RELOAD_S`. A tier says what its keys may do by a dataclass of its own below :class:`Key`.
+:class:`TokenBucket` says how fast somebody may go.
 """
 
 from __future__ import annotations
@@ -229,3 +230,35 @@ def _toml(name: str, key: Key) -> str:
         for n, v in inner.items()
     ]
     return f"\n[keys.{name}]\n{plain}{''.join(tables)}"
+
+
+class TokenBucket:
+    """Lets ``rate`` things a second through, and as many at once as come in a second.
+
+    A batch that is larger passes when the bucket is not empty, and leaves a debt: so that a rate below the size of a
+    batch does not refuse it for ever.
+
+    Args:
+        rate: things a second.
+        now: seconds, monotonic.
+    """
+
+    __slots__ = ("_left", "_then", "rate")
+
+    def __init__(self, rate: float, now: float) -> None:
+        self.rate = rate
+        self._left = float(rate)
+        self._then = now
+
+    def take(self, count: int, now: float) -> float:
+        """Take so many; 0, or the seconds after which it is worth another try (then none were taken)."""
+        wait = self.wait(now)
+        if not wait:
+            self._left -= count
+        return wait
+
+    def wait(self, now: float) -> float:
+        """0 where something may be taken, else the seconds after which it is worth another try."""
+        self._left = min(self.rate, self._left + (now - self._then) * self.rate)
+        self._then = now
+        return max(0.001, -self._left / self.rate) if self._left <= 0 else 0.0

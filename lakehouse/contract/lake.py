@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -61,6 +62,7 @@ class CommitFacts:
         events: how many events the commit added.
         oldest_at: when a collector received the oldest of them, ms since the epoch.
         newest_at: the same of the newest.
+        bronze: the bronze version that the commit reaches; of a join JSON, see :data:`COMMIT_BRONZE`.
     """
 
     committed_at: int
@@ -68,6 +70,7 @@ class CommitFacts:
     events: int = 0
     oldest_at: int | None = None
     newest_at: int | None = None
+    bronze: str = ""
 
     @classmethod
     def of(cls, table: str, commit: Commit) -> CommitFacts:
@@ -84,10 +87,33 @@ class CommitFacts:
                 events=int(info.get(COMMIT_EVENTS) or 0),
                 oldest_at=_optional_int(info.get(COMMIT_OLDEST)),
                 newest_at=_optional_int(info.get(COMMIT_NEWEST)),
+                bronze=str(info.get(COMMIT_BRONZE) or ""),
             )
         except (ValueError, TypeError) as error:
             problem = f"commitInfo of version {commit.version} cannot be read: {error}"
             raise TableUnreadable(table, problem) from None
+
+    def after(self, earlier: CommitFacts) -> CommitFacts:
+        """Both commits as one."""
+        return CommitFacts(
+            self.committed_at,
+            earlier.through if self.through is None else self.through,
+            earlier.events + self.events,
+            min((at for at in (earlier.oldest_at, self.oldest_at) if at is not None), default=None),
+            max((at for at in (earlier.newest_at, self.newest_at) if at is not None), default=None),
+            self.bronze or earlier.bronze,
+        )
+
+    def keys(self) -> dict[str, str]:
+        """The facts as a commit's own keys, for a table that derives from these commits."""
+        found = {COMMIT_EVENTS: str(self.events)}
+        if self.through is not None:
+            found[COMMIT_THROUGH] = json.dumps(self.through)
+        if self.bronze:
+            found[COMMIT_BRONZE] = self.bronze
+        if self.oldest_at is not None:
+            found |= {COMMIT_OLDEST: str(self.oldest_at), COMMIT_NEWEST: str(self.newest_at)}
+        return found
 
 
 def _optional_int(value: Any) -> int | None:

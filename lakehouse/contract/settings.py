@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lakehouse.contract.checks import one_of
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.kafkasecurity import ClientSecurity
-from lakehouse.contract.tomlfile import build, read_toml
+from lakehouse.contract.tomlfile import build, one_of, read_toml
 
 PREFIX = "MILLRACE_"
 

@@ -121,3 +121,30 @@ def _convert(hint: Any, value: Any, *, file: Path, key: str) -> Any:
         file=file,
         line=line_of(file, key.rsplit(".", 1)[-1]),
     )
+
+
+def one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Refuse a value that is not among the allowed ones."""
+    if value not in allowed:
+        raise ConfigError(f"{value!r} is not known", key=key, remedy=f"Use one of: {', '.join(allowed)}")
+
+
+def durations(declared: object, *keys: str) -> None:
+    """Refuse attributes that are neither empty nor durations."""
+    for key in keys:
+        try:
+            duration_ms(getattr(declared, key) or "0 s")
+        except ValueError as error:
+            raise ConfigError(str(error), key=key) from None
+
+
+def between(key: str, value: int, low: int, high: int) -> None:
+    """Refuse a number outside of ``low`` to ``high``."""
+    if not low <= value <= high:
+        raise ConfigError(f"must be between {low} and {high}", key=key)
+
+
+def at_least(key: str, value: int, low: int) -> None:
+    """Refuse a number below ``low``."""
+    if value < low:
+        raise ConfigError(f"must be at least {low}", key=key)

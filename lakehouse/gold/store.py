@@ -21,7 +21,7 @@ from deltalake import CommitProperties, DeltaTable, Schema, Transaction, write_d
 from lakehouse.contract import lake as names
 from lakehouse.contract.lake import TableRef
 from lakehouse.contract.pipeline import Product
-from lakehouse.contract.product import SKETCHES, sketch_property
+from lakehouse.contract.pipeline.product import SKETCHES, sketch_property
 from lakehouse.gold.hot import HotRows
 from lakehouse.operators import Operator, operator_of
 from lakehouse.operators.base import TIMESTAMP, WINDOW_START, plain, prepared

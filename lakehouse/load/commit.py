@@ -38,10 +38,10 @@ from lakehouse.bronze.clock import COMMIT_LOAD, BronzeClock
 from lakehouse.bronze.table import create
 from lakehouse.contract.deltalog import DeltaLog, TableGone
 from lakehouse.contract.faults import crash_point
-from lakehouse.contract.feed import LOADER
 from lakehouse.contract.lake import FILE_TOPIC as TOPIC
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Source
+from lakehouse.contract.pipeline.source import LOADER
 from lakehouse.errors import CommitFailed, FileTaken
 from lakehouse.load.rows import DataFile, FilePosition, SealedSegment, Sealer, Segment, write_data_file
 

@@ -26,8 +26,8 @@ from typing import Any
 
 import httpx
 
-from lakehouse.contract.feed import FeedSpec
 from lakehouse.contract.lake import Lake
+from lakehouse.contract.pipeline.source import FeedSpec
 from lakehouse.errors import FetchFailed
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from lakehouse.contract.feed import FeedSpec, metrics_file
 from lakehouse.contract.lake import LOADS
+from lakehouse.contract.pipeline.source import FeedSpec, metrics_file
 from lakehouse.errors import CommitFailed, FetchFailed
 from lakehouse.load.commit import at_table
 from lakehouse.load.fetch import FeedFetcher

@@ -18,9 +18,9 @@ from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.errors import ConfigError, QueryRefused
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Pipeline
+from lakehouse.contract.pipeline.folder import Staging
 from lakehouse.contract.rows import Fold
 from lakehouse.contract.sql.spark import parse_condition
-from lakehouse.contract.staging import Staging
 from lakehouse.errors import StagingError
 from lakehouse.lock import WriterLocks
 

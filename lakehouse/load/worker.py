@@ -24,9 +24,9 @@ from typing import IO
 import pyarrow as pa
 
 from lakehouse.bronze.table import COLUMNS
-from lakehouse.contract.feed import LOADER
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Source
+from lakehouse.contract.pipeline.source import LOADER
 from lakehouse.errors import BadFile, FileTaken, LoaderDied
 from lakehouse.load.commit import Committer, at_table
 from lakehouse.load.files import FeedFile, FileMark, OpenFile, fingerprint_of, format_of, mark_of

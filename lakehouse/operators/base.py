@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import pyarrow as pa
 
 from lakehouse.contract.pipeline import Product
-from lakehouse.contract.stateful import STATEFUL
+from lakehouse.contract.pipeline.product import STATEFUL
 
 WINDOW_START = "window_start"
 WINDOW_END = "window_end"

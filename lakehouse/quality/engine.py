@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lakehouse.contract.expectations import FRESH, WARN, Check
+from lakehouse.contract.pipeline.expectations import FRESH, WARN, Check
 from lakehouse.contract.tomlfile import duration_ms
 from lakehouse.errors import QualityProblem
 from lakehouse.quality.frame import TYPE_OF, Asked, frames_of

@@ -10,8 +10,8 @@ import duckdb
 import sqlglot
 from sqlglot.errors import SqlglotError
 
-from lakehouse.contract.expectations import FAIL, HALT, Check
 from lakehouse.contract.pipeline import Source
+from lakehouse.contract.pipeline.expectations import FAIL, HALT, Check
 from lakehouse.contract.sql.locked import locked_connection
 from lakehouse.errors import QualityProblem
 from lakehouse.quality.subject import Subject, plain_times, quoted

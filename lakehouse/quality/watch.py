@@ -7,9 +7,9 @@ import pyarrow.compute as pc
 from pyspark.sql import DataFrame
 from pyspark.sql import functions as F
 
-from lakehouse.contract.expectations import HALT, WARN
 from lakehouse.contract.lake import WARNINGS, Lake
 from lakehouse.contract.pipeline import Source
+from lakehouse.contract.pipeline.expectations import HALT, WARN
 from lakehouse.errors import ExpectationHalt
 from lakehouse.quality.accepted import accepted
 from lakehouse.silver.quarantine import COLUMNS, Quarantine

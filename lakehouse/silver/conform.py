@@ -17,8 +17,8 @@ from pyspark.sql import functions as F
 from pyspark.sql.types import StructType
 
 from lakehouse.contract.errors import ConfigError
-from lakehouse.contract.expectations import HALT, QUARANTINE, WARN
 from lakehouse.contract.pipeline import Source, Template
+from lakehouse.contract.pipeline.expectations import HALT, QUARANTINE, WARN
 
 # What every event has beside the fields of its payload; SQL of products may use them.
 ENVELOPE_COLUMNS = ("event_id", "source", "tenant", "received_at", "event_time", "origin", "weight")

@@ -7,8 +7,8 @@ import logging
 import pyarrow as pa
 from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
 
+from lakehouse.contract.envelope import EventLines
 from lakehouse.contract.lake import PROPERTY_KEY, TableRef
-from lakehouse.contract.trace import EventLines
 
 _TOLD = 20  # of a batch; the table has them all
 _lines = EventLines(logging.getLogger(__name__), _TOLD)

@@ -59,7 +59,7 @@ class Keeps(Operator, Protocol):
 
 
 def stateful_operator(product: Product) -> Operator:
-    """The operator of a product whose ``operator`` is one of :data:`~lakehouse.contract.stateful.STATEFUL`.
+    """The operator of a product whose ``operator`` is one of :data:`~lakehouse.contract.pipeline.product.STATEFUL`.
 
     Raises:
         BadProduct: its SQL or its aggregates are not of a kind that can be kept.

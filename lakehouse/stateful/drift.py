@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from lakehouse.contract.pipeline import Product
-from lakehouse.contract.stateful import DETECTORS
+from lakehouse.contract.pipeline.product import DETECTORS
 from lakehouse.errors import BadProduct
 from lakehouse.operators.base import TIMESTAMP
 from lakehouse.operators.windows import in_time

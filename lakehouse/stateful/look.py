@@ -16,7 +16,7 @@ from deltalake import DeltaTable
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, Product
-from lakehouse.contract.stateful import STATEFUL
+from lakehouse.contract.pipeline.product import STATEFUL
 from lakehouse.gold.stateful import StateStore, store_of
 from lakehouse.stateful.joinindex import LEFT, JoinIndex
 

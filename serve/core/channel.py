@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TypeVar
 
-from lakehouse.contract.channel import EVERYTHING, ChannelSpec
+from lakehouse.contract.pipeline.product import EVERYTHING, ChannelSpec
 from lakehouse.contract.rows import Key, Row
 from lakehouse.contract.settings import ServeSettings
 from serve.core.messages import Codec, Message, change_messages, snapshot_messages

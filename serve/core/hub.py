@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
-from lakehouse.contract.channel import EVERYTHING, ChannelSpec
+from lakehouse.contract.pipeline.product import EVERYTHING, ChannelSpec
 from lakehouse.contract.settings import ServeSettings
 from serve.core import messages
 from serve.core.channel import INLINE_ROWS, Channel, ViewStream

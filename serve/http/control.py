@@ -1,4 +1,4 @@
-"""Continuous queries over HTTP: add, list, show, remove, by the rules of ``lakehouse.contract.queries``.
+"""Continuous queries over HTTP: add, list, show, remove, by the rules of ``lakehouse.contract.pipeline.added``.
 
 A query is only recorded here; the driver runs it. So the server needs no Java, and queries can be added while the
 driver is down. Only keys that may (``millrace keys new --reader --queries``) and that see everything can change
@@ -19,7 +19,7 @@ from starlette.routing import BaseRoute, Route
 from lakehouse.contract.errors import ConfigError, QueryRefused
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, load_pipeline
-from lakehouse.contract.queries import Declared, QuerySpec, checked_query
+from lakehouse.contract.pipeline.added import Declared, QuerySpec, checked_query
 from lakehouse.contract.settings import Settings
 from serve.access import is_loopback
 from serve.core.hub import Hub
@@ -31,7 +31,7 @@ _STATUS = {"taken": 409, "quota": 429, "unknown": 404}
 
 
 class NewQuery(msgspec.Struct, forbid_unknown_fields=True):
-    """A query to be added; see ``lakehouse.contract.queries``."""
+    """A query to be added; see ``lakehouse.contract.pipeline.added``."""
 
     name: str
     sql: str

@@ -25,8 +25,8 @@ from sqlglot import exp
 from starlette.requests import Request
 from starlette.responses import Response
 
-from lakehouse.contract.channel import EVERYTHING
 from lakehouse.contract.deltalog import DeltaLog, TableGone, TableUnreadable
+from lakehouse.contract.pipeline.product import EVERYTHING
 from lakehouse.contract.rows import Key, Row
 from lakehouse.contract.sql import BOOL, DATE, DECIMAL, FLOAT, INT, TEXT, TIMESTAMP
 from lakehouse.contract.sql.closures import as_date, as_timestamp, kind_of

@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from lakehouse.contract.channel import EVERYTHING
 from lakehouse.contract.deltalog import Commit, DeltaLog, LogFollower, TableGone, TableUnreadable
 from lakehouse.contract.lake import NAME_PATTERN, Lake, TableRef
+from lakehouse.contract.pipeline.product import EVERYTHING
 from lakehouse.contract.settings import ServeSettings
 from serve.core.channel import finished, opened_view
 from serve.core.hub import Hub

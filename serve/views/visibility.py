@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from lakehouse.contract.channel import EVERYTHING, ChannelSpec
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline import Pipeline
+from lakehouse.contract.pipeline.product import EVERYTHING, ChannelSpec
 from lakehouse.contract.sql.closures import Columns
 from lakehouse.contract.sql.filters import checked, conjunction, parse_condition
 from lakehouse.contract.tomlfile import line_of

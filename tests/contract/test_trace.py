@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from lakehouse.contract.trace import FIELDS, EventLines
+from lakehouse.contract.envelope import LOG_FIELDS, EventLines
 
 
 def test_a_line_bears_the_event(caplog: pytest.LogCaptureFixture) -> None:
@@ -15,7 +15,7 @@ def test_a_line_bears_the_event(caplog: pytest.LogCaptureFixture) -> None:
         logging.INFO, "is refused", "not JSON: 50 %", event_id="~1", source="clicks", tenant="t"
     )
     (record,) = caplog.records
-    assert [getattr(record, name) for name in FIELDS] == ["~1", "clicks", "t"]
+    assert [getattr(record, name) for name in LOG_FIELDS] == ["~1", "clicks", "t"]
     assert record.getMessage() == "event ~1 of clicks is refused: not JSON: 50 %"
 
 

@@ -19,11 +19,10 @@ from ingest.border.admission import Border
 from ingest.broker import EmbeddedBroker
 from ingest.enrich import Enricher, read_rows
 from ingest.kafka import ensure_topics
-from lakehouse.contract.collector import EnrichSpec
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline import Pipeline
+from lakehouse.contract.pipeline.source import EnrichSpec, Source
 from lakehouse.contract.settings import KafkaSettings
-from lakehouse.contract.source import Source
 from tests.ingest.conftest import consume, eventually, pipeline_of, request, running_node, settings_of
 from tests.ingest.streams import SOURCE
 

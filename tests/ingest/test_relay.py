@@ -25,10 +25,10 @@ from ingest import relay
 from ingest.border.admission import front_source
 from ingest.broker import EmbeddedBroker
 from ingest.relay import RefineNode
-from lakehouse.contract.collector import EnrichSpec
 from lakehouse.contract.envelope import Envelope
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, load_pipeline
+from lakehouse.contract.pipeline.source import EnrichSpec
 from tests.ingest.conftest import (
     at_broker,
     consume,

@@ -14,7 +14,7 @@ CODE = """
 import logging
 from jobs.console import log_to_stderr
 from lakehouse.contract.settings import load_settings
-from lakehouse.contract.trace import about
+from lakehouse.contract.envelope import about
 load_settings()
 log_to_stderr()
 logging.getLogger("one").info('with "quotes" and\\nlines %d', 7)

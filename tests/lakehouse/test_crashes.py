@@ -26,8 +26,8 @@ from lakehouse.contract.faults import ADDED_CRASH_POINTS, CRASH_POINTS, REBUILD_
 from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.load.commit import write_rows
 from lakehouse.replay import digest, verify
+from tests.lakehouse.derived.test_added import CITIES, Queries, by_city
 from tests.lakehouse.lakes import Sent, Site, assert_exact, click, eventually, mixture, sent, site
-from tests.lakehouse.queries.test_added import CITIES, Queries, by_city
 from tests.lakehouse.test_evolution import redeclared
 from tests.lakehouse.test_stream import ALL_EQUAL, driver
 

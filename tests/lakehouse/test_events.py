@@ -18,8 +18,8 @@ from pyspark.sql.pandas.types import from_arrow_schema
 from lakehouse.bronze.seen import JUDGED
 from lakehouse.bronze.table import COLUMNS
 from lakehouse.contract.errors import ConfigError
-from lakehouse.contract.expectations import WARN, Expectation
 from lakehouse.contract.pipeline import Pipeline, Product
+from lakehouse.contract.pipeline.expectations import WARN, Expectation
 from lakehouse.events import (
     Events,
     LongEvents,

@@ -15,8 +15,8 @@ import pytest
 from deltalake import DeltaTable
 from pyspark.sql import SparkSession
 
-from lakehouse.contract.expectations import HALT, QUARANTINE, WARN, Expectation
 from lakehouse.contract.pipeline import load_pipeline
+from lakehouse.contract.pipeline.expectations import HALT, QUARANTINE, WARN, Expectation
 from lakehouse.errors import BronzeReplaced, ExpectationHalt, QueryFailed
 from lakehouse.maintain.care import compact_bronze
 from lakehouse.quality.accepted import accept

@@ -248,9 +248,9 @@ def all_of(parts: list[Getter]) -> Getter:
         known: bool | None = True
         for part in parts:
             value = part(row)
-            if value is False:
-                return False
-            if value is None:
+            if value is not True:
+                if value is False:
+                    return False
                 known = None
         return known
 
@@ -264,9 +264,9 @@ def any_of(parts: list[Getter]) -> Getter:
         known: bool | None = False
         for part in parts:
             value = part(row)
-            if value is True:
-                return True
-            if value is None:
+            if value is not False:
+                if value is True:
+                    return True
                 known = None
         return known
 

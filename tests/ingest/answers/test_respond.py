@@ -16,11 +16,10 @@ import pytest
 from ingest.answers.respond import refuse_callback
 from ingest.broker import EmbeddedBroker
 from ingest.errors import RequestRefused
-from lakehouse.contract.channel import ChannelSpec
-from lakehouse.contract.collector import AnswerSpec, CollectorSpec
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline
-from lakehouse.contract.product import Product
+from lakehouse.contract.pipeline.product import ChannelSpec, Product
+from lakehouse.contract.pipeline.source import AnswerSpec, CollectorSpec
 from tests.ingest.conftest import consume, event, pipeline_of, running_node, settings_of
 from tests.ingest.lakes import commit
 

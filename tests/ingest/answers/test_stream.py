@@ -26,11 +26,11 @@ from ingest.errors import BrokerUnavailable
 from ingest.kafka import ensure_topics
 from ingest.node import CollectorNode
 from jobs.local.stack import free_port
-from lakehouse.contract.collector import CollectorSpec
 from lakehouse.contract.keys import KeyFile
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline
-from lakehouse.contract.product import Product
+from lakehouse.contract.pipeline.product import Product
+from lakehouse.contract.pipeline.source import CollectorSpec
 from tests.ingest.conftest import consume, event, eventually, get, pipeline_of, request, running_node, settings_of
 from tests.ingest.lakes import commit
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from ingest.border.admission import KEPT_BYTES, MAX_DEPTH, Border, Refusal
 from lakehouse.contract.envelope import fingerprint
-from lakehouse.contract.expectations import Expectation
 from lakehouse.contract.pipeline import Source
+from lakehouse.contract.pipeline.expectations import Expectation
 
 CLICKS = Source(
     topic="clicks", schema="id BIGINT", event_time="received_at", event_id="{id}:{at}", key="{who.name}",

@@ -15,8 +15,8 @@ from ingest.border.admission import Border, FrontBorder, front_source
 from ingest.border.expectations import compile_expectations
 from ingest.relay import Refiner
 from lakehouse.contract.errors import ConfigError
-from lakehouse.contract.expectations import BORDER, HALT, Expectation
 from lakehouse.contract.pipeline import Source, load_pipeline
+from lakehouse.contract.pipeline.expectations import BORDER, HALT, Expectation
 
 SCHEMA = (
     "id BIGINT, n INT, m SMALLINT, t TINYINT, d DOUBLE, f FLOAT, s STRING, r STRING, ok BOOLEAN, `two words` INT, "

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ingest.border.shed import SHED, TAKEN, Shedder, Waiting
 from ingest.broker import EmbeddedBroker
 from lakehouse.contract.envelope import WEIGHT, Envelope
-from lakehouse.contract.shed import ShedSpec
+from lakehouse.contract.pipeline.source import ShedSpec
 from tests.ingest.conftest import consume, event, get, pipeline_of, request, running_node, settings_of
 
 

@@ -17,7 +17,7 @@ from ingest import intake
 from ingest.answers.acks import Signer, Token
 from ingest.broker import EmbeddedBroker
 from lakehouse.contract.envelope import Envelope
-from lakehouse.contract.expectations import Expectation
+from lakehouse.contract.pipeline.expectations import Expectation
 from tests.ingest.conftest import consume, event, get, pipeline_of, request, running_node, settings_of
 
 pytestmark = pytest.mark.broker

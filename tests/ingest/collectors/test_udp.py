@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from ingest.collectors.udp import LossCount, UdpCollector
 from ingest.log.message_log import MessageLog
-from lakehouse.contract.collector import CollectorSpec
 from lakehouse.contract.errors import EnvironmentProblem
+from lakehouse.contract.pipeline.source import CollectorSpec
 from tests.ingest.conftest import event, eventually
 from tests.ingest.streams import SOURCE, collecting
 

@@ -10,12 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 from jobs.cli import app
-from lakehouse.contract.alerts import Alert
 from lakehouse.contract.errors import QueryRefused
 from lakehouse.contract.lake import Lake
-from lakehouse.contract.queries import OWNER, Declared, QuerySpec, State
+from lakehouse.contract.pipeline.added import OWNER, Declared, QuerySpec, State
+from lakehouse.contract.pipeline.folder import Alert
 from lakehouse.lock import WriterLocks
-from tests.lakehouse.queries.tables import Product
+from tests.lakehouse.derived.tables import Product
 
 COUNTS = "SELECT response, count(*) AS n FROM rsvps GROUP BY response"
 

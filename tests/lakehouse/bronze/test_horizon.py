@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lakehouse.bronze.horizon import HorizonIndex, seen_index
 from lakehouse.bronze.seen import RunIndex
-from lakehouse.contract.source import Source
+from lakehouse.contract.pipeline.source import Source
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 HORIZON = 10  # seconds

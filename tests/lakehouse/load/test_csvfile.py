@@ -10,7 +10,7 @@ import re
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lakehouse.contract.source import Source
+from lakehouse.contract.pipeline.source import Source
 from lakehouse.load.files import OpenFile
 from lakehouse.load.readers import read_csv
 

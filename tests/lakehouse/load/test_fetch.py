@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from lakehouse.contract.errors import ConfigError
-from lakehouse.contract.feed import FeedSpec
 from lakehouse.contract.lake import Lake
+from lakehouse.contract.pipeline.source import FeedSpec
 from lakehouse.errors import FetchFailed
 from lakehouse.load.fetch import Download, FeedFetcher
 from lakehouse.load.loader import FeedResult, LoaderService

@@ -15,8 +15,8 @@ from lakehouse.contract import lake as names
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, Product, Source, load_pipeline
+from lakehouse.contract.pipeline.folder import Staging
 from lakehouse.contract.settings import conf_dir
-from lakehouse.contract.staging import Staging
 from lakehouse.errors import StagingError
 from lakehouse.load.staging import refresh
 from serve.sql.statement import run_sql

@@ -13,9 +13,9 @@ from deltalake import DeltaTable, write_deltalake
 
 from lakehouse.bronze.table import create
 from lakehouse.contract.errors import ConfigError
-from lakehouse.contract.expectations import GX_TYPES
 from lakehouse.contract.lake import Lake, UnknownTable
 from lakehouse.contract.pipeline import Pipeline, load_pipeline
+from lakehouse.contract.pipeline.expectations import GX_TYPES
 from lakehouse.errors import QualityProblem
 from lakehouse.gold.store import BatchMark, ProductStore
 from lakehouse.quality.accepted import accept, accepted

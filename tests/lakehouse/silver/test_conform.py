@@ -15,11 +15,11 @@ from pyspark.sql import SparkSession
 from ingest.border.admission import Border
 from lakehouse.batch import rejected_rows
 from lakehouse.bronze.query import to_bronze
-from lakehouse.contract.collector import EnrichSpec
 from lakehouse.contract.errors import ConfigError
-from lakehouse.contract.expectations import BORDER, WARN, Expectation
 from lakehouse.contract.pipeline import Source, load_pipeline
-from lakehouse.contract.queries import SQL_COLUMNS
+from lakehouse.contract.pipeline.added import SQL_COLUMNS
+from lakehouse.contract.pipeline.expectations import BORDER, WARN, Expectation
+from lakehouse.contract.pipeline.source import EnrichSpec
 from lakehouse.contract.settings import conf_dir
 from lakehouse.declaration import source_declaration
 from lakehouse.silver.conform import ENVELOPE_COLUMNS, conform, misfits, payload_schema

@@ -12,7 +12,7 @@ import pytest
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.keys import KeyFile
 from lakehouse.contract.lake import Lake
-from lakehouse.contract.queries import Declared, QuerySpec, State
+from lakehouse.contract.pipeline.added import Declared, QuerySpec, State
 from serve.access import ReaderKey
 from tests.serve.conftest import serving
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from lakehouse.contract.channel import ChannelSpec
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline import load_pipeline
+from lakehouse.contract.pipeline.product import ChannelSpec
 from lakehouse.contract.settings import ServeSettings, Settings
 from serve.app import make_app, run_server
 from serve.core.model import Principal, SubscribeRequest

@@ -1,0 +1,311 @@
+"""Continuous queries and alerts that are declared at run time: what they are, whether they may be, where they lie.
+
+Each is a TOML file, ``LAKE/_millrace/queries/NAME.toml`` or ``LAKE/_millrace/alerts/NAME.toml``, written in one step.
+The driver watches the folder and says in ``NAME.state.json`` beside it how it fares. So the server, the command line
+and a driver that starts later all agree, and neither needs another to be up. No Java here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, fields, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from lakehouse.contract.errors import ConfigError, QueryRefused
+from lakehouse.contract.faults import crash_point
+from lakehouse.contract.lake import ALERTS, LOADS, NAME_PATTERN, QUALITY, QUARANTINE, WARNINGS, Lake
+from lakehouse.contract.pipeline import Pipeline, Product
+from lakehouse.contract.pipeline.folder import Alert, View
+from lakehouse.contract.settings import QuerySettings
+from lakehouse.contract.sql.ddl import parse_ddl
+from lakehouse.contract.sql.spark import (
+    SOURCE_FUNCTIONS,
+    VIEW_FUNCTIONS,
+    check_columns,
+    check_functions,
+    check_relations,
+    grouped,
+    outputs,
+    parse_condition,
+    parse_query,
+    to_spark,
+)
+from lakehouse.contract.tomlfile import build, read_toml
+
+OWNER = "@queries"  # in the property millrace.pipeline of a table that a query made
+STARTS = ("now", "start")
+RESERVED = (QUARANTINE, ALERTS, WARNINGS, QUALITY, LOADS)
+SQL_COLUMNS = ("event_id", "source", "tenant", "received_at", "event_time", "origin", "weight")
+"""What SQL sees of every event beside its payload's fields."""
+
+T = TypeVar("T", "QuerySpec", Alert)
+
+
+@dataclass(frozen=True, slots=True)
+class QuerySpec:
+    """A query as it was declared.
+
+    Attributes:
+        name: of the query, its product and its channel.
+        sql: one SELECT in Spark SQL: over a source an aggregate that merges (or the input of an operator), over a
+            product anything small.
+        relation: the source or product that it reads.
+        key: columns that name one row; empty: what it groups by.
+        start: over a source, the events that count: ``now`` (those that come into bronze from now on) or ``start``.
+        options: further keys of a product (``operator``, ``item``, ``window``, …), over a source.
+        created: when, ISO 8601.
+        removed: it is to be stopped and forgotten.
+        drop: its table is to go too.
+    """
+
+    name: str
+    sql: str
+    relation: str = ""
+    key: tuple[str, ...] = ()
+    start: str = "now"
+    options: dict[str, Any] = field(default_factory=dict)
+    created: str = ""
+    removed: bool = False
+    drop: bool = False
+
+    def product(self, file: Path = Path("query")) -> Product:
+        """The product that it is, over a source.
+
+        Raises:
+            ConfigError: an option is wrong.
+        """
+        sql = to_spark(parse_query(self.sql, max_bytes=len(self.sql.encode())))
+        values = {"layer": "gold", "source": self.relation, "sql": sql, "name": self.name, **self.options}
+        return build(Product, values, file=file)
+
+    def view(self) -> View:
+        """The view that it is, over a product."""
+        return View(base=self.relation, sql=self.sql, key=self.key, name=self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """How a query or an alert fares, by the driver's word.
+
+    Attributes:
+        state: ``waiting`` (no driver has taken it up yet), ``starting``, ``running``, ``failed`` or ``removing``.
+        reason: of a failure.
+        since: of a query from now: bronze commits before it do not count (microseconds since the epoch).
+        start_version: of a query from now: the bronze version to stream from; -1: none.
+    """
+
+    state: str = "waiting"
+    reason: str = ""
+    since: int = 0
+    start_version: int = -1
+
+
+class Declared(Generic[T]):
+    """The declarations of one kind in a lake."""
+
+    def __init__(self, lake: Lake, kind: type[T]) -> None:
+        self.folder = lake.state / ("queries" if kind is QuerySpec else "alerts")
+        self._kind: type[T] = kind
+
+    def all(self) -> dict[str, T]:
+        """By name; a file that cannot be read is passed over (somebody else's, or from another version)."""
+        found = {}
+        for file in sorted(self.folder.glob("*.toml")):
+            try:
+                found[file.stem] = build(self._kind, {**read_toml(file), "name": file.stem}, file=file)
+            except ConfigError:
+                continue
+        return found
+
+    def add(self, item: T) -> None:
+        """Write a declaration that is not there yet, in one step.
+
+        Raises:
+            QueryRefused: the name is taken.
+        """
+        made = self._write(item)
+        try:
+            os.link(made, self.folder / f"{item.name}.toml")
+        except FileExistsError:
+            raise QueryRefused("taken", f"the name {item.name!r} is taken", "Choose another") from None
+        finally:
+            made.unlink()
+
+    def replace(self, item: T) -> None:
+        """Write a declaration over the one that is there, in one step."""
+        self._write(item).replace(self.folder / f"{item.name}.toml")
+
+    def remove(self, name: str) -> None:
+        """Forget a declaration and, before it, its state: another of the name must not go on from there."""
+        (self.folder / f"{name}.state.json").unlink(missing_ok=True)
+        crash_point("forget.after_state")
+        (self.folder / f"{name}.toml").unlink(missing_ok=True)
+
+    def state(self, name: str) -> State:
+        """What the driver said last."""
+        try:
+            found = json.loads((self.folder / f"{name}.state.json").read_text(encoding="utf-8"))
+            return State(**{f.name: found[f.name] for f in fields(State) if f.name in found})
+        except (OSError, ValueError, TypeError):
+            return State()
+
+    def tell(self, name: str, state: State) -> None:
+        """The driver's word."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({f.name: getattr(state, f.name) for f in fields(State)})
+        self._temporary(text).replace(self.folder / f"{name}.state.json")
+
+    def _write(self, item: T) -> Path:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        values: dict[str, Any] = {
+            f.metadata.get("key", f.name): getattr(item, f.name) for f in fields(item) if f.name != "name"
+        }
+        tables: dict[str, Mapping[str, Any]] = {k: value for k, value in values.items() if isinstance(value, Mapping)}
+        lines = [f"{key} = {_toml(value)}" for key, value in values.items() if key not in tables]
+        for key, inner in tables.items():
+            lines.append(f"[{key}]")
+            lines += [f"{name} = {_toml(inner[name])}" for name in inner]
+        return self._temporary("\n".join(lines) + "\n")
+
+    def _temporary(self, text: str) -> Path:
+        handle, name = tempfile.mkstemp(dir=self.folder, prefix=".new-")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        return Path(name)
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_toml, value))}]"
+    return json.dumps(value, ensure_ascii=False)  # what TOML takes too, of text, numbers and truth
+
+
+def added_products(lake: Lake, source: str) -> list[tuple[Product, int]]:
+    """Products that queries made of a source, each with the bronze time since which events count in it."""
+    declared = Declared(lake, QuerySpec)
+    found = [spec for spec in declared.all().values() if spec.relation == source and not spec.removed]
+    return [(spec.product(), declared.state(spec.name).since) for spec in found]
+
+
+def checked_query(
+    spec: QuerySpec,
+    pipeline: Pipeline,
+    lake: Lake,
+    quotas: QuerySettings,
+    columns: Mapping[str, Collection[str]] | None = None,
+) -> QuerySpec:
+    """The query with what its SQL says filled in.
+
+    Args:
+        columns: of products that exist, by table.
+
+    Raises:
+        QueryRefused: it may not be, with the remedy.
+    """
+    declared = Declared(lake, QuerySpec).all()
+    _check_name(spec.name, pipeline, lake, declared)
+    if sum(not query.removed for query in declared.values()) >= quotas.max_queries:
+        raise QueryRefused("quota", f"there are {quotas.max_queries} queries already", "Remove one: millrace query rm")
+    if spec.start not in STARTS:
+        raise QueryRefused("option", f"from {spec.start!r} is not known", f"Use one of: {', '.join(STARTS)}")
+    tree = parse_query(spec.sql, max_bytes=quotas.max_sql_bytes)
+    derived = [*pipeline.products, *pipeline.views, *(name for name, query in declared.items() if not query.removed)]
+    relation = check_relations(tree, [*pipeline.sources, *derived])
+    if spec.relation not in ("", relation):
+        raise QueryRefused("relation", f"its SQL reads {relation!r}, not {spec.relation!r}", "Leave the source out")
+    names = outputs(tree, limit=quotas.max_columns)
+    spec = replace(spec, relation=relation, created=spec.created or datetime.now(UTC).isoformat(timespec="seconds"))
+    if relation in pipeline.sources:
+        check_functions(tree, SOURCE_FUNCTIONS)
+        payload = parse_ddl(pipeline.sources[relation].schema)
+        if payload:
+            check_columns(tree, (*payload, *pipeline.sources[relation].enrich, *SQL_COLUMNS))
+        return _over_source(spec, grouped(tree))
+    check_functions(tree, VIEW_FUNCTIONS)
+    if columns and relation in columns:
+        check_columns(tree, columns[relation])
+    return _over_product(spec, names, grouped(tree))
+
+
+def _over_source(spec: QuerySpec, own: tuple[str, ...]) -> QuerySpec:
+    try:
+        product = spec.product()
+    except ConfigError as error:
+        raise QueryRefused("option", f"{error.key}: {error.problem}", error.remedy) from None
+    if product.operator == "join":
+        raise QueryRefused("option", "a join reads two sources", "Declare it in pipeline.toml")
+    if product.operator:
+        if spec.key:
+            raise QueryRefused("key", "an operator has a key of its own", "Leave the key out")
+        return spec
+    if not own:
+        raise QueryRefused("sql", "over a source it must be one SELECT … GROUP BY", "Or name an operator")
+    if spec.key and set(spec.key) != set(own):
+        raise QueryRefused("key", f"it groups by {', '.join(own)}, so that is its key", "Leave the key out")
+    return replace(spec, key=own)
+
+
+def _over_product(spec: QuerySpec, names: tuple[str, ...], own: tuple[str, ...]) -> QuerySpec:
+    if spec.options:
+        raise QueryRefused("option", "options are for queries over a source", "Leave them out")
+    key = spec.key or own
+    if not key:
+        raise QueryRefused("key", "which columns name one row?", "Give the key, e.g. --key city")
+    missing = [column for column in key if names and column not in names]
+    if missing:
+        raise QueryRefused("key", f"it gives no column {missing[0]!r}", f"Columns: {', '.join(names)}")
+    return replace(spec, key=key, start="now")
+
+
+def _check_name(name: str, pipeline: Pipeline, lake: Lake, declared: Collection[str]) -> None:
+    if not NAME_PATTERN.fullmatch(name):
+        raise QueryRefused("name", f"{name!r} is not a table name", "Use [a-z][a-z0-9_]*, at most 63 characters")
+    taken = {*pipeline.sources, *pipeline.products, *pipeline.views, *RESERVED, *declared}
+    if name in taken:
+        raise QueryRefused("taken", f"the name {name!r} is taken", "Choose another")
+    tables = [ref.name for ref in lake.tables()]
+    if name in tables:
+        raise QueryRefused(
+            "taken", f"there is a table {name!r} already", f"Choose another name, or: millrace query rm {name} --drop"
+        )
+
+
+def checked_alert(
+    alert: Alert,
+    pipeline: Pipeline,
+    lake: Lake,
+    quotas: QuerySettings,
+    columns: Mapping[str, Collection[str]] | None = None,
+) -> Alert:
+    """The alert, if it may be.
+
+    Raises:
+        QueryRefused: it may not be, with the remedy.
+    """
+    declared = Declared(lake, Alert).all()
+    if not NAME_PATTERN.fullmatch(alert.name):
+        raise QueryRefused("name", f"{alert.name!r} is not a name", "Use [a-z][a-z0-9_]*, at most 63 characters")
+    if alert.name in pipeline.alerts or alert.name in declared:
+        raise QueryRefused("taken", f"there is an alert {alert.name!r} already", "Choose another name")
+    if len(declared) >= quotas.max_queries:
+        raise QueryRefused(
+            "quota", f"there are {quotas.max_queries} alerts already", "Remove one: millrace query rm --alert"
+        )
+    known = {*pipeline.products, *pipeline.views, *Declared(lake, QuerySpec).all()}
+    if alert.product not in known:
+        raise QueryRefused(
+            "relation", f"there is no product {alert.product!r}", f"There are: {', '.join(sorted(known))}"
+        )
+    for text in (alert.when, alert.clear, alert.value):
+        if text:
+            tree = parse_condition(text)
+            if columns and alert.product in columns:
+                check_columns(tree, columns[alert.product])
+    return alert

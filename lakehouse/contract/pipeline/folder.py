@@ -1,0 +1,318 @@
+"""The pipeline model: what ``conf/pipelines/NAME/pipeline.toml`` declares, as frozen dataclasses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.lake import ALERTS, LOADS, NAME_PATTERN, QUALITY, QUARANTINE, WARNINGS
+from lakehouse.contract.pipeline.product import EVERYTHING, ChannelSpec, Product, check_keys
+from lakehouse.contract.pipeline.source import Source
+from lakehouse.contract.tomlfile import build, duration_ms, line_of, one_of, read_toml
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A table that is what its SQL gives over another product's current rows: ``[products.NAME] from = "PRODUCT"``.
+
+    Attributes:
+        base: the product (or view) whose rows it reads, ``from`` in TOML; the only relation of its SQL.
+        sql: one SELECT in Spark SQL, the text of the file named in the TOML.
+        key: columns that name one row; empty: what the SQL groups by.
+        layer: ``silver`` or ``gold``.
+        channel: whether it is served to subscribers, and what of it.
+        name: of the table.
+    """
+
+    base: str = field(metadata={"key": "from"})
+    sql: str
+    key: tuple[str, ...] = ()
+    layer: str = "gold"
+    channel: ChannelSpec = EVERYTHING
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        one_of("layer", self.layer, ("silver", "gold"))
+        if not self.sql.strip():
+            raise ConfigError("a view needs SQL", key="sql", remedy="Name a .sql file, or write one SELECT")
+
+
+def in_order(views: dict[str, View]) -> list[View]:
+    """The views, each after the one that it reads.
+
+    Raises:
+        ConfigError: a view reads, over others, itself.
+    """
+    done: dict[str, View] = {}
+    waiting = dict(views)
+    while waiting:
+        ready = [name for name, view in waiting.items() if view.base not in waiting]
+        if not ready:
+            name = next(iter(waiting))
+            raise ConfigError(
+                "it reads itself, over other views", key=f"products.{name}.from", remedy="Break the circle"
+            )
+        for name in ready:
+            done[name] = waiting.pop(name)
+    return list(done.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long a condition must hold before it counts: a number of versions, or a duration of the product's own time.
+
+    Attributes:
+        versions: versions of the product in a row, the first included; 1: at once.
+        ms: milliseconds by the product's clock, see :attr:`Alert.time`.
+    """
+
+    versions: int = 1
+    ms: int = 0
+
+    @classmethod
+    def read(cls, key: str, value: object) -> Patience:
+        """From TOML: a whole number of versions, or a duration such as ``"30 seconds"``.
+
+        Raises:
+            ConfigError: it is neither.
+        """
+        if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 1_000_000:
+            return cls(versions=value)
+        if isinstance(value, str):
+            try:
+                return cls(ms=duration_ms(value))
+            except ValueError as error:
+                raise ConfigError(str(error), key=key) from None
+        raise ConfigError(f"{value!r} is no patience", key=key, remedy='Give versions (3) or a duration ("30 seconds")')
+
+    def over(self, versions: int, ms: int) -> bool:
+        """Whether a condition that has held for so long counts."""
+        return versions >= self.versions and ms >= self.ms
+
+
+@dataclass(frozen=True, slots=True)
+class Alert:
+    """A condition over a product: one row in ``alerts`` for each key, pushed when it is raised and when it is cleared.
+
+    Attributes:
+        product: whose rows are looked at, each version of it: a product or a view.
+        when: SQL condition over the product's columns that raises the alert.
+        clear: SQL condition that clears it; empty: ``when`` is not true. A row that is gone clears it too.
+        hold_raise: ``for`` in TOML: how long ``when`` must hold (versions or a duration).
+        hold_clear: ``hold`` in TOML: how long ``clear`` must hold.
+        by: columns that tell one alert from another; empty: the product's key. Where several rows have one key, the
+            alert is raised when any of them meets ``when``, and cleared when all of them meet ``clear``.
+        value: SQL expression of a number that the alert carries: the largest of the rows that meet ``when``, else of
+            all rows of the key.
+        time: timestamp column whose newest value is the clock for durations; empty: when the newest event that the
+            version holds came in.
+        name: key of the table in the TOML file.
+    """
+
+    product: str
+    when: str
+    clear: str = ""
+    hold_raise: Any = field(default=1, metadata={"key": "for"})
+    hold_clear: Any = field(default=1, metadata={"key": "hold"})
+    by: tuple[str, ...] = ()
+    value: str = ""
+    time: str = ""
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.when.strip():
+            raise ConfigError("an alert needs a condition", key="when", remedy="Write e.g. when = 'count > 100'")
+        Patience.read("for", self.hold_raise)
+        Patience.read("hold", self.hold_clear)
+
+    @property
+    def patience(self) -> tuple[Patience, Patience]:
+        """To raise, and to clear."""
+        return Patience.read("for", self.hold_raise), Patience.read("hold", self.hold_clear)
+
+
+_COLUMN = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")
+
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """``[staging.NAME]``: some columns and rows of a product's result, made anew or refreshed by a command.
+
+    Attributes:
+        product: whose rows they are; one that is stored as partials is read folded.
+        columns: of them; empty: all. The product's key columns are always in it.
+        where: SQL condition over the product's columns; empty: all rows.
+        name: of the table, in layer gold.
+    """
+
+    product: str
+    columns: tuple[str, ...] = ()
+    where: str = ""
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        for column in self.columns:
+            if not _COLUMN.fullmatch(column):
+                raise ConfigError(f"{column!r} is no column name", key="columns", remedy="Use names of columns")
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A folder's worth of sources and products.
+
+    Attributes:
+        name: the folder's name.
+        sources: by name.
+        products: by name.
+        views: by name: the ``[products.NAME]`` that say ``from``.
+        alerts: by name.
+        staging: by name: copies of a part of a product, for slow readers.
+        path: the ``pipeline.toml`` it was read from.
+    """
+
+    sources: dict[str, Source]
+    products: dict[str, Product] = field(default_factory=dict)
+    views: dict[str, View] = field(default_factory=dict)
+    alerts: dict[str, Alert] = field(default_factory=dict)
+    staging: dict[str, Staging] = field(default_factory=dict)
+    name: str = ""
+    path: Path = Path()
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            raise ConfigError("a pipeline needs a source", key="sources", remedy="Add a [sources.NAME] table")
+        seen: set[str] = {QUARANTINE, ALERTS, WARNINGS, QUALITY, LOADS}
+        kinds: tuple[tuple[str, Iterable[str]], ...] = (
+            ("sources", self.sources),
+            ("products", self.products),
+            ("products", self.views),
+            ("staging", self.staging),
+        )
+        for kind, names in kinds:
+            for name in names:
+                if not NAME_PATTERN.fullmatch(name):
+                    raise ConfigError("not a table name", key=f"{kind}.{name}", remedy="Use [a-z][a-z0-9_]*")
+                if name in seen:
+                    raise ConfigError("the name is taken", key=f"{kind}.{name}", remedy="Names of tables are unique")
+                seen.add(name)
+        for name, product in self.products.items():
+            if product.source not in self.sources:
+                raise ConfigError(
+                    f"there is no source {product.source!r}",
+                    key=f"products.{name}.source",
+                    remedy=f"Sources: {', '.join(self.sources)}",
+                )
+            if product.operator == "join" and (product.right == product.source or product.right not in self.sources):
+                raise ConfigError(
+                    f"{product.right!r} is not another source",
+                    key=f"products.{name}.right",
+                    remedy=f"Sources: {', '.join(other for other in self.sources if other != product.source)}",
+                )
+            if product.confirm and product.confirm.partition(".")[0] not in self.products:
+                raise ConfigError(
+                    f"there is no product {product.confirm.partition('.')[0]!r}",
+                    key=f"products.{name}.confirm",
+                    remedy=f"Products: {', '.join(self.products)}",
+                )
+            if not product.lateness and self.sources[product.source].lateness:
+                self.products[name] = replace(product, lateness=self.sources[product.source].lateness)
+        for name, source in self.sources.items():
+            if source.answer is not None and source.answer.product not in {**self.products, **self.views}:
+                raise ConfigError(
+                    f"there is no product {source.answer.product!r}",
+                    key=f"sources.{name}.answer.product",
+                    remedy=f"Products: {', '.join(self.products)}",
+                )
+        for name, copy in self.staging.items():
+            if copy.product not in self.products and copy.product not in self.views:
+                raise ConfigError(
+                    f"there is no product {copy.product!r}",
+                    key=f"staging.{name}.product",
+                    remedy=f"Products: {', '.join(self.products)}",
+                )
+        self._check_views()
+
+    def _check_views(self) -> None:
+        derived = {**self.products, **self.views}
+        for kind, declared in (("products", self.views), ("alerts", self.alerts)):
+            for name, item in declared.items():
+                if not NAME_PATTERN.fullmatch(name):
+                    raise ConfigError("not a name", key=f"{kind}.{name}", remedy="Use [a-z][a-z0-9_]*")
+                key, wanted = ("product", item.product) if isinstance(item, Alert) else ("from", item.base)
+                if wanted not in derived:
+                    raise ConfigError(
+                        f"there is no product {wanted!r}",
+                        key=f"{kind}.{name}.{key}",
+                        remedy=f"Products: {', '.join(derived)}",
+                    )
+        in_order(self.views)
+
+    @property
+    def bronze_retentions(self) -> dict[str, int]:
+        """How long bronze is kept, in milliseconds, by source; not those that are kept for ever."""
+        return {name: duration_ms(s.bronze_retention) for name, s in self.sources.items() if s.bronze_retention}
+
+    def products_of(self, source: str) -> list[Product]:
+        """Products that derive from this source alone, in the order of the file."""
+        return [p for p in self.products.values() if p.source == source and p.operator != "join"]
+
+    @property
+    def joins(self) -> list[Product]:
+        """Products that derive from two sources, in the order of the file."""
+        return [p for p in self.products.values() if p.operator == "join"]
+
+
+def load_pipeline(folder: Path) -> Pipeline:
+    """The pipeline in ``folder`` (its ``pipeline.toml`` and the SQL files that it names).
+
+    Raises:
+        ConfigError: the file or something in it is wrong.
+    """
+    path = folder / "pipeline.toml"
+    raw = read_toml(path)
+    for kind in ("sources", "products", "alerts", "staging"):
+        for name, table in raw.get(kind, {}).items():
+            if isinstance(table, dict):
+                table["name"] = name
+                if kind == "products" and isinstance(table.get("sql"), str) and table["sql"].endswith(".sql"):
+                    table["sql"] = _sql(folder / table["sql"], key=f"products.{name}.sql", file=path)
+    raw["path"] = str(path)
+    raw["name"] = folder.name
+    _set_views_apart(raw)
+    try:
+        pipeline = build(Pipeline, raw, file=path)
+        _check_keys(pipeline, raw.get("products", {}), path)
+        return pipeline
+    except ConfigError as error:
+        if error.key.startswith("views."):  # a view is written as a product
+            error.key = f"products.{error.key.removeprefix('views.')}"
+        raise
+
+
+def _check_keys(pipeline: Pipeline, products: dict[str, Any], file: Path) -> None:
+    """Refuse keys that say nothing to the operator of their product; the dataclass no longer knows which were given."""
+    for name, product in pipeline.products.items():
+        try:
+            check_keys(product.operator, products[name])
+        except ConfigError as error:
+            key, line = f"products.{name}.{error.key}", line_of(file, error.key)
+            raise ConfigError(error.problem, key=key, remedy=error.remedy, file=file, line=line) from None
+
+
+def _set_views_apart(raw: dict[str, Any]) -> None:
+    products = raw.get("products")
+    if isinstance(products, dict):
+        views = {name: table for name, table in products.items() if isinstance(table, dict) and "from" in table}
+        raw["products"] = {name: table for name, table in products.items() if name not in views}
+        raw["views"] = views
+
+
+def _sql(path: Path, *, key: str, file: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path.name} cannot be read: {error.strerror}", key=key, file=file) from None

@@ -1,0 +1,210 @@
+"""Queries that are added while the driver runs: each started, watched and removed alone.
+
+A query over a source is a set of products of its own (:class:`~lakehouse.live.LiveProducts`), with an index of seen
+events and a table of its own: nothing of the others has to stop for it. One over a product is a view. What fails stops
+that query only: ``millrace query ls`` shows why. A thread of its own does the starting, because building from bronze
+may take long.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pyspark.sql import SparkSession
+
+from lakehouse.bronze.clock import BronzeClock
+from lakehouse.contract.errors import MillraceError
+from lakehouse.contract.faults import crash_point
+from lakehouse.contract.lake import Lake
+from lakehouse.contract.pipeline import Pipeline
+from lakehouse.contract.pipeline.added import OWNER, Declared, QuerySpec, State
+from lakehouse.contract.settings import Settings
+from lakehouse.derived.derivations import Derivations, forget, query_name
+from lakehouse.live import LiveOptions, LiveProducts
+from lakehouse.lock import WriterLocks
+
+log = logging.getLogger(__name__)
+
+_SCAN_S = 0.5
+_GROUP = "millrace-added-queries"
+
+
+@dataclass(slots=True)
+class _Running:
+    spec: QuerySpec
+    locks: WriterLocks
+    live: LiveProducts | None
+
+
+class AddedQueries:
+    """The added queries of one driver.
+
+    Args:
+        live: the queries that keep the sources' own products, by source: a query from now begins with a copy of
+            their index of seen events.
+        derivations: keeps those that are views.
+    """
+
+    def __init__(
+        self,
+        spark: SparkSession,
+        settings: Settings,
+        pipeline: Pipeline,
+        live: dict[str, LiveProducts],
+        derivations: Derivations,
+    ) -> None:
+        self._spark = spark
+        self._settings = settings
+        self._lake = Lake(settings.lake)
+        self._pipeline = pipeline
+        self._live = live
+        self._derivations = derivations
+        self._declared = Declared(self._lake, QuerySpec)
+        self._running: dict[str, _Running] = {}
+        self._failed: dict[str, QuerySpec] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="added queries", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch the declarations."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop all of them; they go on with the next driver."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._spark.sparkContext.cancelJobGroup(_GROUP)  # a build from bronze that is under way
+            self._thread.join()
+        for name in list(self._running):
+            self._end(name)
+
+    def _run(self) -> None:
+        self._spark.sparkContext.setJobGroup(_GROUP, "queries that were added", interruptOnCancel=False)
+        while not self._stop.wait(_SCAN_S):
+            try:
+                self.turn()
+            except Exception:  # one bad file must not end the others
+                log.exception("queries that were added could not be looked at; it is tried again")
+
+    def turn(self) -> None:
+        """Look at every declaration once."""
+        declared = self._declared.all()
+        for name in [name for name, running in self._running.items() if declared.get(name) != running.spec]:
+            self._end(name)
+        self._failed = {name: spec for name, spec in self._failed.items() if declared.get(name) == spec}
+        for name, spec in declared.items():
+            if self._stop.is_set():
+                return
+            if spec.removed:
+                self._clear_away(spec)
+            elif name in self._running:
+                self._look_after(self._running[name])
+            elif name not in self._failed:
+                self._begin(spec)
+
+    # --- one query
+
+    def _begin(self, spec: QuerySpec) -> None:
+        log.info("query %s begins", spec.name)
+        locks = WriterLocks(self._lake, [spec.name], patience_s=2.0)
+        try:
+            locks.__enter__()
+        except MillraceError as error:
+            self._fail(spec, str(error))
+            return
+        try:
+            live = self._start(spec) if spec.relation in self._pipeline.sources else None
+            if live is None:
+                self._derivations.add(spec.view())
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is this query's alone, and is told
+            locks.__exit__(None, None, None)
+            if not self._stop.is_set():
+                self._fail(spec, _said(error))
+            return
+        self._running[spec.name] = _Running(spec, locks, live)
+        if live is not None:
+            self._tell(spec, "running")
+
+    def _start(self, spec: QuerySpec) -> LiveProducts:
+        source = self._pipeline.sources[spec.relation]
+        product = spec.product()
+        self._tell(spec, "starting")
+        if spec.start == "now" and not self._declared.state(spec.name).since:
+            self._begin_now(spec)
+        state = self._declared.state(spec.name)
+        options = LiveOptions(keep_rejected=False, since=state.since, start_version=state.start_version)
+        pipeline = replace(self._pipeline, name=OWNER)
+        live = LiveProducts(self._spark, self._settings, pipeline, source, [product], query_name(spec.name), options)
+        live.start()
+        return live
+
+    def _begin_now(self, spec: QuerySpec) -> None:
+        """Note from which bronze commit on events count, and take over what was seen before.
+
+        1. The index of seen events of the source's own query is copied: it says how far in bronze it is complete.
+        2. ``now`` is a time of the bronze clock: every commit that follows is later.
+        3. Both are noted before the query starts; a crash before that begins again, one after it goes on.
+        """
+        start = -1
+        seen = self._lake.state / "seen"
+        shutil.rmtree(seen / query_name(spec.name), ignore_errors=True)
+        live = self._live.get(spec.relation)
+        position = copy_index(live, seen / query_name(spec.name)) if live is not None else ""
+        crash_point("added.after_copy")
+        if position:
+            start = int(position)
+        with BronzeClock(self._lake, self._lake.bronze(spec.relation)).turn() as now:
+            self._declared.tell(spec.name, State("starting", since=now, start_version=start))
+            crash_point("added.after_note")
+
+    def _look_after(self, running: _Running) -> None:
+        if running.live is None or running.live.is_active:
+            return
+        error = running.live.error
+        self._end(running.spec.name)
+        self._fail(running.spec, _said(error) if error is not None else "it was stopped from outside")
+
+    def _end(self, name: str) -> None:
+        running = self._running.pop(name)
+        try:
+            if running.live is not None:
+                running.live.stop()
+            else:
+                self._derivations.remove(name)
+        finally:
+            running.locks.__exit__(None, None, None)
+
+    def _clear_away(self, spec: QuerySpec) -> None:
+        with WriterLocks(self._lake, [spec.name]):
+            forget(self._lake, spec.name, drop=spec.drop)
+        log.info("query %s is removed%s", spec.name, ", with its table" if spec.drop else "")
+
+    def _fail(self, spec: QuerySpec, reason: str) -> None:
+        log.error("query %s failed: %s", spec.name, reason)
+        self._failed[spec.name] = spec
+        self._tell(spec, "failed", reason)
+
+    def _tell(self, spec: QuerySpec, state: str, reason: str = "") -> None:
+        self._declared.tell(spec.name, replace(self._declared.state(spec.name), state=state, reason=reason))
+
+
+def copy_index(live: LiveProducts, target: Path) -> str:
+    """Copy a set of products' index of seen events; returns the bronze version up to which the copy is complete.
+
+    The copy may hold more than its position says, which does no harm: an entry names the row that counts, whoever asks.
+    """
+    position = live.seen.copy(target)
+    declared = live.seen.folder.with_suffix(".declaration")
+    if declared.is_file():
+        shutil.copyfile(declared, target.with_suffix(".declaration"))
+    return position
+
+
+def _said(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    named = [line for line in lines if "Error" in line or "Exception" in line]
+    return ((named or lines or [type(error).__name__])[0])[:500]

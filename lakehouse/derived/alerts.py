@@ -1,0 +1,363 @@
+"""Alerts: a condition over a product, said once when it comes about and once when it ends.
+
+Each version of the product is looked at, in order. What an alert knows stands in table ``alerts``: a row for each key
+that was ever raised, and in each commit's metadata the product version it reaches and the streaks that have not come to
+anything yet. So one commit holds both what is said and how far was looked: after a crash the versions behind it are
+looked at again and give the same, no alert is repeated and none forgotten.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pyarrow as pa
+from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
+from sqlglot import exp
+
+from lakehouse.contract import lake as names
+from lakehouse.contract.deltalog import DeltaLog
+from lakehouse.contract.errors import QueryRefused
+from lakehouse.contract.faults import crash_point
+from lakehouse.contract.lake import Lake
+from lakehouse.contract.pipeline.folder import Alert, Patience
+from lakehouse.contract.sql.spark import parse_condition
+from lakehouse.derived.follow import Follower
+from lakehouse.derived.views import KEPT, ViewEngine, sweep
+from lakehouse.errors import QueryError
+
+
+@dataclass(frozen=True, slots=True)
+class KeyVerdict:
+    """What one version says of one key.
+
+    Attributes:
+        when: any of its rows meets the condition.
+        clear: all of them meet the condition that clears.
+        value: the number to tell.
+    """
+
+    when: bool
+    clear: bool
+    value: float | None = None
+
+
+GONE = KeyVerdict(when=False, clear=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Streak:
+    """A condition that holds and does not count yet.
+
+    Attributes:
+        versions: for so many versions in a row.
+        since: since when, ms since the epoch by the product's clock.
+    """
+
+    versions: int
+    since: int
+
+
+@dataclass(frozen=True, slots=True)
+class AlertTurn:
+    """A key whose alert was raised or cleared at a version."""
+
+    key: str
+    raised: bool
+    since: int
+    value: float | None
+
+
+@dataclass
+class AlertMachine:
+    """One alert's memory; no I/O.
+
+    Attributes:
+        raised: keys whose alert stands.
+        streaks: keys on their way to the other state.
+    """
+
+    to_raise: Patience
+    to_clear: Patience
+    raised: set[str] = field(default_factory=set)
+    streaks: dict[str, Streak] = field(default_factory=dict)
+
+    def look(self, found: Mapping[str, KeyVerdict], clock: int) -> list[AlertTurn]:
+        """Take in a version; returns what there is to say, in order of the keys.
+
+        Args:
+            found: every key that the version has; of a key that is not in it any more all rows are gone.
+            clock: ms since the epoch by the product's clock.
+        """
+        turns = []
+        for key in sorted(found.keys() | self.raised | self.streaks.keys()):
+            seen = found.get(key, GONE)
+            up = key not in self.raised
+            if not (seen.when if up else seen.clear):
+                self.streaks.pop(key, None)
+                continue
+            before = self.streaks.get(key)
+            streak = Streak(before.versions + 1, before.since) if before else Streak(1, clock)
+            patience = self.to_raise if up else self.to_clear
+            if not patience.over(streak.versions, clock - streak.since):
+                self.streaks[key] = streak
+                continue
+            self.streaks.pop(key, None)
+            (self.raised.add if up else self.raised.discard)(key)
+            turns.append(AlertTurn(key, up, streak.since, seen.value))
+        return turns
+
+
+def joined(one: KeyVerdict | None, other: KeyVerdict) -> KeyVerdict:
+    """What several rows of one key say together: raised by any, cleared by all."""
+    if one is None:
+        return other
+    if one.when != other.when:
+        value = one.value if one.when else other.value
+    else:
+        value = max((v for v in (one.value, other.value) if v is not None), default=None)
+    return KeyVerdict(one.when or other.when, one.clear and other.clear, value)
+
+
+COMMIT_ALERTS = "millrace.alerts"  # JSON in the table's commitInfo: {alert: AlertProgress}
+RAISED, CLEARED = "raised", "cleared"
+CLEARED_KEPT = 1_000  # cleared rows of an alert that stay; the oldest go
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+COLUMNS = pa.schema(
+    [
+        ("alert", pa.string()),
+        ("key", pa.string()),  # JSON object of the columns that tell one from another
+        ("product", pa.string()),
+        ("state", pa.string()),
+        ("value", pa.float64()),
+        ("since", pa.timestamp("us", "UTC")),  # when, by the product's clock, the condition began to hold
+        ("raised_at", pa.timestamp("us", "UTC")),
+        ("cleared_at", pa.timestamp("us", "UTC")),
+        ("raised_version", pa.int64()),
+        ("cleared_version", pa.int64()),
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class AlertProgress:
+    """How far an alert has looked, with what the next start needs to go on.
+
+    Attributes:
+        declared: hash of its declaration; what was seen under another is not gone on with.
+        table: id of the product's table.
+        version: of the product.
+        clock: ms since the epoch by the product's clock.
+        streaks: keys on their way to the other state.
+    """
+
+    declared: str = ""
+    table: str = ""
+    version: int = -1
+    clock: int = 0
+    streaks: Mapping[str, Streak] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, found: Mapping[str, Any]) -> AlertProgress:
+        """From the table's commitInfo."""
+        return cls(**{**found, "streaks": {key: Streak(**streak) for key, streak in found["streaks"].items()}})
+
+
+class AlertBook:
+    """Table ``alerts``; this process is its one writer."""
+
+    def __init__(self, lake: Lake) -> None:
+        self.table = lake.table("gold", names.ALERTS)
+        self.progress: dict[str, AlertProgress] = {}
+        self._rows: dict[tuple[str, str], dict[str, Any]] = {}
+        self._create()
+        self._delta = DeltaTable(str(self.table.path))
+        if found := DeltaLog(self.table.path).newest_info(COMMIT_ALERTS, within=None):
+            self.progress = {name: AlertProgress.read(progress) for name, progress in json.loads(found).items()}
+        for row in self._delta.to_pyarrow_table().to_pylist():
+            self._rows[row["alert"], row["key"]] = row
+
+    def _create(self) -> None:
+        if self.table.exists():
+            return
+        self.table.path.mkdir(parents=True, exist_ok=True)
+        DeltaTable.create(
+            str(self.table.path),
+            schema=COLUMNS,
+            mode="ignore",
+            name=self.table.name,
+            description="Conditions over products: raised and cleared",
+            configuration={
+                names.PROPERTY_KEY: "alert,key",
+                **KEPT,
+            },
+            raise_if_key_not_exists=False,
+        )
+
+    def sweep(self) -> None:
+        """Delete files that no position needs; between two commits, by their own thread."""
+        sweep(self._delta)
+
+    def raised(self, alert: str) -> set[str]:
+        """Keys for which the alert stands."""
+        return {key for (name, key), row in self._rows.items() if name == alert and row["state"] == RAISED}
+
+    def say(self, alert: Alert, turns: Iterable[AlertTurn], progress: AlertProgress) -> None:
+        """Commit what an alert has to say, and how far it has looked, in one."""
+        name, at = alert.name, EPOCH + timedelta(milliseconds=progress.clock)
+        changed = False
+        for turn in turns:
+            changed = True
+            row = self._rows.setdefault((name, turn.key), dict.fromkeys(COLUMNS.names))
+            row |= {"alert": name, "key": turn.key, "product": alert.product}
+            if turn.raised:
+                since = EPOCH + timedelta(milliseconds=turn.since)
+                row |= {"state": RAISED, "value": turn.value, "since": since, "raised_at": at, "cleared_at": None}
+                row |= {"raised_version": progress.version, "cleared_version": None}
+            else:
+                row |= {"state": CLEARED, "cleared_at": at, "cleared_version": progress.version}
+        self.progress[name] = progress
+        if changed:
+            self._prune(name)
+        self._commit(changed, Transaction(f"alert-{name}-{progress.table}", progress.version))
+
+    def keep_only(self, alerts: Iterable[str]) -> None:
+        """Forget alerts that are declared no more, with their rows."""
+        kept = set(alerts)
+        gone = [at for at in self._rows if at[0] not in kept]
+        self.progress = {name: found for name, found in self.progress.items() if name in kept}
+        for at in gone:
+            del self._rows[at]
+        if gone:
+            self._commit(True)
+
+    def _prune(self, name: str) -> None:
+        cleared = [at for at, row in self._rows.items() if at[0] == name and row["state"] == CLEARED]
+        cleared.sort(key=lambda at: (self._rows[at]["cleared_at"], at[1]))
+        for at in cleared[: max(0, len(cleared) - CLEARED_KEPT)]:
+            del self._rows[at]
+
+    def _commit(self, changed: bool, *transactions: Transaction) -> None:
+        rows = pa.Table.from_pylist(list(self._rows.values()) if changed else [], schema=COLUMNS)
+        progress = {name: dataclasses.asdict(found) for name, found in self.progress.items()}
+        crash_point("alerts.before_commit")
+        write_deltalake(
+            self._delta,
+            rows,
+            mode="overwrite" if changed else "append",
+            commit_properties=CommitProperties(
+                custom_metadata={COMMIT_ALERTS: json.dumps(progress, separators=(",", ":"))},
+                app_transactions=list(transactions),
+                max_commit_retries=0,
+            ),
+        )
+        crash_point("alerts.after_commit")
+
+
+MAX_KEYS = 10_000  # of one alert, raised or about to be
+SILENT_VERSIONS = 200  # after so many versions without a word the progress is committed all the same
+
+
+class Watcher:
+    """One alert over the versions of its product.
+
+    Args:
+        alert: its declaration.
+        book: the table.
+
+    Raises:
+        QueryError: a condition is not one.
+    """
+
+    def __init__(self, alert: Alert, book: AlertBook) -> None:
+        self.alert = alert
+        self._book = book
+        try:
+            self._when, self._clear, self._value = (
+                parse_condition(text) if text else None for text in (alert.when, alert.clear, alert.value)
+            )
+        except QueryRefused as refused:
+            raise QueryError(alert.name, refused.problem, refused.remedy) from None
+        to_raise, to_clear = alert.patience
+        self.machine = AlertMachine(to_raise, to_clear)
+        declared = json.dumps([alert.product, alert.when, alert.clear, alert.by, str(alert.patience), alert.time])
+        self._declared = hashlib.blake2b(declared.encode(), digest_size=8).hexdigest()
+        self._clock = 0
+        self._silent = SILENT_VERSIONS  # the first look is noted: from there on no version may be passed over
+        self.version = -1
+        self.table_id = ""
+        self._resume()
+
+    def _resume(self) -> None:
+        progress = self._book.progress.get(self.alert.name, AlertProgress())
+        self.machine.raised = self._book.raised(self.alert.name)
+        if progress.declared == self._declared:
+            self.version, self.table_id = progress.version, progress.table
+            self._clock, self._silent = progress.clock, 0
+            self.machine.streaks = dict(progress.streaks)
+
+    def look(self, product: Follower, engine: ViewEngine) -> None:
+        """Look at the version at which the product stands, and say what there is to say.
+
+        A version that was looked at is passed over.
+
+        Raises:
+            QueryError: a condition fails, or too many keys are alerted.
+        """
+        if product.table_id == self.table_id and product.version <= self.version:
+            return
+        self.version, self.table_id = product.version, product.table_id
+        found = self._found(product, engine)
+        self._clock = max(self._clock, self._time(product, engine))
+        turns = self.machine.look(found, self._clock)
+        if len(self.machine.raised) + len(self.machine.streaks) > MAX_KEYS:
+            raise QueryError(self.alert.name, f"it is raised for more than {MAX_KEYS:,} keys", "Alert on fewer keys")
+        self._silent += 1
+        if turns or self._silent >= SILENT_VERSIONS:
+            progress = AlertProgress(
+                self._declared, self.table_id, self.version, self._clock, dict(self.machine.streaks)
+            )
+            self._book.say(self.alert, turns, progress)
+            self._silent = 0
+
+    def _found(self, product: Follower, engine: ViewEngine) -> dict[str, KeyVerdict]:
+        by = self.alert.by or product.key
+        if not by:
+            raise QueryError(self.alert.name, "its product has no key", 'Add by = ["…"]')
+        when = exp.Coalesce(this=self._when.copy(), expressions=[exp.false()])  # type: ignore[union-attr]
+        clear = (
+            exp.Coalesce(this=self._clear.copy(), expressions=[exp.false()]) if self._clear else exp.not_(when.copy())
+        )
+        value = exp.cast(self._value.copy(), "double") if self._value else exp.cast(exp.Null(), "double")
+        inner = exp.select(*(exp.column(name, quoted=True) for name in by)).select(
+            exp.alias_(when, "_when"), exp.alias_(clear, "_clear"), exp.alias_(value, "_value")
+        )
+        # What meets nothing, and would end what stands, says no more than a row that is not there.
+        spoken = exp.or_(exp.column("_when"), exp.not_(exp.column("_clear")))
+        tree = exp.select("*").from_(inner.from_(exp.to_table("rows_")).subquery("judged")).where(spoken)
+        rows = engine.query(self.alert.name, tree, "rows_", product.rows())
+        found: dict[str, KeyVerdict] = {}
+        for row in rows.to_pylist():
+            key = json.dumps({name: _plain(row[name]) for name in by}, ensure_ascii=False)
+            found[key] = joined(found.get(key), KeyVerdict(row["_when"], row["_clear"], row["_value"]))
+        return found
+
+    def _time(self, product: Follower, engine: ViewEngine) -> int:
+        if not self.alert.time:
+            return product.facts.newest_at or 0
+        newest = exp.alias_(exp.Max(this=exp.column(self.alert.time, quoted=True)), "newest")
+        rows = engine.query(self.alert.name, exp.select(newest).from_("rows_"), "rows_", product.rows())
+        found = rows["newest"][0].as_py()
+        if found is not None and not isinstance(found, datetime):
+            raise QueryError(self.alert.name, f"column {self.alert.time!r} is no timestamp", "Name one, or none")
+        return int((found - EPOCH) / timedelta(milliseconds=1)) if found else 0
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
