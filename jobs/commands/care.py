@@ -51,30 +51,21 @@ def quality(
         return
     if engine not in ("duckdb", "spark"):
         raise ConfigError(f"{engine!r} is no engine", key="--engine", remedy="Use duckdb or spark")
-    from lakehouse.quality.run import look
+    from lakehouse.quality.run import QualityRun, check_tables
 
     settings, loaded = chosen_pipeline()
     with ExitStack() as held:
-        status = held.enter_context(err.status("…"))
-        verdicts = None
+        status = held.enter_context(err.status("checking …"))
+        spark = None
         if engine == "spark":
-            from lakehouse.quality.onspark import OnSpark
             from lakehouse.session import build_session
 
             status.update("starting Spark …")
             spark = build_session(settings, "millrace-quality")
             held.callback(spark.stop)
-            verdicts = OnSpark(spark)
-        found = look(
-            Lake(settings.lake),
-            loaded,
-            tables or (),
-            batch=batch,
-            report=report,
-            keep=history,
-            verdicts=verdicts,
-            step=lambda text: status.update(text + " …"),
-        )
+            status.update("checking …")
+        run = QualityRun(tables or (), batch=batch, report=report, keep=history, spark=spark)
+        found = check_tables(Lake(settings.lake), loaded, run)
     if as_json:
         print_json([_plain(looked) for looked in found])
     else:
@@ -85,7 +76,7 @@ def quality(
 
 
 def _accept(sources: Sequence[str], event: str) -> None:
-    from lakehouse.quality.accepted import accept
+    from lakehouse.quality.notes import accept
 
     settings, pipeline = chosen_pipeline()
     if len(sources) != 1 or sources[0] not in pipeline.sources:

@@ -19,20 +19,19 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
-import sqlglot
-from sqlglot import exp
 
 from lakehouse.contract.pipeline import Source
+from lakehouse.contract.sql.ddl import parse_ddl
 from lakehouse.errors import BadFile
 from lakehouse.load.files import BLOCK, OpenFile, read_lines
 from lakehouse.load.rows import FilePosition, Segment
 
 _BATCH = 20_000  # rows of a Parquet file at a time
-_INTEGERS = ("TINYINT", "SMALLINT", "INT", "BIGINT")
-_NUMBERS = ("FLOAT", "DOUBLE")  # a decimal stays text: exact, and Spark casts it
+_INTEGERS = ("TINYINT", "BYTE", "SMALLINT", "SHORT", "INT", "INTEGER", "BIGINT", "LONG")
+_NUMBERS = ("FLOAT", "REAL", "DOUBLE")  # a decimal stays text: exact, and Spark casts it
 _PLAIN_INTEGER = "0|-?[1-9][0-9]{0,17}"
 _JSON_NUMBER = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?"
-_NESTED = ("STRUCT", "ARRAY", "MAP", "OBJECT", "LIST")
+_NESTED = ("STRUCT", "ARRAY", "MAP")
 
 _local = threading.local()  # one connection a thread: a load may have thousands of files
 
@@ -118,21 +117,6 @@ def to_json(rows: pa.Table, select: str = "to_json(r)") -> list[bytes]:
     finally:
         connection.unregister("r")
     return list(found["payload"].cast(pa.large_binary()).to_pylist())
-
-
-def column_types(ddl: str) -> dict[str, str]:
-    """Top-level columns of a Spark DDL schema, in lower case, with the name of their type."""
-    columns: list[exp.Expr] = []
-    for text in (f"CREATE TABLE t ({ddl})", f"CAST(x AS STRUCT<{ddl}>)"):  # "a: BIGINT, …" is Spark DDL too
-        try:
-            tree = sqlglot.parse_one(text, dialect="spark")
-        except sqlglot.errors.ParseError:
-            continue
-        table = tree.this if isinstance(tree, exp.Create) else tree.find(exp.DataType)
-        columns = [column for column in table.expressions if isinstance(column, exp.ColumnDef)] if table else []
-        if columns:
-            break
-    return {column.name.lower(): column.args["kind"].this.name for column in columns if column.args.get("kind")}
 
 
 def read_csv(opened: OpenFile, source: Source, offset: int) -> Iterator[Segment]:
@@ -312,7 +296,7 @@ class _CsvParser:
 @functools.lru_cache(maxsize=64)
 def _select(header: tuple[str, ...], schema: str) -> str:
     """SQL of a row as JSON text. It concatenates texts, because ``json_object`` would parse every JSON value again."""
-    types = column_types(schema)
+    types = {name.lower(): field.declared.partition(" ")[0] for name, field in parse_ddl(schema).items()}
     pairs = [
         f"to_json({_text(name)})::VARCHAR, ':', {_quick_json_of(name, types.get(name.lower(), ''))}" for name in header
     ]

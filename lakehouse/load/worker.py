@@ -230,7 +230,7 @@ class FileLoader:
         """Why the rows do not pass the quality gate; empty if they do."""
         if not self._job.gate or not part.payloads:
             return ""
-        from lakehouse.quality.gate import gate  # the import takes seconds
+        from lakehouse.quality.run import gate  # the import takes seconds
 
         rows = self._sealer.rows([part])
         for column in COLUMNS:

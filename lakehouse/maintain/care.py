@@ -36,7 +36,7 @@ from lakehouse.contract.tomlfile import duration_ms
 from lakehouse.errors import TableBusy
 from lakehouse.gold.store import ProductStore
 from lakehouse.lock import WriterLocks
-from lakehouse.quality.unknown import note
+from lakehouse.quality.notes import note_unknown_fields
 
 log = logging.getLogger(__name__)
 
@@ -331,7 +331,7 @@ class Maintenance:
         source = self._sources.get(table.name)
         if source is None or not sweep_now:
             return
-        if fresh := note(self._lake, source):
+        if fresh := note_unknown_fields(self._lake, source):
             log.warning("payloads of %s have fields that the schema lacks: %s", table.name, ", ".join(fresh[:10]))
         if table.name in self._retention:
             end_retention(self._lake, table, self._retention[table.name])

@@ -32,7 +32,7 @@ from lakehouse.maintain.care import (
     leading,
     vacuum_table,
 )
-from lakehouse.quality.unknown import note
+from lakehouse.quality.notes import note_unknown_fields
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def _care_of(lake: Lake, pipeline: Pipeline, table: TableRef, everything: bool, 
 
 def _care_of_bronze(lake: Lake, pipeline: Pipeline, table: TableRef, everything: bool) -> Iterator[str]:
     source = pipeline.sources.get(table.name)
-    if source is not None and (fresh := note(lake, source)):
+    if source is not None and (fresh := note_unknown_fields(lake, source)):
         yield f"fields that the schema lacks: {', '.join(fresh[:10])}"
     if fewer := compact_bronze(lake, table, target=LARGE, many=2 if everything else MANY_BRONZE_FILES):
         yield f"{fewer} files fewer"

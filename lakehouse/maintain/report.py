@@ -17,7 +17,7 @@ from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Pipeline, Source
 from lakehouse.maintain.backlog import ALARM, OK, WARN, Ask, health_of, span
 from lakehouse.maintain.care import SMALL, kept_ms
-from lakehouse.quality.unknown import noted
+from lakehouse.quality.notes import noted_unknown_fields
 
 MANY_SMALL = 1_000
 LATE_S = 60.0  # a product this far behind bronze is not kept up now
@@ -119,7 +119,7 @@ class _Report:
             if waiting is not None and (health := health_of(waiting, log_s)) != OK:
                 remark = f"query {reader.query} has not read for {span(waiting)} what its log keeps for {span(log_s)}"
                 self._add(health, f"{remark}: start it; if it is gone for good, remove {reader.place}")
-        if unknown := noted(self._lake, source.name):
+        if unknown := noted_unknown_fields(self._lake, source.name):
             self._add(WARN, f"payloads have fields that the schema lacks: {', '.join(unknown[:10])}")
         found = self._backlog(source, progress(self._table))
         if found is None:

@@ -1,6 +1,6 @@
-"""great-expectations: a checkpoint over a frame, and Data Docs of all checkpoints of a run.
+"""great-expectations: checkpoints over pandas frames, which DuckDB computes, and Data Docs of all checkpoints of a run.
 
-Everything of the library stands here. Its context lives in memory; it sends no usage statistics.
+Only this module uses the library. Its context lives in memory; it sends no usage statistics.
 """
 
 from __future__ import annotations
@@ -8,28 +8,85 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lakehouse.contract.pipeline.expectations import FRESH, WARN, Check
+import duckdb
+import sqlglot
+from sqlglot.errors import SqlglotError
+
+from lakehouse.contract.pipeline.expectations import FAIL, FRESH, HALT, WARN, Check
+from lakehouse.contract.pipeline import Source
+from lakehouse.contract.sql.locked import locked_connection
 from lakehouse.contract.tomlfile import duration_ms
 from lakehouse.errors import QualityProblem
-from lakehouse.quality.frame import TYPE_OF, Asked, frames_of
-from lakehouse.quality.subject import Subject
+from lakehouse.quality.subject import Subject, plain_times, quoted, quoted_name
 
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]
 
+EVENT = "event"  # kind of an expectation on events, on which the stream acts by itself
+TABLE = "table"
+_TYPE_OF = "expect_column_values_to_be_of_type"
+_COLUMN_ARGUMENTS = ("column", "column_A", "column_B", "column_list")
+_SHAPE = ("expect_table_column", "expect_column_to_exist")  # about the columns of the table, not their values
+_SPARK_FUNCTIONS = (  # sqlglot leaves their names as they are
+    "CREATE MACRO timestamp_millis(x) AS make_timestamp(x * 1000)",
+    "CREATE MACRO timestamp_micros(x) AS make_timestamp(x)",
+    "CREATE MACRO timestamp_seconds(x) AS make_timestamp(CAST(x * 1000000 AS BIGINT))",
+)
 _NAME = "millrace_expectation"
 _SITE = "report"
 
 
 @dataclass(frozen=True, slots=True)
+class BoundCheck:
+    """One expectation for one subject.
+
+    Attributes:
+        check: the expectation.
+        kind: :data:`EVENT` or :data:`TABLE`.
+        blocking: whether the subject fails if it is not met.
+    """
+
+    check: Check
+    kind: str
+    blocking: bool
+
+    @property
+    def computed(self) -> str:
+        """Name of the computed column with the verdict on each row; empty if there is none."""
+        if self.check.sql:
+            return f"expectation {self.check.name}"
+        return f"type of {dict(self.check.arguments).get('column')}" if self.check.expect == _TYPE_OF else ""
+
+    @property
+    def about_shape(self) -> bool:
+        """Whether it is about the columns of the table, not their values."""
+        return self.check.expect.startswith(_SHAPE)
+
+
+def bound_checks(checks: Sequence[Check], source: Source | None = None, *, gate: bool = False) -> list[BoundCheck]:
+    """All expectations for a subject.
+
+    Args:
+        checks: of the table.
+        source: adds its expectations on events.
+        gate: before a commit: rows that would halt the stream must not get in.
+    """
+    found = [BoundCheck(check, TABLE, check.action == FAIL) for check in checks]
+    for name, expectation in source.expectations.items() if source else ():
+        check = Check(name, sql=expectation.sql, action=expectation.action)
+        found.append(BoundCheck(check, EVENT, gate and expectation.action == HALT))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
 class Finding:
-    """What an expectation found.
+    """The result of an expectation.
 
     Attributes:
         expectation: its name.
@@ -37,10 +94,10 @@ class Finding:
         expected: predicate, or type with its arguments.
         action: as declared.
         success: whether it is met.
-        blocking: whether the subject fails where it is not.
-        total: rows that were looked at.
+        blocking: whether the subject fails if it is not met.
+        total: checked rows.
         unexpected: rows that do not meet it.
-        observed: what was seen instead, or why it could not be evaluated.
+        observed: the value found instead, or why it could not be evaluated.
     """
 
     expectation: str
@@ -54,12 +111,12 @@ class Finding:
     observed: str
 
 
-class Engine:
+class ExpectationEngine:
     """One run of checkpoints.
 
     Args:
         report: folder of the HTML report; None for none.
-        now: the time that freshness is measured against.
+        now: reference time of freshness.
     """
 
     def __init__(self, report: Path | None = None, now: datetime | None = None) -> None:
@@ -75,13 +132,13 @@ class Engine:
                 self._context.add_data_docs_site(_SITE, _site(report))
             self._source = self._context.data_sources.add_pandas("millrace")
 
-    def check(self, title: str, table: str, frame: pd.DataFrame, asked: Sequence[Asked]) -> list[Finding]:
+    def check(self, title: str, table: str, frame: pd.DataFrame, asked: Sequence[BoundCheck]) -> list[Finding]:
         """Run one checkpoint.
 
         Args:
             title: of the checkpoint in the report, unique in this run.
-            table: whose rows they are, for messages.
-            frame: the columns that the expectations look at.
+            table: the table, for messages.
+            frame: the columns that the expectations need.
             asked: the expectations.
 
         Raises:
@@ -106,15 +163,19 @@ class Engine:
         }
         return [_finding(item, results[item.check.name], len(frame)) for item in asked]
 
-    def look(self, title: str, subject: Subject, asked: Sequence[Asked]) -> list[Finding]:
-        """Ask a subject everything, in the order of ``asked``.
+    def check_subject(self, title: str, subject: Subject, asked: Sequence[BoundCheck]) -> list[Finding]:
+        """Check all expectations on a subject; findings in the order of ``asked``.
+
+        Expectations on the table's shape look at its own columns, the others at computed ones: two frames.
 
         Raises:
             QualityProblem: an expectation cannot be evaluated, or has arguments that it does not take.
         """
         found: list[Finding] = []
-        for suffix, frame, items in frames_of(subject, asked):
-            found += self.check(title + suffix, subject.table, frame, items)
+        shape = [item for item in asked if item.about_shape]
+        for suffix, items in (("", [item for item in asked if not item.about_shape]), (" columns", shape)):
+            if items:
+                found += self.check(title + suffix, subject.table, _frame_of(subject, items), items)
         order = [item.check.name for item in asked]
         return sorted(found, key=lambda finding: order.index(finding.expectation))
 
@@ -126,7 +187,7 @@ class Engine:
             self._context.build_data_docs(site_names=[_SITE])
         return self._report / "index.html"
 
-    def _expectation(self, table: str, item: Asked) -> Any:
+    def _expectation(self, table: str, item: BoundCheck) -> Any:
         from great_expectations import expectations
 
         kind, arguments = _compiled(item, self._now)
@@ -143,19 +204,19 @@ class Engine:
 
 
 def expected_of(check: Check) -> str:
-    """What is expected, for people."""
+    """The expectation as text."""
     if check.sql:
         mostly = dict(check.arguments).get("mostly")
         return check.sql if mostly is None else f"{check.sql} (mostly {mostly})"
     return f"{check.expect} {json.dumps(dict(check.arguments), default=str, sort_keys=True)}"
 
 
-def _compiled(item: Asked, now: datetime) -> tuple[str, dict[str, Any]]:
+def _compiled(item: BoundCheck, now: datetime) -> tuple[str, dict[str, Any]]:
     """Type name and arguments of the library's expectation."""
     check, arguments = item.check, dict(item.check.arguments)
     if check.sql:
         return "expect_column_values_to_be_in_set", {"column": item.computed, "value_set": [True], **arguments}
-    if check.expect == TYPE_OF:
+    if check.expect == _TYPE_OF:
         wanted = str(arguments.pop("type_", "")).lower()
         return "expect_column_values_to_be_in_set", {**arguments, "column": item.computed, "value_set": [wanted]}
     if check.expect == FRESH:
@@ -164,7 +225,7 @@ def _compiled(item: Asked, now: datetime) -> tuple[str, dict[str, Any]]:
     return check.expect, arguments
 
 
-def _finding(item: Asked, result: Any, rows: int) -> Finding:
+def _finding(item: BoundCheck, result: Any, rows: int) -> Finding:
     said = result.result or {}
     observed: Any = said.get("observed_value")
     if not result.success and not said:
@@ -221,9 +282,67 @@ def _site(folder: Path) -> dict[str, Any]:
 
 
 class _quiet(warnings.catch_warnings):
-    """The library warns of its own use of deprecated things."""
+    """Hides the library's warnings of its own use of deprecated features."""
 
     def __enter__(self) -> Any:
         entered = super().__enter__()
         warnings.simplefilter("ignore")
         return entered
+
+
+def _frame_of(subject: Subject, asked: Sequence[BoundCheck]) -> pd.DataFrame:
+    """The columns that the expectations need, computed ones among them; for the table's shape, its own columns.
+
+    Raises:
+        QualityProblem: a predicate cannot be evaluated by DuckDB, or a column is missing.
+    """
+    wanted = {column: quoted(column) for column in _columns(asked)}
+    for item in asked:
+        if item.check.sql:
+            wanted[item.computed] = _verdict(item, subject)
+        elif item.computed:
+            column = str(dict(item.check.arguments)["column"])
+            wanted[item.computed] = f"'{subject.types.get(column, 'absent')}'"
+    if any(item.about_shape for item in asked):
+        wanted = dict.fromkeys(subject.types, "NULL")
+    columns = ", ".join(f"{sql} AS {quoted_name(name)}" for name, sql in wanted.items())
+    return _ask(subject, f"SELECT {columns or '1 AS one'} FROM ({subject.query})")  # noqa: S608 - quoted above
+
+
+def _columns(asked: Iterable[BoundCheck]) -> list[str]:
+    found: dict[str, None] = {}
+    for item in asked:
+        if item.about_shape or item.check.expect == _TYPE_OF:
+            continue
+        for argument, value in item.check.arguments:
+            if argument in _COLUMN_ARGUMENTS:
+                found |= dict.fromkeys(map(str, value) if isinstance(value, list) else [str(value)])
+    return list(found)
+
+
+def _verdict(item: BoundCheck, subject: Subject) -> str:
+    """The predicate in DuckDB's SQL: true, false, or null for a row that it does not apply to."""
+    try:
+        tree = sqlglot.parse_one(item.check.sql, dialect="spark")
+    except SqlglotError as error:
+        problem = f"expectation {item.check.name} does not parse: {str(error).splitlines()[0]}"
+        raise QualityProblem(subject.table, problem) from None
+    met = f"coalesce(TRY({tree.transform(plain_times).sql(dialect='duckdb')}), false)"
+    return f"CASE WHEN {subject.fits} THEN {met} END" if subject.fits and item.kind == EVENT else met
+
+
+def _ask(subject: Subject, sql: str) -> pd.DataFrame:
+    connection = locked_connection(threads=None)
+    try:
+        for macro in _SPARK_FUNCTIONS:
+            connection.execute(macro)
+        connection.register("rows", subject.rows)
+        return connection.sql(sql).to_arrow_table().to_pandas()
+    except duckdb.Error as error:
+        raise QualityProblem(
+            subject.table,
+            f"DuckDB cannot evaluate an expectation: {str(error).splitlines()[0]}",
+            "Correct it; or, if Spark can evaluate it, run: millrace quality --engine spark",
+        ) from None
+    finally:
+        connection.close()

@@ -1,7 +1,7 @@
-"""What is looked at: a product, a source's bronze table, or a batch of it, as a query that DuckDB answers over Arrow.
+"""The subject of a check: a product, a source's bronze table, or a batch of it, as a DuckDB query over Arrow.
 
-pandas on top of this needs no JVM; two expectations take 0.1 s where Spark took 3.7 s, its start aside. So Spark is
-used only for predicates that DuckDB cannot evaluate (``engine = "spark"``, :mod:`lakehouse.quality.onspark`).
+This needs no JVM: two expectations take 0.1 s, where Spark took 3.7 s without its start. So Spark evaluates only
+predicates that DuckDB cannot (``--engine spark``).
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ MOST_ROWS = 20_000_000
 
 @dataclass(frozen=True)
 class Subject:
-    """Rows to be looked at.
+    """Rows to check.
 
     Attributes:
         table: name of the table.
-        layer: where it lies.
-        version: of the table; -1 for rows that are not committed yet.
-        batch: which part of it: empty for all, a version, a range of versions, or what a gate was told.
+        layer: of the table.
+        version: of the table; -1 for rows before their commit.
+        batch: part of the table: empty for all, a version, a range of versions, or a name given by a gate.
         rows: the rows, as Arrow or a dataset; named ``rows`` in ``query``.
-        query: SQL for DuckDB that gives the columns expectations are about.
+        query: DuckDB SQL of the columns that expectations may use.
         types: Spark's names of their types.
-        fits: SQL that tells whether a row can be judged by predicates on events; empty where all can.
-        files: the data files, where they are known.
+        fits: SQL condition of rows that predicates on events apply to; empty: all rows.
+        files: the data files, if known.
     """
 
     table: str
@@ -57,7 +57,7 @@ class Subject:
 
 
 def product_subject(lake: Lake, product: Product) -> Subject:
-    """All rows of a product, folded where the table holds partials.
+    """All rows of a product, folded if the table holds partials.
 
     Raises:
         QualityProblem: there is no such table, or it is too large.
@@ -117,7 +117,12 @@ def events_subject(source: Source, rows: Any, version: int, batch: str) -> Subje
 
 def quoted(path: str) -> str:
     """A column, or a field inside one by dots, as SQL."""
-    return ".".join('"' + part.replace('"', '""') + '"' for part in path.split("."))
+    return ".".join(map(quoted_name, path.split(".")))
+
+
+def quoted_name(name: str) -> str:
+    """A column whose name may have dots, as SQL."""
+    return '"' + name.replace('"', '""') + '"'
 
 
 def plain_times(node: exp.Expr) -> exp.Expr:
@@ -165,7 +170,7 @@ def _versions(table: TableRef, batch: str, newest: int) -> tuple[int, int]:
 
 
 def _added(table: TableRef, version: int, *, must: bool = True) -> list[str]:
-    """Data files that a commit brought; none for care of the table."""
+    """Data files that a commit added; none for a commit of maintenance."""
     try:
         added = DeltaLog(table.path).read(version).added
     except TableGone:

@@ -11,16 +11,16 @@ from lakehouse.contract.lake import WARNINGS, Lake
 from lakehouse.contract.pipeline import Source
 from lakehouse.contract.pipeline.expectations import HALT, WARN
 from lakehouse.errors import ExpectationHalt
-from lakehouse.quality.accepted import accepted
+from lakehouse.quality.notes import accepted
 from lakehouse.silver.quarantine import COLUMNS, Quarantine
 
 
 class Watch:
-    """Looks after one source's ``warn`` and ``halt`` expectations in its query.
+    """Applies one source's ``warn`` and ``halt`` expectations in its query.
 
     Args:
-        keep_warned: this query is the one that keeps the source's rows of table ``warnings``.
-        again: other expectations warned until now: fill the table in anew.
+        keep_warned: this query writes the source's rows of table ``warnings``.
+        again: the expectations have changed: fill the table in again.
     """
 
     def __init__(self, lake: Lake, source: Source, *, keep_warned: bool, again: bool = False) -> None:
@@ -37,11 +37,11 @@ class Watch:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Columns of conformed events that :meth:`check` and :meth:`warned` look at."""
+        """Columns of conformed events that :meth:`check` and :meth:`warned` need."""
         return (*(("event_id", "halted") if self._halts else ()), *(("warned",) if self.warnings is not None else ()))
 
     def check(self, first: pa.Table) -> None:
-        """Refuse to go on where an event that is to count fails a ``halt`` expectation.
+        """Stop if an event that would count fails a ``halt`` expectation.
 
         Args:
             first: the batch's first copies with :attr:`columns` and their place in bronze.
@@ -75,12 +75,12 @@ class Watch:
             self.check(first.select("topic", "partition", "offset", "bronze_at", *self.columns).toArrow())
 
     def warned(self, first: pa.Table) -> bool:
-        """Whether any of these events is to be noted."""
+        """Whether any of these events fails a ``warn`` expectation."""
         return self.warnings is not None and first["warned"].null_count < first.num_rows
 
 
 def warned_columns(events: DataFrame) -> DataFrame:
-    """Rows of table ``warnings``: one for each event and expectation that it fails."""
+    """Rows of table ``warnings``: one for each event and failed expectation."""
     noted = events.where(F.col("warned").isNotNull()).withColumn("reason", F.explode("warned"))
     payload = F.expr("make_valid_utf8(payload)")
     return noted.withColumn("payload", payload).select(*COLUMNS.names)

@@ -19,10 +19,9 @@ from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.contract.pipeline.expectations import HALT, QUARANTINE, WARN, Expectation
 from lakehouse.errors import BronzeReplaced, ExpectationHalt, QueryFailed
 from lakehouse.maintain.care import compact_bronze
-from lakehouse.quality.accepted import accept
-from lakehouse.quality.frame import EVENT, asked_of
-from lakehouse.quality.onspark import OnSpark
-from lakehouse.quality.run import look
+from lakehouse.quality.engine import EVENT, bound_checks
+from lakehouse.quality.notes import accept
+from lakehouse.quality.run import QualityRun, check_tables, spark_verdicts
 from lakehouse.quality.subject import bronze_subject
 from lakehouse.replay import verify
 from tests.lakehouse.lakes import Site, assert_exact, click, eventually, mixture, result, sent, tuples
@@ -214,13 +213,13 @@ def test_duckdb_judges_events_as_the_stream_does(new_site: Callable[[], Site], s
     create(place.lake.bronze("clicks"))
     payloads = [json.dumps(click(n)).encode() for n in range(60)] + [b"{", b"\xff", None, b"{}", b'{"id": 1}']
     write_deltalake(str(place.lake.bronze("clicks").path), bronze_rows(payloads), mode="append")
-    (here,) = look(place.lake, declared, keep=False)
-    (there,) = look(place.lake, declared, keep=False, verdicts=OnSpark(spark))
+    (here,) = check_tables(place.lake, declared, QualityRun(keep=False))
+    (there,) = check_tables(place.lake, declared, QualityRun(keep=False, spark=spark))
     facts = [{f.expectation: (f.total, f.unexpected, f.success) for f in found.findings} for found in (here, there)]
     assert facts[0].keys() == predicates.keys()
     assert facts[0] == facts[1]
     assert 0 < facts[0]["near"][1] < 60
-    asked = asked_of((), source)
-    verdicts = OnSpark(spark)(source, bronze_subject(place.lake, source), asked)
+    asked = bound_checks((), source)
+    verdicts = spark_verdicts(spark, source, bronze_subject(place.lake, source), asked)
     assert all(item.kind == EVENT for item in asked)
     assert verdicts["expectation low"].isna().sum() == 5  # not events: nothing to judge

@@ -26,7 +26,7 @@ from lakehouse.maintain.backlog import ALARM, OK, WARN, Backlog
 from lakehouse.maintain.care import leading
 from lakehouse.maintain.caretaker import maintain
 from lakehouse.maintain.report import TableFacts, table_facts
-from lakehouse.quality.accepted import accepted
+from lakehouse.quality.notes import accepted
 from tests.lakehouse.lakes import mixture, pipeline_in, produce
 from tests.lakehouse.test_maintain import bronze, reading, store_with
 

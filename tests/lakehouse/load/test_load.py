@@ -201,7 +201,7 @@ def test_the_quality_gate_keeps_a_file_out(tmp_path: Path) -> None:
     made = job(tmp_path, source=source, gate=True)
     reports = run(made, tmp_path / "in")
     assert {name: report.state for name, report in reports.items()} == {"few.jsonl": "refused", "many.jsonl": "loaded"}
-    assert reports["few.jsonl"].reason.startswith("quality gate: offers: 3 rows do not pass")
+    assert reports["few.jsonl"].reason.startswith("quality gate: offers does not pass: many: 3")
     assert bronze(made).num_rows == 8
 
 

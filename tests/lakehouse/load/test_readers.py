@@ -21,7 +21,6 @@ from lakehouse.contract.errors import ConfigError
 from lakehouse.errors import BadFile
 from lakehouse.load import files, readers
 from lakehouse.load.files import OpenFile, find, fingerprint_of, format_of
-from lakehouse.load.readers import column_types
 from lakehouse.load.rows import FilePosition, Segment
 from tests.lakehouse.load.offers import SOURCE, offers
 
@@ -175,15 +174,6 @@ def _text(made: list[tuple[str, str, int]], kind: str) -> bytes:
     schema = pa.schema([("merchant", pa.string()), ("title", pa.string()), ("version", pa.int64())])
     pq.write_table(pa.Table.from_pylist(fields, schema=schema), packed, row_group_size=4)
     return packed.getvalue()
-
-
-def test_column_types_of_either_way_to_write_ddl() -> None:
-    assert column_types("a BIGINT, `group` STRUCT<x: INT>, p DECIMAL(9,2) COMMENT 'c'") == {
-        "a": "BIGINT",
-        "group": "STRUCT",
-        "p": "DECIMAL",
-    }
-    assert column_types("a: BIGINT, b: ARRAY<STRING>") == {"a": "BIGINT", "b": "ARRAY"}
 
 
 def test_files_are_found_once_and_unfinished_ones_passed_over(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -18,11 +20,9 @@ from lakehouse.contract.pipeline import Pipeline, load_pipeline
 from lakehouse.contract.pipeline.expectations import GX_TYPES
 from lakehouse.errors import QualityProblem
 from lakehouse.gold.store import BatchMark, ProductStore
-from lakehouse.quality.accepted import accept, accepted
 from lakehouse.quality.engine import Finding, _class_name
-from lakehouse.quality.gate import gate
-from lakehouse.quality.run import Looked, look
-from lakehouse.quality.unknown import note, noted, unknown_fields
+from lakehouse.quality.notes import accept, accepted, note_unknown_fields, noted_unknown_fields, unknown_fields
+from lakehouse.quality.run import QualityRun, TableCheck, check_tables, gate
 from tests.lakehouse.lakes import T0, bronze_rows, click
 
 DECLARED = """
@@ -78,7 +78,11 @@ def with_bronze(lake: Lake, *commits: pa.Table) -> Lake:
     return lake
 
 
-def by_name(looked: Looked) -> dict[str, Finding]:
+def look(lake: Lake, pipeline: Pipeline, names: Sequence[str] = (), **options: Any) -> list[TableCheck]:
+    return check_tables(lake, pipeline, QualityRun(names, **options))
+
+
+def by_name(looked: TableCheck) -> dict[str, Finding]:
     return {finding.expectation: finding for finding in looked.findings}
 
 
@@ -143,7 +147,7 @@ def test_a_gate_before_a_commit(declared: Pipeline) -> None:
     assert gate(events({}, {"price": -1}), source).passed  # the stream will quarantine that one
     refused = gate(events({}, {"price": 5000}), source)
     assert [f.expectation for f in refused.failed] == ["price_sane"]
-    assert str(refused) == "clicks: 2 rows do not pass: price_sane: 1 of 2 rows"
+    assert str(refused) == "clicks does not pass: price_sane: 1 of 2 rows"
     assert [f.expectation for f in gate(events({}), source).failed] == ["some"]
     assert "1" in gate(events({}), source).failed[0].observed
 
@@ -218,11 +222,11 @@ def test_fields_that_the_schema_does_not_have(tmp_path: Path, declared: Pipeline
     odd = [b'{"id": 1, "place": {"zip": 2}, "new": {"a": {"b": 1}}}', b'{"new": 2}', b"{", b"[]", None]
     assert unknown_fields(odd, source) == {"new": 2, "place.zip": 1}
     lake = with_bronze(Lake(tmp_path / "lake"), bronze_rows(odd))
-    assert note(lake, source) == ["new", "place.zip"]
-    assert note(lake, source) == []  # told once
-    assert noted(lake, "clicks") == ["new", "place.zip"]
-    note(lake, dataclasses.replace(source, schema=source.schema + ", new STRING"))
-    assert noted(lake, "clicks") == ["place.zip"]
+    assert note_unknown_fields(lake, source) == ["new", "place.zip"]
+    assert note_unknown_fields(lake, source) == []  # told once
+    assert noted_unknown_fields(lake, "clicks") == ["new", "place.zip"]
+    note_unknown_fields(lake, dataclasses.replace(source, schema=source.schema + ", new STRING"))
+    assert noted_unknown_fields(lake, "clicks") == ["place.zip"]
 
 
 def test_events_that_were_let_pass(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
-"""Fields that payloads have and the schema has not. Nothing is lost, bronze keeps the payload; somebody should know.
+"""What is noted about a source's events: accepted ones, and fields that its schema lacks.
 
-A sample of the newest events is looked at, so it costs the stream nothing.
+Accepted events count although they fail an expectation whose action is ``halt``. If that list is lost, the query halts
+at the same event again; nothing is counted by mistake. Unknown fields are found in a sample of the newest events, which
+costs the stream nothing; bronze keeps the payloads, so none is lost. Both lists are JSON files in the lake.
 """
 
 from __future__ import annotations
@@ -17,13 +19,34 @@ from deltalake import DeltaTable
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Source
 from lakehouse.contract.sql.ddl import Field, parse_ddl
+from lakehouse.errors import QualityProblem
 
 SAMPLE = 200  # events
-_MOST = 100  # paths that are told
+_MOST = 100  # reported paths
+
+
+def accepted(lake: Lake, source: str) -> frozenset[str]:
+    """Ids of the accepted events of a source.
+
+    Raises:
+        QualityProblem: the file is damaged.
+    """
+    path = _file(lake, "accepted", source)
+    try:
+        return frozenset(str(name) for name in json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return frozenset()
+    except (ValueError, TypeError):
+        raise QualityProblem(source, f"{path} is damaged", "Remove it; accept again what the query asks for") from None
+
+
+def accept(lake: Lake, source: str, event: str) -> None:
+    """Let an event count, from the next start of the query."""
+    _write(_file(lake, "accepted", source), {*accepted(lake, source), event})
 
 
 def unknown_fields(payloads: Iterable[bytes | None], source: Source) -> Counter[str]:
-    """Paths of fields that the source's schema does not have, with the number of payloads that have them."""
+    """Paths of fields that the source's schema lacks, with the number of payloads that have them."""
     known = parse_ddl(source.schema)
     found: Counter[str] = Counter()
     for payload in payloads:
@@ -51,35 +74,38 @@ def sample(table: TableRef, rows: int = SAMPLE) -> list[bytes | None]:
     return found[:rows]
 
 
-def note(lake: Lake, source: Source) -> list[str]:
-    """Look at a sample of the source's newest events; returns paths that were not known before, and keeps them all."""
+def note_unknown_fields(lake: Lake, source: Source) -> list[str]:
+    """Check a sample of the source's newest events; returns paths that were not noted before, and notes them."""
     table = lake.bronze(source.name)
     if not table.exists():
         return []
     found = unknown_fields(sample(table), source)
-    before = noted(lake, source.name)
+    before = noted_unknown_fields(lake, source.name)
     schema = parse_ddl(source.schema)
-    kept = {path for path in before if not _has(schema, path)}  # those that have been declared since are known now
+    kept = {path for path in before if not _has(schema, path)}  # without those that have been declared since
     fresh = sorted(found.keys() - kept)
     if fresh or kept != set(before):
-        path = _file(lake, source.name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        changed = path.with_suffix(".new")
-        changed.write_text(json.dumps(sorted({*kept, *fresh})[: 10 * _MOST]), encoding="utf-8")
-        changed.replace(path)
+        _write(_file(lake, "unknown", source.name), sorted({*kept, *fresh})[: 10 * _MOST])
     return fresh
 
 
-def noted(lake: Lake, source: str) -> list[str]:
-    """Unknown fields that were found until now."""
+def noted_unknown_fields(lake: Lake, source: str) -> list[str]:
+    """The unknown fields noted up to now."""
     try:
-        return [str(path) for path in json.loads(_file(lake, source).read_text(encoding="utf-8"))]
+        return [str(path) for path in json.loads(_file(lake, "unknown", source).read_text(encoding="utf-8"))]
     except (FileNotFoundError, ValueError):
         return []
 
 
-def _file(lake: Lake, source: str) -> Path:
-    return lake.state / "unknown" / f"{source}.json"
+def _file(lake: Lake, folder: str, source: str) -> Path:
+    return lake.state / folder / f"{source}.json"
+
+
+def _write(path: Path, names: Iterable[str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(".new")
+    fresh.write_text(json.dumps(sorted(names)), encoding="utf-8")
+    fresh.replace(path)
 
 
 def _has(fields: Mapping[str, Field], path: str) -> bool:
