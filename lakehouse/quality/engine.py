@@ -18,8 +18,8 @@ import duckdb
 import sqlglot
 from sqlglot.errors import SqlglotError
 
-from lakehouse.contract.pipeline.expectations import FAIL, FRESH, HALT, WARN, Check
 from lakehouse.contract.pipeline import Source
+from lakehouse.contract.pipeline.expectations import FAIL, FRESH, HALT, WARN, Check
 from lakehouse.contract.sql.locked import locked_connection
 from lakehouse.contract.tomlfile import duration_ms
 from lakehouse.errors import QualityProblem
