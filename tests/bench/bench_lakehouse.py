@@ -389,7 +389,7 @@ def _reached_ms(topic: str, commits: Sequence[Commit], sent: Sent) -> npt.NDArra
 
 def _first_batch_ms(site: Site) -> float:
     """When the first bronze batch was begun: Spark then writes its offsets down."""
-    return (site.lake.checkpoint(f"bronze-{CASES[site.case].source}") / "offsets" / "0").stat().st_mtime * 1000
+    return (site.lake.checkpoint(f"bronze-{CASES[site.case].source}") / "metadata").stat().st_mtime * 1000
 
 
 def _count(site: Site) -> tuple[int, int]:
