@@ -46,7 +46,7 @@ def play(spark: SparkSession, settings: Settings) -> None:
         live = LiveProducts(spark, settings, pipeline, source, pipeline.products_of(source.name), f"play-{source.name}")
         live.start()
         try:
-            for rehearsal in live.small.rehearsals():
+            for rehearsal in live.local.rehearsals():
                 rehearsal()
             rows = spark.createDataFrame([], from_arrow_schema(COLUMNS))
             rows.write.format("delta").mode("append").save(str(table.path))

@@ -1,8 +1,8 @@
 """The events of one or more bronze versions, parsed once for all that read them.
 
-Two representations, by size. A *small* batch is an Arrow table in the driver, and Spark runs queries over it that it
-has planned beforehand (:mod:`lakehouse.prepared`). A *long* batch stays in Spark, in parallel, and is kept there as
-rows until all products have read it.
+Two representations. *Local* events are an Arrow table in the driver, and Spark runs queries over it that it has planned
+beforehand (:mod:`lakehouse.prepared`): micro-batches, where the driver is the only executor. *Spark* events stay in
+Spark, in parallel, until all products have read them: on a cluster, and what a long catch-up reads from bronze.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pyspark.sql.types import ArrayType, BooleanType, DataType, MapType, Numeric
 from sqlglot import exp
 
 from lakehouse.batch import rejected_columns, told_rejects
-from lakehouse.bronze.query import RECORDS, to_bronze
+from lakehouse.bronze.query import RECORDS, bronze_columns, to_bronze
 from lakehouse.bronze.seen import JUDGED
 from lakehouse.bronze.table import COLUMNS
 from lakehouse.contract.envelope import Envelope
@@ -37,12 +37,12 @@ from lakehouse.contract.pipeline.expectations import HALT, QUARANTINE, WARN
 from lakehouse.contract.sql.spark import unrepeatable
 from lakehouse.operators import Operator
 from lakehouse.operators.sql import parse, tree_of
-from lakehouse.prepared import PreparedQuery, Query, Table, is_local
+from lakehouse.prepared import PreparedQuery, Query, Selections, Table, is_local, selected
 from lakehouse.quality.watch import warned_columns
-from lakehouse.silver.conform import CARRIED, conform, payload_schema
+from lakehouse.silver.conform import CARRIED, conform, conforming, payload_schema
 
 SMALL_BATCH = 20_000
-"""Events: fewer go through the driver, which is quicker than planning and scheduling work for them."""
+"""Events: of fewer the records come to the driver unparsed, since planning a parse takes longer than a detour."""
 
 COMPILED = {"spark.sql.codegen.wholeStage": "true", "spark.sql.codegen.factoryMode": "FALLBACK"}
 """Spark settings of sessions whose plans run again and again, or over many rows."""
@@ -92,7 +92,7 @@ class Events(ABC):
         """A row for each event and ``warn`` expectation that it fails."""
 
 
-class SmallEvents(Events):
+class LocalEvents(Events):
     """Events in the driver's memory.
 
     Args:
@@ -101,7 +101,7 @@ class SmallEvents(Events):
         bronze: the same events as bronze has them, row by row.
     """
 
-    def __init__(self, queries: SmallQueries, rows: pa.Table, bronze: pa.Table) -> None:
+    def __init__(self, queries: LocalQueries, rows: pa.Table, bronze: pa.Table) -> None:
         self._queries = queries
         self._rows = rows
         self._bronze = bronze
@@ -109,11 +109,11 @@ class SmallEvents(Events):
     def columns(self, names: Sequence[str]) -> pa.Table:
         return self._rows.select(names).append_column("rejected", pc.is_valid(self._rows["reason"]))
 
-    def only(self, rows: pa.Table, chosen: npt.NDArray[np.bool_]) -> SmallEvents:
+    def only(self, rows: pa.Table, chosen: npt.NDArray[np.bool_]) -> LocalEvents:
         if chosen.all():
             return self
         mask = pa.array(chosen)
-        return SmallEvents(self._queries, self._rows.filter(mask), self._bronze.filter(mask))
+        return LocalEvents(self._queries, self._rows.filter(mask), self._bronze.filter(mask))
 
     def partials(self, operators: Sequence[Operator], since: int) -> list[Partial]:
         valid = self._rows.filter(pc.is_null(self._rows["reason"]))
@@ -130,7 +130,7 @@ class SmallEvents(Events):
         return self._queries.warned(self._bronze.filter(pc.is_valid(self._rows["warned"])))
 
 
-class LongEvents(Events):
+class SparkEvents(Events):
     """Events in Spark.
 
     Args:
@@ -145,10 +145,10 @@ class LongEvents(Events):
     def columns(self, names: Sequence[str]) -> pa.Table:
         return self.frame.select(*names, F.col("reason").isNotNull().alias("rejected")).toArrow()
 
-    def only(self, rows: pa.Table, chosen: npt.NDArray[np.bool_]) -> LongEvents:
+    def only(self, rows: pa.Table, chosen: npt.NDArray[np.bool_]) -> SparkEvents:
         if chosen.all():
             return self
-        return LongEvents(_without(self.frame, rows.filter(pa.array(~chosen))), self._source)
+        return SparkEvents(_without(self.frame, rows.filter(pa.array(~chosen))), self._source)
 
     def partials(self, operators: Sequence[Operator], since: int) -> list[Partial]:
         valid = self.frame.where(F.col("reason").isNull())
@@ -166,8 +166,8 @@ class LongEvents(Events):
         return warned_columns(self.frame).toArrow()
 
 
-class SmallQueries:
-    """The queries of one source's small batches, each planned when it is first needed.
+class LocalQueries:
+    """The queries over one source's local events, each planned when it is first needed.
 
     Args:
         spark: its settings, compiled plans apart, hold for the queries.
@@ -289,12 +289,57 @@ class SmallQueries:
         events = found.select([name for name in found.schema.names if not name.startswith(_CARRIED)])
         return events, pa.table(columns, names)
 
-    def of_bronze(self, bronze: pa.Table) -> SmallEvents:
+    def of_batch(self, records: DataFrame) -> tuple[pa.Table, pa.Table]:
+        """The same of a long batch, whose records are parsed where Spark has read them."""
+        found = selected(records, self._batch_columns).toArrow()
+        rows = found.num_rows
+        known = {
+            "topic": pa.repeat(self._source.topic, rows),
+            "origin": pa.repeat("stream", rows),
+            "source": pc.fill_null(found["source"], self._source.name),
+            "tenant": pc.fill_null(found["tenant"], self._tenant),
+            f"{_CARRIED}event_id": pc.coalesce(found[f"{_CARRIED}event_id"], found["event_id"]),
+            "bronze_at": pa.nulls(rows, COLUMNS.field("bronze_at").type),
+        }
+
+        def column(name: str) -> pa.ChunkedArray:
+            return known[name] if name in known else found[name]
+
+        bronze = {
+            name: column(f"{_CARRIED}{name}" if name in CARRIED else name)
+            for name in COLUMNS.names
+            if name not in _OF_COMMIT
+        }
+        events = {name: column(name) for name in self._batch_names if not name.startswith(_CARRIED)}
+        return pa.table(events), pa.table(bronze)
+
+    @cached_property
+    def _batch_names(self) -> list[str]:
+        events = conform(self.session.createDataFrame([], self._bronze), self._source, carried=CARRIED)
+        return self.narrowed(events, *COLUMNS.names).columns
+
+    @cached_property
+    def _batch_columns(self) -> Selections:
+        """From records to events; what nearly all events have alike is null, and need not be carried to the driver."""
+        usual = {
+            "source": F.nullif("source", F.lit(self._source.name)),
+            "tenant": F.nullif("tenant", F.lit(self._tenant)),
+            f"{_CARRIED}event_id": F.nullif(f"{_CARRIED}event_id", "event_id"),
+        }
+        names = [name for name in self._batch_names if name not in ("topic", "origin", "bronze_at")]
+        return [
+            *bronze_columns(source=self._source.name, tenant=self._tenant),
+            ["*", F.lit(None).cast("timestamp").alias("bronze_at")],
+            *conforming(self._source, carried=CARRIED),
+            [usual[name].alias(name) if name in usual else name for name in names],
+        ]
+
+    def of_bronze(self, bronze: pa.Table) -> LocalEvents:
         """Bronze rows as events."""
         rows = self._run(
             "bronze", bronze, self._bronze, lambda table: self.narrowed(conform(table(), self._source)), tasks=2
         )
-        return SmallEvents(self, rows, bronze)
+        return LocalEvents(self, rows, bronze)
 
     def partials(self, valid: pa.Table) -> list[pa.Table]:
         """Partial rows of every operator over valid events, by one Spark job."""
@@ -410,7 +455,7 @@ def as_bronze(events: DataFrame) -> DataFrame:
 
 
 @contextmanager
-def kept(events: DataFrame) -> Iterator[DataFrame]:
+def materialized(events: DataFrame) -> Iterator[DataFrame]:
     """The same events, computed by the first reader and kept until the end of the block.
 
     With the driver as the only executor they are kept as rows (``localCheckpoint``): a copy of the bytes. Spark's cache

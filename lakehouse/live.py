@@ -1,7 +1,7 @@
 """The mergeable products of a source, and their index of seen events, kept at one bronze version.
 
 There is one way in which they move on: :meth:`LiveProducts.advance`, from the version that they hold to a later one.
-The rows of the version that the driver has just written are handed over in memory (:meth:`LiveProducts.take`). All
+The rows of the version that the driver has just written are handed over in memory (:meth:`LiveProducts.hand_over`). All
 others are read from bronze: after a restart, those that a batch loader wrote, or in a driver of products alone.
 
 Steps from one version to the next, and what a crash after each of them means (each has a crash point):
@@ -18,8 +18,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -43,8 +43,8 @@ from lakehouse.contract.pipeline import Pipeline, Product, Source
 from lakehouse.contract.settings import Settings
 from lakehouse.counts import count_batch
 from lakehouse.declaration import DedupeDeclaration, product_declaration
-from lakehouse.errors import VersionsGone
-from lakehouse.events import Events, LongEvents, Partial, SmallQueries, kept
+from lakehouse.errors import QueryFailed, VersionsGone
+from lakehouse.events import Events, LocalQueries, Partial, SparkEvents, materialized
 from lakehouse.gold.stateful import store_of
 from lakehouse.gold.store import BatchMark, ProductStore
 from lakehouse.maintain.care import Maintenance
@@ -127,12 +127,15 @@ class LiveProducts:
         self._watch = Watch(lake, source, keep_warned=options.keep_rejected, again=self._declaration.warned_otherwise())
         operators = [store.operator for store in self.stores]
         needed = (*_READ, *self._watch.columns)
-        self.small = SmallQueries(spark, source, products, operators, needed, settings.tenant)
-        self._spark = self.small.session
+        self.local = LocalQueries(spark, source, products, operators, needed, settings.tenant)
+        self._spark = self.local.session
         self._maintenance = Maintenance(lake, pipeline=pipeline)
         self._marks = Marks()
         self._committed_at = time.monotonic()
-        self._busy = threading.RLock()
+        self._busy = threading.Lock()  # held while the products move
+        self._writing = threading.Condition()  # held while this driver writes bronze, or looks up how far bronze is
+        self._handed: tuple[int, Events] | None = None
+        self._wake = threading.Event()
         self._stop = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._follow, name=name, daemon=True)
@@ -160,7 +163,7 @@ class LiveProducts:
     def start(self) -> None:
         """Bring all products to the newest version of bronze, and follow it from then on."""
         try:
-            self.small.plan()
+            self.local.plan()
             with self._busy:
                 self._catch_up()
                 for table in (self._quarantine, self._watch.warnings):
@@ -177,67 +180,99 @@ class LiveProducts:
     def stop(self) -> None:
         """Follow no more; when this returns, nothing is written any more and all files are closed."""
         self._stop.set()
+        self._wake.set()
         if self._thread.is_alive():
             self._thread.join()
         with self._busy:
             self._maintenance.close()
             self.seen.close()
-            self.small.close()
+            self.local.close()
 
     def _follow(self) -> None:
-        while not self._stop.wait(max(_POLL_S, self._options.trigger_ms / 1000)):
-            try:
-                with self._busy:
-                    newest = newest_version(self._bronze, self.position)
-                    if newest > self.position:
-                        self.advance(newest)
+        pause = max(_POLL_S, self._options.trigger_ms / 1000)
+        try:
+            while not self._stop.is_set():
+                self._wake.wait(pause)
+                self._wake.clear()
+                with self._writing:
+                    newest, handed = newest_version(self._bronze, self.position), self._handed
+                if newest > self.position:
+                    with self._busy:
+                        self._move(newest, handed)
                         self._care()
-            except BaseException as error:
-                log.debug("%s ends", self.name, exc_info=True)
-                self._error = error
-                return
+                with self._writing:
+                    if handed is not None:
+                        self._handed = None
+                    self._writing.notify_all()
+        except BaseException as error:
+            log.debug("%s ends", self.name, exc_info=True)
+            self._error = error
+        finally:
+            with self._writing:
+                self._writing.notify_all()
 
     # --- from one version of bronze to another
 
-    def writing(self) -> threading.RLock:
-        """The lock to hold from before a commit to bronze until :meth:`take` was given its rows."""
-        return self._busy
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """The time from before a commit to bronze until its rows were handed over.
 
-    def take(self, version: int, events: Events) -> None:
-        """Take the rows of a version that this driver has just committed, after whatever others committed before.
+        It begins once the rows handed over before are taken, so that only one batch waits.
+        """
+        self.wait_taken()
+        with self._writing:
+            yield
+
+    def hand_over(self, version: int, events: Events) -> None:
+        """Give the products the rows of a version that this driver has just committed, so that none is read again.
 
         Args:
             version: of bronze.
             events: all of it.
         """
-        with self._busy:
-            if version - 1 > self.position:
-                self.advance(version - 1)
+        self._handed = version, events
+        self._wake.set()
+
+    def wait_taken(self) -> None:
+        """Wait until the products hold what was handed over.
+
+        Raises:
+            QueryFailed: they ended.
+        """
+        with self._writing:
+            self._writing.wait_for(lambda: self._handed is None or not self._thread.is_alive())
+            if not self.is_active:
+                raise QueryFailed(self.name, "STOPPED", "the products of the source ended")
+
+    def _move(self, newest: int, handed: tuple[int, Events] | None) -> None:
+        if handed is not None and self.position < handed[0] <= newest:
+            version, events = handed
+            self.advance(version - 1)
             self._step(version, events)
-            self._care()
+        self.advance(newest)
 
     def advance(self, version: int) -> None:
-        """Read bronze from the version that the products hold up to a later one."""
+        """Read bronze from the version that the products hold up to another, unless they hold that."""
         for found in changes(self._bronze, self.position, version, self._max_bytes):
             if not found.files:
                 self._pass_over(found.version)
-            elif self.small.usable and found.bytes <= _SMALL_BYTES:
+            elif self.local.usable and found.bytes <= _SMALL_BYTES:
                 rows = ds.dataset(found.files, schema=_WITHOUT_DATE).to_table()
                 self._step(
                     found.version,
-                    self.small.of_bronze(rows.append_column("date", pa.nulls(rows.num_rows, pa.date32()))),
+                    self.local.of_bronze(rows.append_column("date", pa.nulls(rows.num_rows, pa.date32()))),
                 )
             else:
-                with kept(self._long(found)) as frame:
-                    self._step(found.version, LongEvents(frame, self.source))
+                with materialized(self._long(found)) as frame:
+                    self._step(found.version, SparkEvents(frame, self.source))
 
-    def long(self, bronze: DataFrame) -> DataFrame:
-        """Bronze rows as events of a long batch, with all that bronze has of them."""
-        return self.small.narrowed(conform(bronze, self.source, carried=CARRIED), *COLUMNS.names)
+    def parsed(self, bronze: DataFrame) -> DataFrame:
+        """Bronze rows as events, with all that bronze has of them."""
+        return self.local.narrowed(conform(bronze, self.source, carried=CARRIED), *COLUMNS.names)
 
     def _long(self, found: Changes) -> DataFrame:
         schema = from_arrow_schema(_WITHOUT_DATE)
-        return self.long(self._spark.read.schema(schema).parquet(*found.files))
+        return self.parsed(self._spark.read.schema(schema).parquet(*found.files))
 
     def _step(self, version: int, events: Events) -> None:
         """Bring the index and the products to a version, given all events between."""
@@ -280,7 +315,7 @@ class LiveProducts:
         """Bronze versions without rows: care of bronze made them."""
         if self.stores and time.monotonic() - self._committed_at > _QUIET_S:
             nothing = self._spark.createDataFrame([], from_arrow_schema(COLUMNS))
-            self._step(version, LongEvents(self.long(nothing), self.source))
+            self._step(version, SparkEvents(self.parsed(nothing), self.source))
         self._moved_to(version)
 
     def _moved_to(self, version: int) -> None:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import reduce
 from typing import Protocol
 
 import pyarrow as pa
 from pyspark import InheritableThread
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql.types import StructField, StructType
 
 
@@ -28,6 +29,8 @@ class Table(Protocol):
 
 
 Query = Callable[[Table], DataFrame]
+Selections = Sequence[Sequence[str | Column]]
+"""The columns of one ``select`` after another. To build them takes longer than to apply them, so they may be kept."""
 
 WORKERS = 2
 """Python workers that most queries need."""
@@ -80,6 +83,11 @@ class PreparedQuery:
                 self._file = -1
 
 
+def selected(frame: DataFrame, steps: Selections) -> DataFrame:
+    """The frame after these selections."""
+    return reduce(lambda rows, columns: rows.select(*columns), steps, frame)
+
+
 def start_workers(spark: SparkSession) -> None:
     """Start Spark's Python workers now, in a thread, so that the first query does not wait for them."""
 
@@ -103,7 +111,7 @@ def _reader(path: str, tasks: int, names: list[str]) -> Callable[[Iterator[pa.Re
 
         for batch in batches:
             task = batch.column(0)[0].as_py()
-            with pyarrow.OSFile(path) as file:
+            with pyarrow.memory_map(path) as file:
                 rows = pyarrow.ipc.open_file(file).read_all().select(names)
             first, end = rows.num_rows * task // tasks, rows.num_rows * (task + 1) // tasks
             yield from rows.slice(first, end - first).to_batches()

@@ -6,7 +6,8 @@ One query a source takes its events from Kafka, appends them to bronze, and hand
 1. Spark writes the batch's offsets to its checkpoint. Crash: the same batch runs again.
 2. The records are parsed once and appended to bronze, with the end offsets in the same commit. Crash: the batch runs
    again and is dropped, because bronze says that it has these offsets; the products read the rows from bronze.
-3. The products take the rows. Crash: those that are behind read them from bronze.
+3. The rows are handed to the products, which take them while Spark reads the next batch. Crash: products that are
+   behind read the rows from bronze.
 4. Spark notes in its checkpoint that the batch is done.
 """
 
@@ -37,7 +38,7 @@ from lakehouse.counts import count_batch
 from lakehouse.derived.added import AddedQueries
 from lakehouse.derived.derivations import Derivations
 from lakehouse.errors import BronzeGap, LakehouseError, QueryFailed, TopicReplaced
-from lakehouse.events import SMALL_BATCH, LongEvents, SmallEvents, as_bronze, compiled_session, kept
+from lakehouse.events import SMALL_BATCH, LocalEvents, SparkEvents, as_bronze, compiled_session, materialized
 from lakehouse.live import LiveOptions, LiveProducts
 from lakehouse.lock import WriterLocks
 from lakehouse.stages import Stages
@@ -99,7 +100,7 @@ def run(
                 name = stages.set_name(source, trigger_ms)
                 live = LiveProducts(spark, settings, pipeline, source, products, name, options)
                 if settings.spark.rehearse:
-                    rehearsals += [rehearsing.submit(play) for play in live.small.rehearsals()]
+                    rehearsals += [rehearsing.submit(play) for play in live.local.rehearsals()]
                 live.start()
                 begun(live)
                 stops.callback(wait, rehearsals)  # before its queries are closed
@@ -188,32 +189,35 @@ class SourceWriter(BatchWriter):
         count = self._bronze.events_of(ends)
         if not count:
             return
-        small = count < SMALL_BATCH
-        if small and self._live is not None and self._live.small.usable:
-            self._take_small(events, ends, self._live)
+        if self._live is not None and self._live.local.usable:
+            self._take_local(events, ends, self._live, count)
         else:
-            self._take_long(events.coalesce(1) if small else events, ends)
+            self._take_in_spark(events.coalesce(1) if count < SMALL_BATCH else events, ends)
         count_batch(self._checkpoint.name, count)
 
-    def _take_small(self, records: DataFrame, ends: Mapping[str, int], live: LiveProducts) -> None:
-        rows = records.toArrow()
-        rows = rows.filter(self._bronze.unknown(rows))
-        events, bronze = live.small.of_records(rows)
+    def _take_local(self, records: DataFrame, ends: Mapping[str, int], live: LiveProducts, count: int) -> None:
+        if count < SMALL_BATCH:
+            rows = records.toArrow()
+            events, bronze = live.local.of_records(rows.filter(self._bronze.unknown(rows)))
+        else:
+            events, bronze = live.local.of_batch(self._bronze.without_known(records))
         with live.writing():
             commit, whole = self._bronze.append(bronze, ends)
             events = events.set_column(events.schema.get_field_index("bronze_at"), "bronze_at", whole["bronze_at"])
-            live.take(commit.version, SmallEvents(live.small, events, whole))
+            live.hand_over(commit.version, LocalEvents(live.local, events, whole))
 
-    def _take_long(self, records: DataFrame, ends: Mapping[str, int]) -> None:
+    def _take_in_spark(self, records: DataFrame, ends: Mapping[str, int]) -> None:
         bronze = to_bronze(self._bronze.without_known(records), source=self._source.name, tenant=self._tenant)
         if self._live is None:
             self._bronze.append_frame(bronze, ends)
             return
-        parsed = self._live.long(bronze.withColumn("bronze_at", F.lit(None).cast("timestamp")))
-        with kept(parsed) as rows, self._live.writing():
-            commit = self._bronze.append_frame(as_bronze(rows), ends)
-            events = rows.withColumn("bronze_at", constant_time(commit.bronze_at))
-            self._live.take(commit.version, LongEvents(events, self._source))
+        parsed = self._live.parsed(bronze.withColumn("bronze_at", F.lit(None).cast("timestamp")))
+        with materialized(parsed) as rows:
+            with self._live.writing():
+                commit = self._bronze.append_frame(as_bronze(rows), ends)
+                events = rows.withColumn("bronze_at", constant_time(commit.bronze_at))
+                self._live.hand_over(commit.version, SparkEvents(events, self._source))
+            self._live.wait_taken()
 
     def _end_offsets(self, batch: int) -> dict[str, int]:
         """``TOPIC/PARTITION`` to the offset behind the batch's last one, from the query's own write-ahead log."""

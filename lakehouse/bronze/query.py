@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from functools import reduce
 from operator import add, and_
 
@@ -39,6 +38,7 @@ from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Source
 from lakehouse.contract.settings import Settings
 from lakehouse.errors import TopicReplaced
+from lakehouse.prepared import Selections, selected
 
 _LAST_MICROS = 253_370_764_800_000_000  # the year 9999; anybody may send a header
 _MOST_WEIGHT = 1e6
@@ -180,9 +180,9 @@ class BronzeWriter:
             ends: ``TOPIC/PARTITION`` to the offset behind the batch.
         """
         with self._turn() as bronze_at:
-            at = datetime.fromtimestamp(bronze_at // 1_000_000, UTC).replace(microsecond=bronze_at % 1_000_000)
-            whole = rows.append_column("bronze_at", pa.array([at] * rows.num_rows, pa.timestamp("us", "UTC")))
-            whole = whole.append_column("date", pa.array([at.date()] * rows.num_rows, pa.date32()))
+            at = pa.scalar(bronze_at, pa.timestamp("us", "UTC"))
+            whole = rows.append_column("bronze_at", pa.repeat(at, rows.num_rows))
+            whole = whole.append_column("date", pa.repeat(at.cast(pa.date32()), rows.num_rows))
             whole = whole.select(COLUMNS.names).cast(COLUMNS)
             reached = self._reached(ends, bronze_at)
             self._delta.update_incremental()
@@ -256,13 +256,17 @@ def without_known(rows: DataFrame, offsets: Mapping[str, int]) -> DataFrame:
 
 
 def to_bronze(records: DataFrame, *, source: str, tenant: str) -> DataFrame:
-    """Kafka records as bronze rows, all but the time of the commit.
+    """Kafka records as bronze rows, all but the time of the commit; see :func:`bronze_columns`."""
+    return selected(records, bronze_columns(source=source, tenant=tenant))
+
+
+def bronze_columns(*, source: str, tenant: str) -> Selections:
+    """The selections that make bronze rows of Kafka records, all but the time of the commit.
 
     A record without our headers gets its envelope from the broker: its coordinates as id (marked with ``@``), the
-    broker's time as time of receipt.
+    broker's time as time of receipt. The records are of :data:`RECORDS`.
 
     Args:
-        records: ``key, value, headers, topic, partition, offset, timestamp`` as Spark's Kafka source gives them.
         source, tenant: for records that do not say them.
     """
     envelope = {name: _header(name) for name in names.HEADER_NAMES}
@@ -273,26 +277,30 @@ def to_bronze(records: DataFrame, *, source: str, tenant: str) -> DataFrame:
     micros = envelope[names.RECEIVED_AT].cast("bigint")
     weight = envelope[names.WEIGHT].cast("double")  # anybody may send a header
     received_at = F.when(micros.between(0, _LAST_MICROS), F.timestamp_micros(micros))
-    marked = records.withColumn("plain", _is_plain())
-    return marked.withColumn("h", F.when(~F.col("plain"), F.map_from_entries("headers"))).select(
-        F.coalesce(envelope[names.EVENT_ID], coordinates).alias("event_id"),
-        F.coalesce(envelope[names.SOURCE], F.lit(source)).alias("source"),
-        F.coalesce(envelope[names.TENANT], F.lit(tenant)).alias("tenant"),
-        F.coalesce(received_at, F.col("timestamp")).alias("received_at"),
-        F.coalesce(envelope[names.COLLECTOR], F.lit("@broker")).alias("collector"),
-        F.coalesce(envelope[names.FINGERPRINT], F.concat(F.lit("md5:"), F.md5("value"))).alias("fingerprint"),
-        envelope[names.SUSPECT].isNotNull().alias("suspect"),
-        envelope[names.REJECT].alias("reject"),
-        others.cast("map<string,binary>").alias("headers"),
-        F.col("key"),
-        F.col("value").alias("payload"),
-        F.col("topic"),
-        F.col("partition"),
-        F.col("offset"),
-        F.col("timestamp").alias("broker_time"),
-        F.lit("stream").alias("origin"),
-        F.coalesce(F.when(weight.between(1, _MOST_WEIGHT), weight), F.lit(1.0)).alias("weight"),
-    )
+    columns = {
+        "event_id": F.coalesce(envelope[names.EVENT_ID], coordinates),
+        "source": F.coalesce(envelope[names.SOURCE], F.lit(source)),
+        "tenant": F.coalesce(envelope[names.TENANT], F.lit(tenant)),
+        "received_at": F.coalesce(received_at, F.col("timestamp")),
+        "collector": F.coalesce(envelope[names.COLLECTOR], F.lit("@broker")),
+        "fingerprint": F.coalesce(envelope[names.FINGERPRINT], F.concat(F.lit("md5:"), F.md5("value"))),
+        "suspect": envelope[names.SUSPECT].isNotNull(),
+        "reject": envelope[names.REJECT],
+        "headers": others.cast("map<string,binary>"),
+        "key": F.col("key"),
+        "payload": F.col("value"),
+        "topic": F.col("topic"),
+        "partition": F.col("partition"),
+        "offset": F.col("offset"),
+        "broker_time": F.col("timestamp"),
+        "origin": F.lit("stream"),
+        "weight": F.coalesce(F.when(weight.between(1, _MOST_WEIGHT), weight), F.lit(1.0)),
+    }
+    return [
+        ["*", _is_plain().alias("plain")],
+        ["*", F.when(~F.col("plain"), F.map_from_entries("headers")).alias("h")],
+        [column.alias(name) for name, column in columns.items()],
+    ]
 
 
 def _is_plain() -> Column:

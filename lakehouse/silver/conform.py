@@ -19,6 +19,7 @@ from pyspark.sql.types import StructType
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline import Source, Template
 from lakehouse.contract.pipeline.expectations import HALT, QUARANTINE, WARN
+from lakehouse.prepared import Selections, selected
 
 # What every event has beside the fields of its payload; SQL of products may use them.
 ENVELOPE_COLUMNS = ("event_id", "source", "tenant", "received_at", "event_time", "origin", "weight")
@@ -30,6 +31,7 @@ _HIDDEN = (
 CARRIED = ("event_id", "collector", "reject", "headers", "key", "broker_time")
 """Bronze columns that an event does not have, or not as bronze has them."""
 
+_OF_BRONZE = ("event_id", "source", "tenant", "received_at", "origin", "payload", "fingerprint", "suspect", "reject")
 _CORRUPT = "_corrupt_record"
 MISFIT = "does not fit the schema"
 _FIRST_TIME, _LAST_TIME = datetime(1, 1, 2, tzinfo=UTC), datetime(9999, 1, 1, tzinfo=UTC)
@@ -73,37 +75,36 @@ def conform(bronze: DataFrame, source: Source, *, carried: Sequence[str] = ()) -
         has such expectations, also ``warned`` (names, or null) and ``halted`` (the first name, or null): what a valid
         event fails that does not refuse it.
     """
+    return selected(bronze, conforming(source, carried=carried))
+
+
+def conforming(source: Source, *, carried: Sequence[str] = ()) -> Selections:
+    """The selections that :func:`conform` makes."""
     schema = payload_schema(source)
     text = F.col("payload").cast("string")
     options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": _CORRUPT}
-    parsed = bronze.withColumn("j", F.from_json(text, f"{source.schema}, {_CORRUPT} STRING", options))
-    fields = [F.col("j")[name].alias(name) for name in schema.fieldNames()]
-    kept: list[str | Column] = ["event_id", "source", "tenant", "received_at", "origin", "payload", "fingerprint"]
-    kept += ["suspect", "reject"]
-    weight = F.col("weight") if "weight" in bronze.columns else F.lit(None)  # a version from before there was one
-    kept.append(F.coalesce(weight, F.lit(1.0)).alias("weight"))
-    place = ["topic", "partition", "offset", "bronze_at"]
+    parsed = F.from_json(text, f"{source.schema}, {_CORRUPT} STRING", options).alias("j")
     corrupt = F.when(F.col("j").isNull(), text).otherwise(F.col("j")[_CORRUPT])  # null for an empty text
-    kept += [
-        F.from_json(F.col("headers")[name].cast("string"), "map<string,string>").alias(name) for name in source.enrich
-    ]
-    passed = [f"_bronze_{name}" for name in carried]
-    flat = parsed.select(
-        *fields,
-        corrupt.alias(_CORRUPT),
-        *kept,
-        *place,
-        *[F.col(name).alias(alias) for name, alias in zip(carried, passed, strict=True)],
-    )
+    place = ["topic", "partition", "offset", "bronze_at"]
+    passed = {f"_bronze_{name}": F.col(name) for name in carried}
+    flat = {
+        **{name: F.col("j")[name] for name in schema.fieldNames()},
+        _CORRUPT: corrupt,
+        **{name: F.from_json(F.col("headers")[name].cast("string"), "map<string,string>") for name in source.enrich},
+        **{name: F.col(name) for name in _OF_BRONZE},
+        "weight": F.coalesce("weight", F.lit(1.0)),
+        **{name: F.col(name) for name in place},
+        **passed,
+    }
+    named: dict[str, Column] = {name: F.col(name) for name in flat}
     if source.event_id_template is not None:
         # Marked: the record came without an envelope, and bronze had only the broker's coordinates to name it by.
         given = F.when(F.col("event_id").startswith("@"), _from_template(source.event_id_template))
-        flat = flat.withColumn("event_id", F.coalesce(given, "event_id"))
-    judged = flat.withColumn("reason", _reason(source, schema))
+        named["event_id"] = F.coalesce(given, "event_id")
     valid = F.col("reason").isNull()
     # A rejected copy must not stand in the way of a valid one with the same id.
     identity = F.concat_ws("\x1f", "source", "tenant", "event_id", F.when(~valid, F.col("fingerprint")))
-    return judged.select(
+    events: list[str | Column] = [
         *schema.fieldNames(),
         *source.enrich,
         *[c for c in ENVELOPE_COLUMNS if c != "event_time"],
@@ -116,7 +117,14 @@ def conform(bronze: DataFrame, source: Source, *, carried: Sequence[str] = ()) -
         F.unhex(F.md5(identity.cast("binary"))).alias("dedupe_key"),
         *[column.alias(name) for name, column in _remarks(source, valid).items()],
         *passed,
-    )
+    ]
+    return [
+        ["*", parsed],
+        [column.alias(name) for name, column in flat.items()],
+        [column.alias(name) for name, column in named.items()],
+        ["*", _reason(source, schema).alias("reason")],
+        events,
+    ]
 
 
 def _reason(source: Source, schema: StructType) -> Column:

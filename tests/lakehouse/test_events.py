@@ -15,6 +15,7 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.pandas.types import from_arrow_schema
 
+from lakehouse.bronze.query import RECORDS
 from lakehouse.bronze.seen import JUDGED
 from lakehouse.bronze.table import COLUMNS
 from lakehouse.contract.errors import ConfigError
@@ -22,13 +23,13 @@ from lakehouse.contract.pipeline import Pipeline, Product
 from lakehouse.contract.pipeline.expectations import WARN, Expectation
 from lakehouse.events import (
     Events,
-    LongEvents,
-    SmallQueries,
+    LocalQueries,
+    SparkEvents,
     as_bronze,
     check_repeatable,
     columns_read,
     compiled_session,
-    kept,
+    materialized,
 )
 from lakehouse.operators import operator_of
 from lakehouse.prepared import PreparedQuery, Table
@@ -78,9 +79,9 @@ def pipeline(tmp_path: Path) -> Pipeline:
 
 
 @pytest.fixture
-def queries(spark: SparkSession, pipeline: Pipeline) -> Iterator[SmallQueries]:
+def queries(spark: SparkSession, pipeline: Pipeline) -> Iterator[LocalQueries]:
     products = list(pipeline.products.values())
-    found = SmallQueries(spark, pipeline.sources["clicks"], products, list(map(operator_of, products)), SEEN, "default")
+    found = LocalQueries(spark, pipeline.sources["clicks"], products, list(map(operator_of, products)), SEEN, "default")
     yield found
     found.close()
 
@@ -96,22 +97,22 @@ def in_order(rows: pa.Table) -> list[str]:
     return sorted(json.dumps(row, default=str, sort_keys=True) for row in rows.to_pylist())
 
 
-def results(events: Events, queries: SmallQueries, since: int) -> dict[str, list[str]]:
+def results(events: Events, queries: LocalQueries, since: int) -> dict[str, list[str]]:
     """All that products and tables take of the events; sketches by what Spark's bytes are."""
     partials = [partial() for partial in events.partials(queries.operators, since)]
     found = {f"partial {number}": in_order(rows) for number, rows in enumerate(partials)}
     return {**found, "rejected": in_order(events.rejected()), "warned": in_order(events.warned())}
 
 
-def test_small_and_long_batches_are_the_same(spark: SparkSession, pipeline: Pipeline, queries: SmallQueries) -> None:
+def test_small_and_long_batches_are_the_same(spark: SparkSession, pipeline: Pipeline, queries: LocalQueries) -> None:
     assert queries.usable
     bronze = rows_of_bronze()
     frame = spark.createDataFrame(bronze, from_arrow_schema(COLUMNS))
     source = pipeline.sources["clicks"]
     small = queries.of_bronze(bronze)
     events = queries.narrowed(conform(frame, source, carried=CARRIED), *COLUMNS.names).coalesce(1)
-    with kept(events) as rows:
-        long = LongEvents(rows, source)
+    with materialized(events) as rows:
+        long = SparkEvents(rows, source)
         assert in_order(small.columns(SEEN)) == in_order(long.columns(SEEN))
         assert as_bronze(rows).toArrow().sort_by("offset").select(["event_id", "reject", "payload"]) == bronze.sort_by(
             "offset"
@@ -126,7 +127,7 @@ def test_small_and_long_batches_are_the_same(spark: SparkSession, pipeline: Pipe
 
 
 def test_views_of_the_sources_name_do_not_disturb_the_queries(
-    pipeline: Pipeline, queries: SmallQueries, monkeypatch: pytest.MonkeyPatch
+    pipeline: Pipeline, queries: LocalQueries, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A build registers a view of the source's name too, and may do so while the queries are planned."""
     planned = queries._union
@@ -149,7 +150,8 @@ def test_views_of_the_sources_name_do_not_disturb_the_queries(
     assert counted == columns.num_rows - sum(columns["rejected"].to_pylist()) > 0
 
 
-def test_records_of_kafka_are_what_bronze_gives_back(pipeline: Pipeline, queries: SmallQueries) -> None:
+def test_records_of_kafka_are_what_bronze_gives_back(pipeline: Pipeline, queries: LocalQueries) -> None:
+    """Whether the driver has their bytes parsed, or Spark parses them where it has read them."""
     records = [record for record in mixture(0, 40) if record.event_id is not None]
     headers = [[{"key": key, "value": value} for key, value in record.headers()] for record in records]
     table = pa.table(
@@ -174,9 +176,18 @@ def test_records_of_kafka_are_what_bronze_gives_back(pipeline: Pipeline, queries
     again = queries.of_bronze(whole.select(COLUMNS.names).cast(COLUMNS)).columns(("dedupe_key", "reason", "event_time"))
     assert events.select(["dedupe_key", "reason", "event_time"]).equals(again.drop_columns("rejected"))
 
+    frame = queries.session.createDataFrame(table, from_arrow_schema(RECORDS))
+    # Of another source and tenant too: those travel, the usual ones do not.
+    for tenant in ("default", "another"):
+        queries._tenant = tenant
+        long_events, long_bronze = queries.of_batch(frame.coalesce(1))
+        assert long_bronze.select(bronze.schema.names).cast(bronze.schema).equals(bronze)
+        assert long_events.select(events.schema.names).cast(events.schema).equals(events)
+        del queries._batch_columns
+
 
 def test_a_source_without_products(spark: SparkSession, pipeline: Pipeline) -> None:
-    queries = SmallQueries(spark, pipeline.sources["clicks"], [], [], SEEN, "default")
+    queries = LocalQueries(spark, pipeline.sources["clicks"], [], [], SEEN, "default")
     queries.plan()
     for rehearsal in queries.rehearsals():
         rehearsal()
@@ -214,7 +225,7 @@ def test_events_are_read_once_and_let_go(spark: SparkSession, tmp_path: Path) ->
     before = held().size()
     # A random number tells two computations apart.
     events = spark.read.schema(kind).parquet(file).withColumn("once", F.rand())
-    with kept(events) as same:
+    with materialized(events) as same:
         first = same.orderBy("id").toArrow()
         assert held().size() == before + 1
         assert same.orderBy("id").toArrow().equals(first)

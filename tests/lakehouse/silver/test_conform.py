@@ -68,8 +68,6 @@ def test_a_valid_event(spark: SparkSession) -> None:
 
 def test_the_weight_of_an_event(spark: SparkSession) -> None:
     assert [row["weight"] for row in conformed(spark, CLICKS, [valid()] * 2, weight=[None, 10.0])] == [1.0, 10.0]
-    older = spark.createDataFrame(bronze_rows([valid()]).drop_columns(["weight"]))  # a version from before it
-    assert conform(older, CLICKS).toArrow()["weight"].to_pylist() == [1.0]
     assert set(SQL_COLUMNS) == set(ENVELOPE_COLUMNS)
 
 
