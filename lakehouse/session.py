@@ -24,7 +24,7 @@ from lakehouse.contract.settings import Settings
 JVM_OPTIONS = (
     "-XX:ReservedCodeCacheSize=256m -XX:+UseSerialGC -Xss2m "
     # A batch on its way to Python is large and short-lived: it must fit the young generation.
-    "-Xms1g -XX:NewRatio=1 "
+    "-XX:InitialRAMPercentage=4 -XX:NewRatio=1 "
     # C2 compiles what runs eight times as often as it would have to by default: it is worth its CPU for what runs with
     # each event, and not for what runs while the driver starts.
     "-XX:Tier4InvocationThreshold=40000 -XX:Tier4MinInvocationThreshold=8000 -XX:Tier4CompileThreshold=80000 "
