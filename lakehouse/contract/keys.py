@@ -12,7 +12,6 @@ import dataclasses
 import fcntl
 import hashlib
 import hmac
-import json
 import logging
 import os
 import secrets
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from lakehouse.contract.errors import ConfigError
-from lakehouse.contract.tomlfile import build, read_toml
+from lakehouse.contract.tomlfile import build, read_toml, toml_text
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +140,7 @@ class KeyFile(Generic[K]):
             handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write("# API keys: hashes, made and revoked with `millrace keys`.\n")
-                file.writelines(_toml(name, key) for name, key in keys.items())
+                file.writelines(toml_text(_said(key), f"keys.{name}") for name, key in keys.items())
                 file.flush()
                 os.fsync(handle)
             draft.replace(path)
@@ -213,23 +212,17 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
+def _said(key: Key) -> dict[str, Any]:
+    values = dataclasses.asdict(key)
+    return {name: value for name, value in values.items() if name != "id" and value not in ("", 0, (), {}, False)}
+
+
 def _stamp(path: Path) -> tuple[int, int, int] | None:
     try:
         found = path.stat()
     except FileNotFoundError:
         return None
     return found.st_ino, found.st_mtime_ns, found.st_size
-
-
-def _toml(name: str, key: Key) -> str:
-    values = {n: v for n, v in dataclasses.asdict(key).items() if n != "id" and v not in ("", 0, (), {}, False)}
-    plain = "".join(f"{n} = {json.dumps(v)}\n" for n, v in values.items() if not isinstance(v, dict))
-    inner = {n: v for n, v in values.items() if isinstance(v, dict)}
-    tables = [
-        f"[keys.{name}.{n}]\n" + "".join(f"{json.dumps(k)} = {json.dumps(each)}\n" for k, each in v.items())
-        for n, v in inner.items()
-    ]
-    return f"\n[keys.{name}]\n{plain}{''.join(tables)}"
 
 
 class TokenBucket:

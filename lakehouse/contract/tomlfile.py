@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import re
 import tomllib
 import types
@@ -32,6 +33,29 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError("there is no such file", file=path) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"not valid TOML: {error}", file=path) from None
+
+
+def toml_text(values: Mapping[str, Any], at: str = "") -> str:
+    """The TOML of texts, numbers, truth values, lists and tables of them.
+
+    Args:
+        at: the table that they stand in.
+    """
+    tables = {name: value for name, value in values.items() if isinstance(value, Mapping)}
+    lines = [f"[{at}]"] if at else []
+    lines += [f"{_key(name)} = {_value(value)}" for name, value in values.items() if name not in tables]
+    text = "\n".join([*lines, ""])
+    return text + "".join(toml_text(table, f"{at}.{name}" if at else name) for name, table in tables.items())
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(map(_value, value))}]"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def duration_ms(text: str) -> int:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import re
-
 import sqlglot
 from sqlglot import exp
 
 from lakehouse.contract.pipeline import Product
+from lakehouse.contract.sql.spark import WINDOW, spark_text
 from lakehouse.errors import BadProduct
 
-WINDOW = "window_of"  # what the function `window` is called in a parsed query
+__all__ = ["WINDOW", "check_rows", "parse", "tree_of"]
+
 _SEES_OTHER_ROWS = (exp.Join, exp.Window, exp.Except, exp.Intersect)
 _CLAUSES = ("distinct", "group", "having", "limit", "order")
 
@@ -29,8 +29,7 @@ def parse(product: Product) -> exp.Expr:
 
 def tree_of(sql: str) -> exp.Expr:
     """A query in Spark's dialect as a tree."""
-    # sqlglot takes a leading `window` in GROUP BY for the WINDOW clause; any other name serves to look at the columns.
-    return sqlglot.parse_one(re.sub(r"\bwindow(?=\s*\()", WINDOW, sql, flags=re.IGNORECASE), dialect="spark")
+    return sqlglot.parse_one(spark_text(sql), dialect="spark")
 
 
 def check_rows(tree: exp.Expr, product: Product, *, aggregated: exp.Select | None = None) -> None:

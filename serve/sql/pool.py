@@ -7,15 +7,15 @@ import contextlib
 import logging
 import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
+import msgspec
 
 from lakehouse.contract.settings import Settings
 from serve.core.model import Principal
 from serve.errors import RequestError
+from serve.sql.statement import Statement, StatementResult
 from serve.sql.worker import LENGTH, READY, packed
 
 log = logging.getLogger(__name__)
@@ -24,19 +24,6 @@ TIMEOUT = 4408
 _START_S = 60.0
 _WAITING = 4  # waiting statements, for each worker
 _ROOT = Path(__file__).parents[2]
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """The result of a statement.
-
-    Attributes:
-        head: columns, number of rows, whether there were more, versions of tables.
-        body: JSON array, or Arrow IPC stream.
-    """
-
-    head: dict[str, Any]
-    body: bytes
 
 
 class Workers:
@@ -65,27 +52,19 @@ class Workers:
             await _killed(process)
         self._idle.clear()
 
-    def start(
-        self, sql: str, principal: Principal, *, as_of: str = "", rows: int | None = None, arrow: bool = False
-    ) -> asyncio.Task[Result]:
-        """Run a statement as a task; cancelling it at any time ends its process. See :meth:`run`."""
-        task = asyncio.create_task(self.run(sql, principal, as_of=as_of, rows=rows, arrow=arrow))
+    def start(self, sql: str, principal: Principal, **options: Any) -> asyncio.Task[StatementResult]:
+        """Run a statement as a task; cancelling it at any time ends its process. Arguments as for :meth:`run`."""
+        task = asyncio.create_task(self.run(sql, principal, **options))
         task.add_done_callback(self._ended)
         return task
 
-    def _ended(self, task: asyncio.Task[Result]) -> None:
+    def _ended(self, task: asyncio.Task[StatementResult]) -> None:
         if task.cancelled():  # possibly before it started
             self.counts["cancelled"] += 1
 
     async def run(
-        self,
-        sql: str,
-        principal: Principal,
-        *,
-        as_of: str = "",
-        rows: int | None = None,
-        arrow: bool = False,
-    ) -> Result:
+        self, sql: str, principal: Principal, *, as_of: str = "", rows: int | None = None, arrow: bool = False
+    ) -> StatementResult:
         """Run a statement. Cancelling ends it, with its process.
 
         Raises:
@@ -95,38 +74,31 @@ class Workers:
         if self._asked >= serve.max_sql * (1 + _WAITING):
             self.counts["busy"] += 1
             raise RequestError(RequestError.FULL, "busy", f"{self._asked} statements run or wait; ask again")
-        limits = {
-            "seconds": serve.sql_timeout_s,
-            "memory_mb": serve.sql_memory_mb,
-            "rows": min(rows or serve.sql_rows, serve.sql_rows),
-            "size": serve.sql_bytes,
-        }
-        rights = {
-            "tables": None if principal.tables is None else sorted(principal.tables),
-            "rows": dict(principal.rows),
-        }
-        request = {
-            "lake": str(self._settings.lake),
-            "sql": sql,
-            "as_of": as_of,
-            "arrow": arrow,
-            "principal": rights,
-            "limits": limits,
-        }
+        statement = Statement(
+            self._settings.lake,
+            sql,
+            principal,
+            as_of,
+            min(rows or serve.sql_rows, serve.sql_rows),
+            serve.sql_bytes,
+            serve.sql_memory_mb,
+            serve.sql_timeout_s,
+            arrow,
+        )
         self._asked += 1
         try:
             async with self._slots:
-                return await self._run(packed(request))
+                return await self._run(packed(statement))
         finally:
             self._asked -= 1
 
-    async def _run(self, request: bytes) -> Result:
+    async def _run(self, statement: bytes) -> StatementResult:
         process = self._idle.pop() if self._idle else await _started()
         seconds = self._settings.serve.sql_timeout_s
         usable = False
         try:
             async with asyncio.timeout(seconds):
-                head, body = await _exchange(process, request)
+                answer = await _exchange(process, statement)
             usable = True
         except TimeoutError:
             self.counts["timeout"] += 1
@@ -140,13 +112,12 @@ class Workers:
                 self._idle.append(process)
             else:
                 await asyncio.shield(_killed(process))
-        if head["code"]:
+        if answer.code:
             self.counts["failed"] += 1
-            close = RequestError.NOT_FOUND if head["code"] == "no_such_table" else RequestError.BAD_REQUEST
-            remedy = f". {head['remedy']}" if head["remedy"] else ""
-            raise RequestError(close, head["code"], head["detail"] + remedy)
+            close = RequestError.NOT_FOUND if answer.code == "no_such_table" else RequestError.BAD_REQUEST
+            raise RequestError(close, answer.code, answer.detail)
         self.counts["done"] += 1
-        return Result(head, body)
+        return answer
 
 
 async def _started() -> asyncio.subprocess.Process:
@@ -172,13 +143,12 @@ async def _started() -> asyncio.subprocess.Process:
     return process
 
 
-async def _exchange(process: asyncio.subprocess.Process, request: bytes) -> tuple[dict[str, Any], bytes]:
+async def _exchange(process: asyncio.subprocess.Process, statement: bytes) -> StatementResult:
     assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(request)
+    process.stdin.write(statement)
     await process.stdin.drain()
-    head, body = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
-    content: dict[str, Any] = orjson.loads(await process.stdout.readexactly(head))
-    return content, await process.stdout.readexactly(body)
+    (length,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
+    return msgspec.msgpack.decode(await process.stdout.readexactly(length), type=StatementResult)
 
 
 async def _killed(process: asyncio.subprocess.Process) -> None:

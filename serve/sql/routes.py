@@ -14,7 +14,8 @@ from starlette.routing import BaseRoute, Route
 from serve.core.values import to_json
 from serve.errors import RequestError
 from serve.push.request import admitted, hung_up, json_body
-from serve.sql.pool import Result, Workers
+from serve.sql.pool import Workers
+from serve.sql.statement import StatementResult
 
 ARROW = "application/vnd.apache.arrow.stream"
 _MAX_SQL = 65_536
@@ -61,15 +62,14 @@ async def run(request: Request) -> Response:
 ROUTES: list[BaseRoute] = [Route("/v1/sql", run, methods=["POST"])]
 
 
-def _answer(result: Result, arrow: bool) -> Response:
-    head = result.head
-    headers = {"Cache-Control": "no-store", "Millrace-Truncated": "true" if head["truncated"] else "false"}
+def _answer(result: StatementResult, arrow: bool) -> Response:
+    headers = {"Cache-Control": "no-store", "Millrace-Truncated": "true" if result.truncated else "false"}
     if arrow:
         return Response(result.body, headers=headers, media_type=ARROW)
     content = {
-        "columns": [{"name": name, "type": kind} for name, kind in head["columns"]],
+        "columns": [{"name": name, "type": kind} for name, kind in result.columns],
         "rows": orjson.Fragment(result.body),
-        "truncated": head["truncated"],
-        "versions": head["versions"],
+        "truncated": result.truncated,
+        "versions": result.versions,
     }
     return Response(to_json(content), headers=headers, media_type="application/json")

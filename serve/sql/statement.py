@@ -71,6 +71,7 @@ class Statement:
         as_of: version or time for tables without one in the text; empty: the newest.
         rows, size: bounds of the answer; size in bytes.
         memory_mb: of DuckDB.
+        seconds: after which whoever runs it ends it.
         arrow: whether the answer is an Arrow IPC stream, else JSON.
         trusted: run the text itself where no table has a moment, not what sqlglot makes of it.
     """
@@ -82,6 +83,7 @@ class Statement:
     rows: int = 100_000
     size: int = 67_108_864
     memory_mb: int = 512
+    seconds: float = 60.0
     arrow: bool = False
     trusted: bool = False
 
@@ -96,13 +98,16 @@ class StatementResult:
         rows: how many.
         truncated: whether there were more than the bounds allow.
         versions: of each table that was read.
+        code, detail: of a refusal or failure, for programs and for people; empty: it succeeded.
     """
 
-    body: bytes
+    body: bytes = b""
     columns: list[tuple[str, str]] = field(default_factory=list)
     rows: int = 0
     truncated: bool = False
     versions: dict[str, int] = field(default_factory=dict)
+    code: str = ""
+    detail: str = ""
 
 
 def run(statement: Statement) -> StatementResult:
@@ -295,7 +300,7 @@ def _folded(connection: duckdb.DuckDBPyConnection, fold: Fold, raw: str, rows: A
 
 def _answer(statement: Statement, schema: pa.Schema, batches: Any) -> StatementResult:
     """The rows within the bounds."""
-    answer = StatementResult(b"", [(column.name, str(column.type)) for column in schema])
+    answer = StatementResult(columns=[(column.name, str(column.type)) for column in schema])
     sink = pa.BufferOutputStream() if statement.arrow else None
     writer = pa.ipc.new_stream(sink, schema) if sink is not None else None
     texts: list[bytes] = []

@@ -35,7 +35,7 @@ from lakehouse.contract.sql.spark import (
     parse_query,
     to_spark,
 )
-from lakehouse.contract.tomlfile import build, read_toml
+from lakehouse.contract.tomlfile import build, read_toml, toml_text
 
 OWNER = "@queries"  # in the property millrace.pipeline of a table that a query made
 STARTS = ("now", "start")
@@ -165,12 +165,7 @@ class Declared(Generic[T]):
         values: dict[str, Any] = {
             f.metadata.get("key", f.name): getattr(item, f.name) for f in fields(item) if f.name != "name"
         }
-        tables: dict[str, Mapping[str, Any]] = {k: value for k, value in values.items() if isinstance(value, Mapping)}
-        lines = [f"{key} = {_toml(value)}" for key, value in values.items() if key not in tables]
-        for key, inner in tables.items():
-            lines.append(f"[{key}]")
-            lines += [f"{name} = {_toml(inner[name])}" for name in inner]
-        return self._temporary("\n".join(lines) + "\n")
+        return self._temporary(toml_text(values))
 
     def _temporary(self, text: str) -> Path:
         handle, name = tempfile.mkstemp(dir=self.folder, prefix=".new-")
@@ -179,12 +174,6 @@ class Declared(Generic[T]):
             file.flush()
             os.fsync(file.fileno())
         return Path(name)
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(map(_toml, value))}]"
-    return json.dumps(value, ensure_ascii=False)  # what TOML takes too, of text, numbers and truth
 
 
 def added_products(lake: Lake, source: str) -> list[tuple[Product, int]]:

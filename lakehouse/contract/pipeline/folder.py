@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -199,56 +199,31 @@ class Pipeline:
                 if name in seen:
                     raise ConfigError("the name is taken", key=f"{kind}.{name}", remedy="Names of tables are unique")
                 seen.add(name)
+        derived = {**self.products, **self.views}
         for name, product in self.products.items():
-            if product.source not in self.sources:
-                raise ConfigError(
-                    f"there is no source {product.source!r}",
-                    key=f"products.{name}.source",
-                    remedy=f"Sources: {', '.join(self.sources)}",
-                )
+            at = f"products.{name}"
+            _known("source", product.source, self.sources, f"{at}.source")
             if product.operator == "join" and (product.right == product.source or product.right not in self.sources):
                 raise ConfigError(
                     f"{product.right!r} is not another source",
-                    key=f"products.{name}.right",
+                    key=f"{at}.right",
                     remedy=f"Sources: {', '.join(other for other in self.sources if other != product.source)}",
                 )
-            if product.confirm and product.confirm.partition(".")[0] not in self.products:
-                raise ConfigError(
-                    f"there is no product {product.confirm.partition('.')[0]!r}",
-                    key=f"products.{name}.confirm",
-                    remedy=f"Products: {', '.join(self.products)}",
-                )
+            if product.confirm:
+                _known("product", product.confirm.partition(".")[0], self.products, f"{at}.confirm")
             if not product.lateness and self.sources[product.source].lateness:
                 self.products[name] = replace(product, lateness=self.sources[product.source].lateness)
         for name, source in self.sources.items():
-            if source.answer is not None and source.answer.product not in {**self.products, **self.views}:
-                raise ConfigError(
-                    f"there is no product {source.answer.product!r}",
-                    key=f"sources.{name}.answer.product",
-                    remedy=f"Products: {', '.join(self.products)}",
-                )
+            if source.answer is not None:
+                _known("product", source.answer.product, derived, f"sources.{name}.answer.product")
         for name, copy in self.staging.items():
-            if copy.product not in self.products and copy.product not in self.views:
-                raise ConfigError(
-                    f"there is no product {copy.product!r}",
-                    key=f"staging.{name}.product",
-                    remedy=f"Products: {', '.join(self.products)}",
-                )
-        self._check_views()
-
-    def _check_views(self) -> None:
-        derived = {**self.products, **self.views}
-        for kind, declared in (("products", self.views), ("alerts", self.alerts)):
-            for name, item in declared.items():
-                if not NAME_PATTERN.fullmatch(name):
-                    raise ConfigError("not a name", key=f"{kind}.{name}", remedy="Use [a-z][a-z0-9_]*")
-                key, wanted = ("product", item.product) if isinstance(item, Alert) else ("from", item.base)
-                if wanted not in derived:
-                    raise ConfigError(
-                        f"there is no product {wanted!r}",
-                        key=f"{kind}.{name}.{key}",
-                        remedy=f"Products: {', '.join(derived)}",
-                    )
+            _known("product", copy.product, derived, f"staging.{name}.product")
+        for name, view in self.views.items():
+            _known("product", view.base, derived, f"products.{name}.from")
+        for name, alert in self.alerts.items():
+            if not NAME_PATTERN.fullmatch(name):
+                raise ConfigError("not a name", key=f"alerts.{name}", remedy="Use [a-z][a-z0-9_]*")
+            _known("product", alert.product, derived, f"alerts.{name}.product")
         in_order(self.views)
 
     @property
@@ -264,6 +239,12 @@ class Pipeline:
     def joins(self) -> list[Product]:
         """Products that derive from two sources, in the order of the file."""
         return [p for p in self.products.values() if p.operator == "join"]
+
+
+def _known(kind: str, name: str, known: Mapping[str, Any], key: str) -> None:
+    if name not in known:
+        remedy = f"{kind.capitalize()}s: {', '.join(known)}"
+        raise ConfigError(f"there is no {kind} {name!r}", key=key, remedy=remedy)
 
 
 def load_pipeline(folder: Path) -> Pipeline:

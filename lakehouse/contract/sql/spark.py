@@ -7,14 +7,14 @@ another answer when it is asked again (``now``, ``rand``, ``uuid``) is in neithe
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+
+import sqlglot
+from sqlglot import exp
 
 from lakehouse.contract.errors import QueryRefused
-
-if TYPE_CHECKING:
-    from sqlglot import exp
 
 MAX_DEPTH = 100
 
@@ -58,6 +58,12 @@ _UNREPEATABLE = _names(
     "monotonically_increasing_id spark_partition_id input_file_name",
 )
 
+# QueryTransform starts a program; the others write, wait, give hints, or leave something open.
+_NEVER = (
+    exp.QueryTransform, exp.Into, exp.Hint, exp.Lock, exp.Parameter, exp.Placeholder, exp.Command, exp.TableSample,
+    exp.DML, exp.DDL, exp.Set, exp.Pragma, exp.Use, exp.Kill,
+)  # fmt: skip
+
 WINDOW = "window_of"  # what the function `window` is called in a parsed query
 
 
@@ -67,8 +73,6 @@ def parse_query(sql: str, *, max_bytes: int) -> exp.Query:
     Raises:
         QueryRefused: it is too long, is not SQL, is more than one statement, or is not a SELECT.
     """
-    from sqlglot import exp
-
     tree = _one(sql, max_bytes)
     if not isinstance(tree, exp.Query):
         raise QueryRefused("sql", "only a SELECT is taken", "Write one SELECT")
@@ -81,8 +85,6 @@ def parse_condition(sql: str, *, max_bytes: int = 4_000) -> exp.Expr:
     Raises:
         QueryRefused: it is not an expression, or asks for what an expression of a row may not.
     """
-    from sqlglot import exp
-
     tree = _one(f"SELECT {sql}\n", max_bytes + 8)
     plain = isinstance(tree, exp.Select) and len(tree.expressions) == 1
     if not plain or any(value for name, value in tree.args.items() if name not in ("expressions", "kind")):
@@ -96,17 +98,12 @@ def parse_condition(sql: str, *, max_bytes: int = 4_000) -> exp.Expr:
 
 
 def _one(sql: str, max_bytes: int) -> exp.Expr:
-    import sqlglot
-    from sqlglot import exp
-
     if len(sql.encode()) > max_bytes:
         raise QueryRefused("quota", f"the SQL has more than {max_bytes} bytes", "Shorten it")
     if any((ord(c) < 32 and c not in "\n\r\t") or ord(c) == 127 for c in sql):
         raise QueryRefused("sql", "the SQL has control characters")
-    # sqlglot takes a leading `window` in GROUP BY for the WINDOW clause; any other name serves to look at the query.
-    text = re.sub(r"\bwindow(?=\s*\()", WINDOW, sql, flags=re.IGNORECASE)
     try:
-        found = [tree for tree in sqlglot.parse(text, dialect="spark") if tree is not None]
+        found = [tree for tree in sqlglot.parse(spark_text(sql), dialect="spark") if tree is not None]
     except sqlglot.errors.SqlglotError as error:
         raise QueryRefused("sql", f"it is not SQL: {str(error).splitlines()[0]}") from None
     except RecursionError:
@@ -116,18 +113,15 @@ def _one(sql: str, max_bytes: int) -> exp.Expr:
     tree = found[0]
     if _depth(tree) > MAX_DEPTH:
         raise QueryRefused("quota", f"it is nested more than {MAX_DEPTH} deep", "Write it in a simpler way")
-    bad = next((node for node in tree.walk() if isinstance(node, _never()) and not isinstance(node, exp.Query)), None)
+    bad = next((node for node in tree.walk() if isinstance(node, _NEVER) and not isinstance(node, exp.Query)), None)
     if bad is not None:
         raise QueryRefused("sql", f"{_short(bad.sql(dialect='spark'))} is not taken")
     return tree
 
 
-def _never() -> tuple[type[exp.Expr], ...]:
-    from sqlglot import exp
-
-    # QueryTransform starts a program; the others write, wait, give hints, or leave something open.
-    names = "QueryTransform Into Hint Lock Parameter Placeholder Command TableSample DML DDL Set Pragma Use Kill"
-    return tuple(getattr(exp, name) for name in names.split())
+def spark_text(sql: str) -> str:
+    """The text as sqlglot parses it: it takes a leading ``window`` in GROUP BY for the WINDOW clause."""
+    return re.sub(r"\bwindow(?=\s*\()", WINDOW, sql, flags=re.IGNORECASE)
 
 
 def check_relations(tree: exp.Query, allowed: Collection[str]) -> str:
@@ -136,8 +130,6 @@ def check_relations(tree: exp.Query, allowed: Collection[str]) -> str:
     Raises:
         QueryRefused: it reads another, several, or none; or a table function.
     """
-    from sqlglot import exp
-
     defined = {cte.alias for cte in tree.find_all(exp.CTE)}
     found: set[str] = set()
     for table in tree.find_all(exp.Table):
@@ -167,8 +159,6 @@ def check_functions(tree: exp.Expr, allowed: frozenset[str]) -> None:
     Raises:
         QueryRefused: with the function's name.
     """
-    from sqlglot import exp
-
     for node in tree.find_all(exp.Func, exp.Unnest, exp.Lateral):
         name = _name(node)
         if name not in allowed and not isinstance(node, exp.Lateral):
@@ -180,8 +170,6 @@ def check_functions(tree: exp.Expr, allowed: frozenset[str]) -> None:
 
 
 def _name(node: exp.Expr) -> str:
-    from sqlglot import exp
-
     if isinstance(node, exp.Anonymous | exp.AnonymousAggFunc):
         return str(node.name).lower()
     return node.sql_name().lower() if isinstance(node, exp.Func) else type(node).__name__.lower()
@@ -193,10 +181,7 @@ def unrepeatable(sql: str) -> str:
     Args:
         sql: a statement or an expression in Spark's dialect; one that does not parse has none.
     """
-    import sqlglot
-    from sqlglot import exp
-
-    text = re.sub(r"\bwindow(?=\s*\()", WINDOW, sql, flags=re.IGNORECASE)
+    text = spark_text(sql)
     for whole in (text, f"SELECT {text}"):
         try:
             tree = sqlglot.parse_one(whole, dialect="spark")
@@ -212,10 +197,6 @@ def check_columns(tree: exp.Expr, known: Collection[str]) -> None:
     Raises:
         QueryRefused: with the nearest known name.
     """
-    import difflib
-
-    from sqlglot import exp
-
     own = {alias.alias.lower() for alias in tree.find_all(exp.Alias, exp.TableAlias, exp.CTE, exp.Table) if alias.alias}
     own |= {column.name.lower() for alias in tree.find_all(exp.TableAlias) for column in alias.columns}
     own |= {name.name.lower() for made in tree.find_all(exp.Lambda) for name in made.expressions}
@@ -235,8 +216,6 @@ def outputs(tree: exp.Query, *, limit: int) -> tuple[str, ...]:
     Raises:
         QueryRefused: a column has no name, two have one, or there are too many.
     """
-    from sqlglot import exp
-
     columns = list(tree.selects)
     if any(column.is_star for column in columns):
         return ()
@@ -254,8 +233,6 @@ def outputs(tree: exp.Query, *, limit: int) -> tuple[str, ...]:
 
 def grouped(tree: exp.Query) -> tuple[str, ...]:
     """The columns by which its rows are told apart: those of a GROUP BY that are no aggregates; else none."""
-    from sqlglot import exp
-
     if not isinstance(tree, exp.Select) or tree.args.get("group") is None:
         return ()
     return tuple(c.alias_or_name for c in tree.expressions if not c.find(exp.AggFunc, exp.Window) and not c.is_star)
