@@ -1,4 +1,4 @@
-"""A driver that does once what drivers do, and writes its classes' archive when it ends; for :mod:`jobs.local.machine`.
+"""A driver that uses Spark once as drivers do, and writes the archive of its classes (:mod:`jobs.local.machine`).
 
 ``python -m lakehouse.class_archive ARCHIVE FOLDER``
 """
@@ -21,7 +21,7 @@ from lakehouse.session import build_session
 
 
 def main(archive: Path, folder: Path) -> int:
-    """Returns the JVM's exit code, once it has ended."""
+    """Write the archive; returns the exit code of the JVM."""
     from pyspark import SparkContext
 
     settings = load_settings({}, lake=folder / "lake")

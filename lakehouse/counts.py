@@ -1,4 +1,4 @@
-"""What the queries of this process have taken, for Prometheus: counted where a batch ends, served by the driver."""
+"""Counters of the events that the queries of this process took, for Prometheus."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from prometheus_client import Counter
 
 EVENTS = Counter(
     "millrace_lakehouse_events",
-    "Events that a query has taken in: all, and of those further copies and refused ones",
+    "Events that a query took: all, and further copies and refused ones among them",
     ["query", "what"],
     registry=None,
 )
 
 
 def count_batch(query: str, taken: int, *, copies: int = 0, rejected: int = 0) -> None:
-    """Count a batch that is done; one that runs again after a failure is counted again.
+    """Count a finished batch; one that runs again after a failure counts again.
 
     Args:
-        query: the query's name, which is that of its checkpoint.
+        query: name of the query and of its checkpoint.
         taken: events of the batch.
-        copies: of those, further copies of events that were there before.
-        rejected: of the first copies, those that were refused.
+        copies: further copies among them.
+        rejected: refused first copies.
     """
     for what, count in (("taken", taken), ("copies", copies), ("rejected", rejected)):
         EVENTS.labels(query, what).inc(count)

@@ -1,4 +1,4 @@
-"""One writer a table: an advisory lock on a file in the lake, released by the system when its process ends."""
+"""One writer a table: an advisory lock on a file in the lake. The system releases it when the process ends."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class WriterLocks:
     """Holds the writer's locks of several tables; a context manager.
 
     Args:
-        lake: whose tables.
+        lake: lake of the tables.
         names: of the tables.
-        patience_s: how long to wait for a lock that another holds: care of a table holds it for a moment.
+        patience_s: time to wait for a held lock, which maintenance holds for a moment.
     """
 
     def __init__(self, lake: Lake, names: Iterable[str], patience_s: float = 0.0) -> None:

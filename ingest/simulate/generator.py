@@ -1,7 +1,7 @@
 """An endless stream of RSVPs in the shape of Meetup's, from a seed.
 
 The shapes are fitted to real recordings: topics by Zipf's law, most groups in a few countries, late and backward
-``mtime``, RSVPs that are changed or repeated. Names are invented.
+``mtime``, RSVPs that are changed or repeated. Names are invented (``words.toml``).
 
 The stream is made in independent blocks of :data:`BLOCK` events, so any place of it can be produced at once: a player
 resumes a client at event 10,000,000 without making or storing the ten million before it.
@@ -13,14 +13,15 @@ import functools
 import random
 import re
 import time
+import tomllib
 from bisect import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
+from typing import Any
 
 import orjson
-
-from ingest.simulate import vocabulary as words
 
 BLOCK = 1_024
 GROUPS = 2_000
@@ -46,6 +47,24 @@ _EVENTS_AT_ONCE = 2
 _WITHOUT_VENUE = 0.15
 _WITHOUT_TIME = 0.005
 _VENUE_UNPLACED = 0.06
+
+
+WORDS: dict[str, Any] = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True, slots=True)
+class Country:
+    """A country of groups; ``weight`` is its share among groups, ``words`` are names of local groups."""
+
+    code: str
+    weight: float
+    latitude: float
+    longitude: float
+    cities: tuple[str, ...]
+    words: tuple[str, ...] = ()
+
+
+_COUNTRIES = [Country(**fields) for fields in WORDS["countries"]]
 
 
 @dataclass(slots=True)
@@ -166,8 +185,8 @@ def _guests(at: float) -> int:
 def _member(number: int) -> bytes:
     # The multiplication spreads consecutive numbers.
     member_id = number * 2_654_435_761 % 900_000_007
-    first = words.FIRST_NAMES[member_id % len(words.FIRST_NAMES)]
-    last = words.LAST_NAMES[member_id // 64 % len(words.LAST_NAMES)]
+    first = WORDS["first_names"][member_id % len(WORDS["first_names"])]
+    last = WORDS["last_names"][member_id // 64 % len(WORDS["last_names"])]
     photo = b',"photo":"https://photos.invalid/member/%x/thumb_%d.jpeg"' % (member_id % 4_096, member_id)
     value = f'"member":{{"member_id":{member_id},"member_name":"{first} {last}"'.encode()
     return value + (photo if member_id % 19 else b"") + b"}"
@@ -215,11 +234,11 @@ class World:
         topics = _topics(rng)
         # Zipf-Mandelbrot, fitted to the share of RSVPs whose group has the topic at rank 1, 10, 100 and 1,000.
         weights = list(accumulate((rank + 4) ** -0.87 for rank in range(len(topics))))
-        countries = list(accumulate(country.weight for country in words.COUNTRIES))
-        cities = {country.code: _cities(country, rng) for country in words.COUNTRIES}
+        countries = list(accumulate(country.weight for country in _COUNTRIES))
+        cities = {country.code: _cities(country, rng) for country in _COUNTRIES}
         self._groups: list[MeetupGroup] = []
         for number in range(GROUPS):
-            country = words.COUNTRIES[bisect(countries, rng.random() * countries[-1])]
+            country = _COUNTRIES[bisect(countries, rng.random() * countries[-1])]
             self._groups.append(_group(number, country, cities[country.code], topics, weights, rng))
 
     def group(self, at: float) -> int:
@@ -239,9 +258,9 @@ class World:
         slot = int(at * _EVENTS_AT_ONCE)
         rng = random.Random(f"{self._seed} {group_number} {block} {slot}")
         event_id = _event_id(rng)
-        form = rng.choice(words.EVENT_FORMS)
+        form = rng.choice(WORDS["event_forms"])
         event = {
-            "event_name": form.format(topic=group.topic, day=rng.choice(words.DAYS), number=rng.randrange(1, 13)),
+            "event_name": form.format(topic=group.topic, day=rng.choice(WORDS["days"]), number=rng.randrange(1, 13)),
             "event_id": event_id,
         }
         tail = orjson.dumps(event)[:-1]
@@ -258,15 +277,15 @@ class World:
 
 
 def _topics(rng: random.Random) -> list[str]:
-    made = [f"{kind} {thing}" for kind in words.TOPIC_KINDS for thing in words.TOPIC_THINGS]
+    made = [f"{kind} {thing}" for kind in WORDS["topic_kinds"] for thing in WORDS["topic_things"]]
     rng.shuffle(made)
-    return [*words.PLAIN_TOPICS, *words.TOPIC_THINGS, *made]
+    return [*WORDS["plain_topics"], *WORDS["topic_things"], *made]
 
 
-def _cities(country: words.Country, rng: random.Random) -> list[tuple[str, float, float]]:
+def _cities(country: Country, rng: random.Random) -> list[tuple[str, float, float]]:
     names = list(country.cities)
-    if country.code in words.TOWN_COUNTRIES:
-        towns = [a + b for a in words.TOWN_BEGINS for b in words.TOWN_ENDS]
+    if country.code in WORDS["town_countries"]:
+        towns = [a + b for a in WORDS["town_begins"] for b in WORDS["town_ends"]]
         names += rng.sample(towns, min(len(towns), 3 * len(country.cities)))
     spread = {"us": 9.0, "ca": 9.0, "au": 5.0}.get(country.code, 0.8)
     return [
@@ -277,7 +296,7 @@ def _cities(country: words.Country, rng: random.Random) -> list[tuple[str, float
 
 def _group(
     number: int,
-    country: words.Country,
+    country: Country,
     cities: list[tuple[str, float, float]],
     topics: list[str],
     weights: list[float],
@@ -289,7 +308,7 @@ def _group(
     while len(chosen) < count:
         chosen[topics[bisect(weights, rng.random() * weights[-1])]] = None
     main = next(iter(chosen))
-    name = rng.choice(words.GROUP_FORMS).format(city=city, topic=main)
+    name = rng.choice(WORDS["group_forms"]).format(city=city, topic=main)
     if country.words and rng.random() < 0.5:
         name = f"{rng.choice(country.words)} {city}"
     urlname = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-") or f"group-{number}"
@@ -302,8 +321,8 @@ def _group(
         "group_lon": round(longitude, 2),
         "group_urlname": urlname,
     }
-    if country.code in words.STATES:
-        value["group_state"] = rng.choice(words.STATES[country.code])
+    if country.code in WORDS["states"]:
+        value["group_state"] = rng.choice(WORDS["states"][country.code])
     value["group_lat"] = round(latitude, 2)
     return MeetupGroup(name, urlname, main, latitude, longitude, rng.randrange(1_000), orjson.dumps(value))
 
@@ -319,7 +338,7 @@ def _venue(group: MeetupGroup, rng: random.Random) -> bytes:
         return b""
     placed = rng.random() >= _VENUE_UNPLACED
     venue = {
-        "venue_name": rng.choice(words.VENUE_FORMS).format(word=rng.choice(words.VENUE_WORDS)),
+        "venue_name": rng.choice(WORDS["venue_forms"]).format(word=rng.choice(WORDS["venue_words"])),
         "lon": round(group.longitude + rng.uniform(-0.1, 0.1), 6) if placed else 0,
         "lat": round(group.latitude + rng.uniform(-0.1, 0.1), 6) if placed else 0,
         "venue_id": rng.randrange(1_000_000, 26_000_000),

@@ -1,4 +1,4 @@
-"""Plays events as a live upstream would send them: which are due, and which were sent when. No I/O but reading a file.
+"""Plays events as a live upstream sends them: which are due, and which were sent when. Its only I/O is reading a file.
 
 The clock starts with the first client. From then on event ``i`` is due at ``t0 + i / rate``, whether anyone listens or
 not. Each client has its own place in the sequence, so a slow one delays no other.
@@ -7,9 +7,9 @@ not. Each client has its own place in the sequence, so a slow one delays no othe
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import math
-import re
 import tempfile
 import time
 from array import array
@@ -27,13 +27,9 @@ from ingest.simulate.scenes import Scene
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline import Template
 
-Renew = Callable[[bytes, int], bytes]
-
 _CHUNK = 65_536
 _CHUNKS_KEPT = 64
 _CACHED_BLOCKS = 16
-_ROUND_STEP = 10**10
-_RSVP_ID = re.compile(rb'(?<!\\)"rsvp_id"\s*:\s*(\d+)')
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +42,6 @@ class PlayerStatus:
         total: number of all events; None: endless.
         done: all were sent.
         rate: events a second.
-        rounds: completed rounds of a loop.
     """
 
     sent: int
@@ -54,7 +49,6 @@ class PlayerStatus:
     total: int | None
     done: bool
     rate: float
-    rounds: int
 
 
 class Player:
@@ -63,10 +57,7 @@ class Player:
     Args:
         lines: the events.
         rate: events a second.
-        loop: continue after the end with further rounds.
-        renew: gives an event of a later round its own id; see :class:`Reel`.
         event_id: template of the dedupe key, for :meth:`ids`.
-        limit: most events; None: all.
         clock: seconds, monotonic.
         wall: seconds since the epoch.
 
@@ -79,21 +70,18 @@ class Player:
         lines: Lines,
         rate: float,
         *,
-        loop: bool = False,
-        renew: Renew | None = None,
         event_id: Template | None = None,
-        limit: int | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
         if not 0 < rate < math.inf:
             raise ConfigError(f"{rate} is not a rate", key="rate", remedy="Give events a second, above 0")
-        self._reel = Reel(lines, loop=loop, renew=renew)
+        self._reel = Reel(lines)
         self._rate = rate
         self._template = event_id
         self._clock = clock
         self._wall = wall
-        self._end = min((n for n in (self._reel.total, limit) if n is not None), default=None)
+        self._end = lines.total
         self._started_at: float | None = None
         self._times = _SendTimes()
 
@@ -119,9 +107,8 @@ class Player:
         self._times.note(index, count, self._wall() * 1_000)
 
     def status(self) -> PlayerStatus:
-        live = self._live()
-        rounds = self._reel.round_of(live)
-        return PlayerStatus(self._times.count, live, self._end, self._times.count == self._end, self._rate, rounds)
+        """Its progress."""
+        return PlayerStatus(self._times.count, self._live(), self._end, self._times.count == self._end, self._rate)
 
     def halt(self) -> None:
         """End at the live point: what is due is still sent."""
@@ -284,64 +271,18 @@ class SceneLines:
 
 
 class Reel:
-    """Events by index, over the rounds of a loop, with a few blocks in memory.
+    """Events by index, with a few blocks in memory."""
 
-    Args:
-        lines: one round.
-        loop: continue after the end with further rounds.
-        renew: ``renew(event, round)`` makes an event of round 1, 2, … from one of the first round, always the same.
-            None: rounds are equal.
-
-    Attributes:
-        round_total: events of a round; None: endless.
-        total: events of all rounds; None: endless.
-    """
-
-    def __init__(self, lines: Lines, *, loop: bool = False, renew: Renew | None = None) -> None:
+    def __init__(self, lines: Lines) -> None:
         self._lines = lines
-        self._renew = renew
-        self._cache: OrderedDict[tuple[int, int], list[bytes]] = OrderedDict()
-        self.round_total = lines.total
-        self.total = None if loop and lines.total else lines.total
+        self._block = functools.lru_cache(maxsize=_CACHED_BLOCKS)(lines.block)
 
     def read(self, start: int, limit: int) -> list[bytes]:
         """At most ``limit`` events from ``start`` on, at least one before the end."""
-        if self.total is not None and start >= self.total:
+        if self._lines.total is not None and start >= self._lines.total:
             return []
-        turn, index = divmod(start, self.round_total) if self.round_total else (0, start)
-        block, offset = divmod(index, BLOCK)
-        return self._block(turn, block)[offset : offset + limit]
-
-    def round_of(self, index: int) -> int:
-        """Round of an event, from 0."""
-        return index // self.round_total if self.round_total else 0
-
-    def _block(self, turn: int, number: int) -> list[bytes]:
-        key = (turn, number)
-        block = self._cache.get(key)
-        if block is None:
-            block = self._lines.block(number)
-            if turn and self._renew is not None:
-                block = [self._renew(event, turn) for event in block]
-            self._cache[key] = block
-            if len(self._cache) > _CACHED_BLOCKS:
-                self._cache.popitem(last=False)
-        else:
-            self._cache.move_to_end(key)
-        return block
-
-
-def renew_rsvp(event: bytes, turn: int) -> bytes:
-    """An RSVP with another ``rsvp_id`` for this round; anything else unchanged."""
-    try:
-        value = orjson.loads(event)
-    except orjson.JSONDecodeError:
-        return event
-    rsvp_id = value.get("rsvp_id") if isinstance(value, dict) else None
-    for match in _RSVP_ID.finditer(event):
-        if rsvp_id == int(match[1]):
-            return event[: match.start(1)] + b"%d" % (rsvp_id + turn * _ROUND_STEP) + event[match.end(1) :]
-    return event
+        block, offset = divmod(start, BLOCK)
+        return self._block(block)[offset : offset + limit]
 
 
 def _content(line: bytes) -> bytes:

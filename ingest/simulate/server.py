@@ -5,7 +5,7 @@
     ws://HOST:PORT/stream[?from=N]      a text frame an event; a binary one if it is not UTF-8
     GET /sse[?from=N]                   id is the event's index; Last-Event-ID resumes after it
     GET /lines[?from=N]                 chunked JSON lines
-    GET /status                         {"sent", "live", "total", "done", "rate", "rounds"}
+    GET /status                         {"sent", "live", "total", "done", "rate"}
     GET /times?from=N[&limit=M]         {"from", "at_ms": when each event was first sent, ms since the epoch, or null}
     GET /ids?from=N[&limit=M]           {"from", "ids": id of each event by the pipeline's template, or null}
 
@@ -27,6 +27,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -39,10 +40,10 @@ from websockets.protocol import State
 from websockets.server import ServerProtocol
 
 from ingest.simulate.generator import RsvpGenerator
-from ingest.simulate.player import FileLines, Lines, Player, SceneLines, renew_rsvp
+from ingest.simulate.player import FileLines, Lines, Player, SceneLines
 from ingest.simulate.scenes import SCENES, Scene
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem
-from lakehouse.contract.pipeline import Pipeline, Source
+from lakehouse.contract.pipeline import Pipeline
 from lakehouse.contract.text import is_utf8
 
 logger = logging.getLogger(__name__)
@@ -141,10 +142,10 @@ class _Client:
                 case "/status":
                     await self._answer(asdict(self._player.status()))
                 case "/times":
-                    first, limit = _number(query, "from", 0), min(_number(query, "limit", _LIMIT), _LIMIT)
+                    first, limit = _slice(query)
                     await self._answer({"from": first, "at_ms": self._player.times(first, limit)})
                 case "/ids":
-                    first, limit = _number(query, "from", 0), min(_number(query, "limit", _LIMIT), _LIMIT)
+                    first, limit = _slice(query)
                     await self._answer({"from": first, "ids": await self._ids(first, limit)})
                 case _:
                     await self._answer({"title": "Not Found", "status": 404}, "404 Not Found")
@@ -280,6 +281,10 @@ def _number(query: dict[str, str], name: str, default: int) -> int:
     return _whole_number(name, query[name]) if name in query else default
 
 
+def _slice(query: dict[str, str]) -> tuple[int, int]:
+    return _number(query, "from", 0), min(_number(query, "limit", _LIMIT), _LIMIT)
+
+
 def _whole_number(name: str, text: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise BadRequest(f"{name}={text!r} is not a whole number from 0 on")
@@ -307,8 +312,6 @@ class Play:
     Attributes:
         input: JSON-lines file, also gzipped; None: endless invented events.
         rate: events a second, of all sources together.
-        loop: repeat the file, with new ids for RSVPs.
-        count: end after this many events, of all sources together.
         seed: of invented events.
         host: address to bind.
         port: port to bind; 0: any free one.
@@ -316,18 +319,17 @@ class Play:
 
     input: Path | None = None
     rate: float = 100.0
-    loop: bool = False
-    count: int | None = None
     seed: int = 1
     host: str = "127.0.0.1"
     port: int = 8402
 
 
-Ready = Callable[[str], None]
-
-
 async def play_pipeline(
-    pipeline: Pipeline, play: Play, *, ready: Ready | None = None, stop: asyncio.Event | None = None
+    pipeline: Pipeline,
+    play: Play,
+    *,
+    ready: Callable[[str], None] = lambda _: None,
+    stop: asyncio.Event | None = None,
 ) -> None:
     """Play a recording for the first source, or invented events for all sources, until ``stop`` is set.
 
@@ -343,23 +345,57 @@ async def play_pipeline(
         ConfigError: there is neither a recording nor a scene for this pipeline.
         EnvironmentProblem: the file cannot be read or the port is taken.
     """
-    first = next(iter(pipeline.sources.values()))
-    if play.input is not None or (pipeline.name not in SCENES and first.name == RSVPS):
-        await play_source(first, play, ready=ready, stop=stop)
-        return
+    with ExitStack() as held:
+        players = _players(pipeline, play, held)
+
+        def halt() -> None:
+            for player in players.values():
+                player.halt()
+
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGUSR1, halt)
+        held.callback(loop.remove_signal_handler, signal.SIGUSR1)
+        try:
+            await run_player(
+                players,
+                host=play.host,
+                port=play.port,
+                ready=lambda bound: ready(f"http://{play.host}:{bound}"),
+                stop=stop,
+            )
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            problem = f"port {play.port} is taken"
+            raise EnvironmentProblem(problem, "Stop what listens there, or choose another port") from None
+
+
+def _players(pipeline: Pipeline, play: Play, held: ExitStack) -> dict[str, Player]:
+    source = next(iter(pipeline.sources.values()))
     scene = SCENES.get(pipeline.name)
-    if scene is None:
+    lines: Lines
+    if play.input is not None:
+        try:
+            lines = FileLines(play.input)
+        except OSError as error:
+            problem = f"{play.input} cannot be read: {error.strerror or error}"
+            raise EnvironmentProblem(problem, "Check the path") from None
+        held.callback(lines.close)
+    elif scene is not None:
+        return scene_players(scene, pipeline, rate=play.rate, seed=play.seed)
+    elif source.name == RSVPS:
+        lines = RsvpGenerator(play.seed, rate=play.rate)
+    else:
         raise ConfigError(
             f"there is no scene for the pipeline {pipeline.name!r}",
             key="pipeline",
             remedy=f"Give a recording with --input; scenes: {', '.join(sorted([*SCENES, 'meetup']))}",
         )
-    players = scene_players(scene, pipeline, rate=play.rate, count=play.count, seed=play.seed)
-    await _play(players, play, ready, stop)
+    return {source.name: Player(lines, play.rate, event_id=source.event_id_template)}
 
 
 def scene_players(
-    scene: Scene, pipeline: Pipeline, *, rate: float, count: int | None, seed: int, start_ms: int | None = None
+    scene: Scene, pipeline: Pipeline, *, rate: float, seed: int, start_ms: int | None = None
 ) -> dict[str, Player]:
     """A player for each source of the scene, with rates in the proportions of the scene.
 
@@ -379,60 +415,6 @@ def scene_players(
     players = {}
     for name in (name for name in pipeline.sources if name in mix):
         share = mix[name] / mix.total()
-        limit = None if count is None else max(1, round(count * share))
         lines = SceneLines(scene, name, seed, start_ms)
-        template = pipeline.sources[name].event_id_template
-        players[name] = Player(lines, rate * share, event_id=template, limit=limit)
+        players[name] = Player(lines, rate * share, event_id=pipeline.sources[name].event_id_template)
     return players
-
-
-async def play_source(
-    source: Source, play: Play, *, ready: Ready | None = None, stop: asyncio.Event | None = None
-) -> None:
-    """Play a recording, or invented RSVPs, for one source; see :func:`play_pipeline`.
-
-    Raises:
-        EnvironmentProblem: the file cannot be read or the port is taken.
-    """
-    if play.loop and play.input is not None and "rsvp_id" not in source.event_id:
-        logger.warning("only RSVPs get new ids: further rounds repeat the ids of the first")
-    lines = _open_lines(play)
-    player = Player(
-        lines, play.rate, loop=play.loop, renew=renew_rsvp, event_id=source.event_id_template, limit=play.count
-    )
-    try:
-        await _play({source.name: player}, play, ready, stop)
-    finally:
-        if isinstance(lines, FileLines):
-            lines.close()
-
-
-async def _play(players: Mapping[str, Player], play: Play, ready: Ready | None, stop: asyncio.Event | None) -> None:
-    def halt() -> None:
-        for player in players.values():
-            player.halt()
-
-    def told(bound: int) -> None:
-        if ready is not None:
-            ready(f"http://{play.host}:{bound}")
-
-    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, halt)
-    try:
-        await run_player(players, host=play.host, port=play.port, ready=told, stop=stop)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        problem = f"port {play.port} is taken"
-        raise EnvironmentProblem(problem, "Stop what listens there, or choose another port") from None
-    finally:
-        asyncio.get_running_loop().remove_signal_handler(signal.SIGUSR1)
-
-
-def _open_lines(play: Play) -> Lines:
-    if play.input is None:
-        return RsvpGenerator(play.seed, rate=play.rate)
-    try:
-        return FileLines(play.input)
-    except OSError as error:
-        problem = f"{play.input} cannot be read: {error.strerror or error}"
-        raise EnvironmentProblem(problem, "Check the path") from None

@@ -78,7 +78,6 @@ def demo(
         Path | None,
         typer.Option(help="Play this JSON-lines file instead of made-up events.", exists=True, dir_okay=False),
     ] = None,
-    loop: Annotated[bool, typer.Option("--loop", help="Play the input again and again, with new ids.")] = False,
     live: Annotated[bool, typer.Option("--live", help="Read the pipeline's own upstreams and play nothing.")] = False,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Do not open the dashboard.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the figures at the end.")] = False,
@@ -87,7 +86,7 @@ def demo(
     from jobs.demo.playing import Options
     from jobs.demo.show import demo as run_demo
 
-    options = Options(seconds, rate, input, loop, browser=not no_browser, quiet=as_json, live=live)
+    options = Options(seconds, rate, input, browser=not no_browser, quiet=as_json, live=live)
     raise typer.Exit(run_demo(chosen_settings(), options))
 
 
@@ -201,7 +200,6 @@ def latest() -> None:
 def simulate(
     input: Annotated[Path | None, typer.Option(help="Play this JSON-lines file instead of made-up events.")] = None,
     rate: Annotated[float, typer.Option(help="Events a second.", min=0.001)] = 100.0,
-    loop: Annotated[bool, typer.Option("--loop", help="Play the file again and again, with new ids.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of made-up events; equal seeds make equal events.")] = 1,
     port: Annotated[int, typer.Option(help="Port on the loopback address; 0: any free one.")] = 8402,
     feeds: Annotated[
@@ -216,10 +214,10 @@ def simulate(
     With --feeds it writes feed files instead: versions in any order, repeated rows, and a few malformed ones.
     """
     if feeds is not None:
-        from ingest.simulate.offers import FORMATS, write_feeds
+        from ingest.simulate.scenes import FeedFiles, write_feeds
 
         with err.status("writing …"):
-            done = write_feeds(feeds, seed=seed, merchants=merchants, offers=offers, rounds=rounds, formats=FORMATS)
+            done = write_feeds(feeds, FeedFiles(seed, merchants, offers, rounds))
         print_json(dataclasses.asdict(done))
         return
     from ingest.simulate.server import Play, play_pipeline
@@ -228,7 +226,7 @@ def simulate(
         err.print(f"playing at {base} (ws …/stream, {base}/sse, {base}/lines)")
 
     _, pipeline = chosen_pipeline()
-    play = Play(input, rate, loop, seed=seed, port=port)
+    play = Play(input, rate, seed, port=port)
     run_async(lambda stop: play_pipeline(pipeline, play, ready=ready, stop=stop))
 
 

@@ -27,7 +27,6 @@ class Options:
         seconds: how long to play; None: until the input ends, or for ever.
         rate: events/s.
         input: JSON-lines file of events; None: made-up ones.
-        loop: play the input again and again, each round with new ids.
         browser: open the dashboard.
         quiet: no live board.
         live: play nothing; read the upstreams that the pipeline names.
@@ -36,7 +35,6 @@ class Options:
     seconds: float | None = None
     rate: float = 500.0
     input: Path | None = None
-    loop: bool = False
     browser: bool = True
     quiet: bool = False
     live: bool = False
@@ -91,7 +89,7 @@ class Playing:
         command += ["--port", str(self._port)]
         if options.input is not None:
             command += ["--input", str(options.input)]
-        return [*command, "--loop"] if options.loop else command
+        return command
 
     def progress(self) -> Progress | None:
         """How far the player is; None while it does not answer."""
@@ -150,7 +148,7 @@ def _played(pipeline: Pipeline, options: Options) -> list[str]:
         return [first]
     from ingest.simulate.server import scene_players
 
-    return list(scene_players(scene, pipeline, rate=1.0, count=None, seed=1))
+    return list(scene_players(scene, pipeline, rate=1.0, seed=1))
 
 
 def source_stats(stack: Stack, source: str) -> dict[str, int]:

@@ -26,7 +26,7 @@ import duckdb
 from deltalake import DeltaTable
 from rich.console import Console
 
-from ingest.simulate.offers import offer
+from ingest.simulate.scenes import offer
 from lakehouse.checkpoint import version_of
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import load_pipeline

@@ -15,7 +15,8 @@ from ingest.intake import Intake
 from ingest.kafka import SendOutcome
 from ingest.log.message_log import MessageLog
 from ingest.log.segments import LoggedEvent
-from ingest.simulate import FileLines, Player, run_player
+from ingest.simulate.player import FileLines, Player
+from ingest.simulate.server import run_player
 from lakehouse.contract.pipeline import Source
 from tests.ingest.conftest import pipeline_of
 

@@ -133,7 +133,7 @@ def test_expectations_that_warn_and_halt(new_site: Callable[[], Site], spark: Sp
         eventually(lambda: not alive())
     assert "event 600 (" in str(caught.value)
     assert "fails expectation price_sane" in str(caught.value)
-    assert shlex.join(["millrace", "quality", "accept", "clicks", "600"]) in str(caught.value)
+    assert shlex.join(["millrace", "quality", "clicks", "--accept", "600"]) in str(caught.value)
     assert {"totals": tuples(result(place.lake, place.pipeline, "totals"), "window_start")} == before
     with pytest.raises(ExpectationHalt, match="price_sane"), place.running(spark):
         pytest.fail("it started")  # it is not forgotten

@@ -11,11 +11,9 @@ from pathlib import Path
 
 import orjson
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ingest.simulate.generator import BLOCK, RsvpGenerator
-from ingest.simulate.player import FileLines, Player, PlayerStatus, Reel, SceneLines, renew_rsvp
+from ingest.simulate.player import FileLines, Player, PlayerStatus, Reel, SceneLines
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline import Template
 
@@ -37,16 +35,16 @@ class ListLines:
         return self._events[number * 1_024 : (number + 1) * 1_024]
 
 
-def player(clock: Clock, count: int = 10, rate: float = 2.0, loop: bool = False) -> Player:
+def player(clock: Clock, count: int = 10, rate: float = 2.0) -> Player:
     lines = ListLines([b'{"n":%d}' % n for n in range(count)])
-    return Player(lines, rate, loop=loop, event_id=Template("{n}"), clock=clock, wall=lambda: clock.now + 1_000)
+    return Player(lines, rate, event_id=Template("{n}"), clock=clock, wall=lambda: clock.now + 1_000)
 
 
 def test_clock_starts_with_the_first_client() -> None:
     clock = Clock()
     playing = player(clock)
     clock.now += 60
-    assert playing.status() == PlayerStatus(0, 0, 10, False, 2.0, 0)
+    assert playing.status() == PlayerStatus(0, 0, 10, False, 2.0)
     assert playing.due_in(0) is None
     assert playing.join() == 0
     assert playing.due_in(0) == 0
@@ -70,42 +68,22 @@ def test_ends_and_is_done_when_all_have_been_sent() -> None:
     playing.sent(0, 9)
     assert not playing.status().done
     playing.sent(5, 5)
-    assert playing.status() == PlayerStatus(10, 10, 10, True, 2.0, 1)
-
-
-def test_a_loop_has_no_end() -> None:
-    clock = Clock()
-    playing = player(clock, loop=True)
-    playing.join()
-    clock.now += 12.25
-    status = playing.status()
-    assert (status.live, status.total, status.done, status.rounds) == (25, None, False, 2)
-    assert playing.take(24, 5) == [b'{"n":4}']
+    assert playing.status() == PlayerStatus(10, 10, 10, True, 2.0)
 
 
 def test_halting_ends_it_where_it_is() -> None:
     clock = Clock()
-    playing = player(clock, loop=True)
+    playing = player(clock, count=100)
     playing.join()
     clock.now += 7
     playing.sent(0, 14)
     playing.halt()
     clock.now += 60
-    assert playing.status() == PlayerStatus(14, 15, 15, False, 2.0, 1)
-    assert playing.take(14, 5) == [b'{"n":4}']
+    assert playing.status() == PlayerStatus(14, 15, 15, False, 2.0)
+    assert playing.take(14, 5) == [b'{"n":14}']
     playing.sent(14, 1)
     assert playing.status().done
     assert playing.due_in(15) is None
-
-
-def test_a_count_ends_a_loop_in_the_middle() -> None:
-    clock = Clock()
-    lines = ListLines([b"%d" % n for n in range(10)])
-    playing = Player(lines, 2.0, loop=True, limit=14, clock=clock)
-    playing.join()
-    clock.now += 60
-    assert playing.status().total == 14
-    assert playing.take(10, 100) == [b"0", b"1", b"2", b"3"]
 
 
 def test_times_are_those_of_the_first_send() -> None:
@@ -137,7 +115,7 @@ def test_who_comes_late_and_goes_back_counts_too() -> None:
 
 def test_old_times_are_forgotten_but_counted_once() -> None:
     clock = Clock()
-    playing = player(clock, count=10, rate=1e9, loop=True)
+    playing = Player(RsvpGenerator(1, 0), 1e9, clock=clock, wall=lambda: clock.now + 1_000)
     playing.join()
     step = 50_000
     for index in range(0, 6_000_000, step):
@@ -199,7 +177,6 @@ def test_reads_from_any_place(path: Path, packed: bool) -> None:
         path.write_bytes(content)
     lines = FileLines(path)
     reel = Reel(lines)
-    assert reel.total == len(events)
     assert read_all(reel) == events
     assert read_all(reel, 2 * BLOCK - 1) == events[2 * BLOCK - 1 :]
     lines.close()
@@ -215,48 +192,10 @@ def test_cut_gzip_gives_what_is_there(path: Path) -> None:
     lines.close()
 
 
-def test_empty_file_has_no_rounds(path: Path) -> None:
-    path.write_bytes(b"\n\n")
-    lines = FileLines(path)
-    reel = Reel(lines, loop=True)
-    assert (reel.total, reel.read(0, 10)) == (0, [])
-    lines.close()
-
-
-def test_rounds_are_renewed_and_repeatable(path: Path) -> None:
-    events = [b'{"rsvp_id":%d,"mtime":1}' % n for n in range(10, 15)]
-    path.write_bytes(b"\n".join([*events, b"{broken"]))
-    lines = FileLines(path)
-    reel = Reel(lines, loop=True, renew=renew_rsvp)
-    assert reel.total is None
-    played = [reel.read(index, 1)[0] for index in range(18)]
-    assert played[:5] == events
-    assert [played[5], played[11], played[17]] == [b"{broken"] * 3
-    ids = [orjson.loads(event)["rsvp_id"] for event in played if event != b"{broken"]
-    assert ids == [n + turn * 10**10 for turn in range(3) for n in range(10, 15)]
-    again = Reel(lines, loop=True, renew=renew_rsvp)
-    assert again.read(13, 5) == played[13:18]
-    assert again.round_of(13) == 2
-    lines.close()
-
-
 def test_generated_lines_never_end() -> None:
     generator = RsvpGenerator(1, 0)
     reel = Reel(generator)
-    assert reel.total is None
     assert reel.read(50 * BLOCK + 3, 2) == generator.block(50)[3:5]
-
-
-@given(st.integers(0, 10**9), st.integers(1, 50), st.text(max_size=20))
-def test_renewing_changes_the_id_alone(rsvp_id: int, turn: int, name: str) -> None:
-    before = {"name": f'"rsvp_id":{rsvp_id} {name}', "rsvp_id": rsvp_id, "list": [1, None]}
-    after = orjson.loads(renew_rsvp(orjson.dumps(before), turn))
-    assert after == before | {"rsvp_id": rsvp_id + turn * 10**10}
-
-
-@pytest.mark.parametrize("event", [b"", b"{", b"[1]", b"{}", b'{"rsvp_id":"x"}', b'{"rsvp_id":null}', b"\xff"])
-def test_renewing_leaves_what_is_no_rsvp(event: bytes) -> None:
-    assert renew_rsvp(event, 3) == event
 
 
 def test_a_scene_in_blocks_from_any_place() -> None:

@@ -17,9 +17,11 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from ingest.simulate import FileLines, Play, Player, RsvpGenerator, play_source, renew_rsvp, run_player
+from ingest.simulate.generator import RsvpGenerator
+from ingest.simulate.player import FileLines, Player
+from ingest.simulate.server import Play, play_pipeline, run_player
 from lakehouse.contract.errors import EnvironmentProblem
-from lakehouse.contract.pipeline import Source, Template
+from lakehouse.contract.pipeline import Pipeline, Source, Template
 
 
 @asynccontextmanager
@@ -95,7 +97,7 @@ async def test_paces_by_the_rate_and_tells_the_times(tmp_path: Path) -> None:
         took = time.time() - start
         assert took > 0.95, "never ahead of the rate; how far behind is the machine's affair"
         _, status = await get(port, "/status")
-        assert status == {"sent": 500, "live": 500, "total": 500, "done": True, "rate": 500.0, "rounds": 1}
+        assert status == {"sent": 500, "live": 500, "total": 500, "done": True, "rate": 500.0}
         _, answer = await get(port, "/times?from=0&limit=500")
         times = answer["at_ms"]
         assert len(times) == 500
@@ -143,19 +145,6 @@ async def test_chunked_lines(tmp_path: Path) -> None:
     async with playing(tmp_path, numbered(300), 5_000.0) as port, streaming(port, "/lines?from=10") as body:
         got = [await asyncio.wait_for(body.readline(), 60) for _ in range(290)]
         assert got == [event + b"\n" for event in numbered(300)[10:]]
-
-
-async def test_a_loop_renews_ids_and_resumes_in_any_round(tmp_path: Path) -> None:
-    async with playing(tmp_path, [*numbered(5), b"{broken"], 2_000.0, loop=True, renew=renew_rsvp) as port:
-        async with connect(f"ws://127.0.0.1:{port}/stream", max_queue=None) as socket:
-            played = await receive(socket, 18)
-        async with connect(f"ws://127.0.0.1:{port}/stream?from=13", max_queue=None) as socket:
-            assert await receive(socket, 5) == played[13:18]
-        _, answer = await get(port, "/ids?from=6&limit=6")
-        assert answer["ids"] == [str(n + 10**10) for n in range(5)] + [None]
-        _, status = await get(port, "/status")
-        assert status["total"] is None
-        assert status["rounds"] >= 3
 
 
 async def test_malformed_lines_pass_untouched(tmp_path: Path) -> None:
@@ -213,13 +202,14 @@ async def test_wrong_requests_are_told_so(tmp_path: Path) -> None:
         assert (await get(port, "/status"))[1]["live"] == 0  # none of them started the clock
 
 
-SOURCE = Source(topic="t", schema="rsvp_id BIGINT", event_time="now()", event_id="{rsvp_id}:{mtime}")
+SOURCE = Source(topic="t", schema="rsvp_id BIGINT", event_time="now()", event_id="{rsvp_id}:{mtime}", name="rsvps")
+PIPELINE = Pipeline({"rsvps": SOURCE}, {})
 
 
 async def test_made_up_rsvps_until_halted_by_signal() -> None:
     stop = asyncio.Event()
     url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(play_source(SOURCE, Play(rate=2_000.0, port=0), ready=url.set_result, stop=stop))
+    task = asyncio.create_task(play_pipeline(PIPELINE, Play(rate=2_000.0, port=0), ready=url.set_result, stop=stop))
     base = await asyncio.wait_for(url, 60)
     async with connect(base.replace("http", "ws") + "/stream") as client:
         first = orjson.loads(await client.recv())
@@ -251,10 +241,10 @@ async def status_of(base: str) -> dict[str, Any]:
 
 async def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentProblem, match=r"gone\.jsonl"):
-        await play_source(SOURCE, Play(tmp_path / "gone.jsonl", port=0))
+        await play_pipeline(PIPELINE, Play(tmp_path / "gone.jsonl", port=0))
     (tmp_path / "no.gz").write_bytes(b"not packed")
     with pytest.raises(EnvironmentProblem, match=r"no\.gz"):
-        await play_source(SOURCE, Play(tmp_path / "no.gz", port=0))
+        await play_pipeline(PIPELINE, Play(tmp_path / "no.gz", port=0))
 
 
 async def test_a_port_that_is_taken() -> None:
@@ -262,4 +252,4 @@ async def test_a_port_that_is_taken() -> None:
         held.bind(("127.0.0.1", 0))
         held.listen()
         with pytest.raises(EnvironmentProblem, match="is taken"):
-            await play_source(SOURCE, Play(count=1, port=held.getsockname()[1]))
+            await play_pipeline(PIPELINE, Play(port=held.getsockname()[1]))

@@ -13,8 +13,8 @@ import orjson
 import pytest
 from websockets.asyncio.client import connect
 
-from ingest.simulate import Play, play_pipeline, scene_players
 from ingest.simulate.scenes import SCENES
+from ingest.simulate.server import Play, play_pipeline, scene_players
 from jobs.commands.parts import upstream_urls
 from jobs.demo.account import covers, followed
 from jobs.demo.playing import Options, Playing
@@ -46,7 +46,7 @@ async def test_every_source_of_a_scene_is_played(tmp_path: Path) -> None:
     upstreams = playing.upstreams()
     assert len({url.partition("play=")[2].partition("&")[0] for url in upstreams.values()}) == 1
     port = int(playing.base.rpartition(":")[2])
-    async with played(pipeline, port, seed=3, rate=5_000.0, count=60):
+    async with played(pipeline, port, seed=3, rate=5_000.0):
         for name, url in upstreams.items():
             async with connect(url + "&from=0", max_queue=None) as client:  # its end waits for nothing unread
                 event = orjson.loads(await client.recv())
@@ -66,14 +66,13 @@ async def test_every_source_of_a_scene_is_played(tmp_path: Path) -> None:
 
 def test_shares_are_as_the_scene_mixes_them() -> None:
     pipeline = shipped("ads")
-    players = scene_players(SCENES["ads"], pipeline, rate=100.0, count=1_000, seed=1, start_ms=0)
+    players = scene_players(SCENES["ads"], pipeline, rate=100.0, seed=1, start_ms=0)
     mix = [source for source, _ in islice(SCENES["ads"](1, 0), 2_000)]
     rates = {name: player.status().rate for name, player in players.items()}
     assert sum(rates.values()) == pytest.approx(100.0)
     assert rates["clicks"] == pytest.approx(100.0 * mix.count("clicks") / 2_000)
-    assert sum(player.status().total or 0 for player in players.values()) == pytest.approx(1_000, abs=2)
     with pytest.raises(ConfigError, match="events of 'actions'"):
-        scene_players(SCENES["clickstream"], pipeline, rate=1.0, count=None, seed=1)
+        scene_players(SCENES["clickstream"], pipeline, rate=1.0, seed=1)
 
 
 def test_where_the_stream_is_read_by_the_kind_of_collector() -> None:
@@ -82,9 +81,9 @@ def test_where_the_stream_is_read_by_the_kind_of_collector() -> None:
     assert url.startswith("http://127.0.0.1:") and "/sse?play=" in url and url.endswith("&source=edits&from=0")
     (url,) = Playing(shipped("meetup"), "meetup", Options()).upstreams().values()
     assert url.startswith("ws://127.0.0.1:") and "/stream?play=" in url
-    file = Playing(shipped("ads"), "ads", Options(input=Path("x.jsonl"), loop=True))
+    file = Playing(shipped("ads"), "ads", Options(input=Path("x.jsonl")))
     assert file.sources == ["impressions"], "a recording is of the first source"
-    assert file.command()[-3:] == ["--input", "x.jsonl", "--loop"]
+    assert file.command()[-2:] == ["--input", "x.jsonl"]
 
 
 async def test_a_pipeline_without_a_scene_says_so() -> None:

@@ -17,7 +17,7 @@ from deltalake import DeltaTable
 from pyspark.sql import SparkSession
 
 from ingest.broker import EmbeddedBroker
-from ingest.simulate.offers import Offer, feed_rows, offer, write_feeds
+from ingest.simulate.scenes import FeedFiles, Payload, feed_rows, offer, write_feeds
 from jobs.local.broker import ensure_topics
 from lakehouse.bronze.table import progress
 from lakehouse.checkpoint import version_of
@@ -53,7 +53,7 @@ class Record(Sent):
         return Envelope(self.event_id, "offers", "default", START_MS * 1000, "n1", mark).to_headers()
 
 
-def record(found: Offer) -> Record:
+def record(found: Payload) -> Record:
     return Record(json.dumps(found).encode(), f"{found['merchant']}:{found['offer']}:{found['version']}")
 
 
@@ -102,9 +102,7 @@ def times(table: DeltaTable) -> list[int]:
 def test_feeds_and_stream_make_one_catalogue(tmp_path: Path, broker: EmbeddedBroker, spark: SparkSession) -> None:
     settings, pipeline = place(tmp_path, broker.bootstrap)
     lake, source = Lake(settings.lake), pipeline.sources["offers"]
-    written = write_feeds(
-        tmp_path / "in", seed=SEED, merchants=MERCHANTS, offers=OFFERS, rounds=ROUNDS, start_ms=START_MS
-    )
+    written = write_feeds(tmp_path / "in", FeedFiles(SEED, MERCHANTS, OFFERS, ROUNDS, START_MS))
     assert written.malformed > 0
     # By the stream: offers of the files again, newer versions of some, and one merchant more.
     streamed = [offer(SEED, m, n, v, START_MS) for m in range(3, MERCHANTS + 1) for n in range(10) for v in (2, 5)]
@@ -164,8 +162,8 @@ def test_feeds_and_stream_make_one_catalogue(tmp_path: Path, broker: EmbeddedBro
     }
 
 
-def latest(everything: list[Offer]) -> dict[tuple[Any, Any], Offer]:
-    best: dict[tuple[Any, Any], Offer] = {}
+def latest(everything: list[Payload]) -> dict[tuple[Any, Any], Payload]:
+    best: dict[tuple[Any, Any], Payload] = {}
     for one in everything:
         key = one["merchant"], one["offer"]
         if key not in best or int(str(one["version"])) > int(str(best[key]["version"])):
@@ -173,19 +171,19 @@ def latest(everything: list[Offer]) -> dict[tuple[Any, Any], Offer]:
     return best
 
 
-def check_catalogue(lake: Lake, everything: list[Offer]) -> None:
+def check_catalogue(lake: Lake, everything: list[Payload]) -> None:
     found = run_sql(lake, f"SELECT {', '.join(SHOWN)} FROM catalogue").to_pylist()
     wanted = [tuple(one[name] for name in SHOWN) for one in latest(everything).values()]
     assert sorted(tuple(row.values()) for row in found) == sorted(wanted)
 
 
-def check_merchants(lake: Lake, everything: list[Offer]) -> None:
+def check_merchants(lake: Lake, everything: list[Payload]) -> None:
     found = run_sql(lake, "SELECT merchant, versions FROM merchants").to_pylist()
     distinct = {(one["merchant"], one["offer"], one["version"]) for one in everything}
     assert {row["merchant"]: row["versions"] for row in found} == Counter(merchant for merchant, _, _ in distinct)
 
 
-def check_staging(lake: Lake, pipeline: Pipeline, everything: list[Offer]) -> None:
+def check_staging(lake: Lake, pipeline: Pipeline, everything: list[Payload]) -> None:
     made = refresh(lake, pipeline, pipeline.staging["bargains"], rebuild=True)
     cheap = {
         key: one["price"]

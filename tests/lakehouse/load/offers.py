@@ -11,7 +11,7 @@ from typing import Any
 import pyarrow as pa
 from deltalake import DeltaTable
 
-from ingest.simulate.offers import offer
+from ingest.simulate.scenes import offer
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Source
 from lakehouse.load.files import find
