@@ -21,6 +21,7 @@ from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.contract.settings import ServeSettings, Settings
 from serve.access import ReaderGate, make_gate, uses_tls
+from serve.core.channel import channels_of
 from serve.core.hub import Hub
 from serve.core.position import lake_seal
 from serve.core.ring import Link, deliver
@@ -28,10 +29,9 @@ from serve.http import routes
 from serve.http.metrics import AccessCollector, HubCollector, ServerMetrics
 from serve.http.rows import RowSource
 from serve.push.sse import ServingHttpProtocol
-from serve.push.websocket import WEBSOCKET, WebSocketConnection
+from serve.push.websocket import WEBSOCKET, SubscriberWebSocket
 from serve.sql.pool import Workers
 from serve.tables.tables import Tables, clock_ms
-from serve.views.visibility import channels_of
 from serve.webhooks.runner import WebhookContext, WebhookFleet
 
 log = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ async def run_server(
     config = uvicorn.Config(
         app,
         http=ServingHttpProtocol,
-        ws=WebSocketConnection,
+        ws=SubscriberWebSocket,
         lifespan="on",
         log_config=None,
         access_log=False,
@@ -164,7 +164,7 @@ async def run_server(
         if ready is not None:
             ready(url)
 
-    server = _UvicornServer(config, up)
+    server = _ServingServer(config, up)
     stopper = asyncio.create_task(_stop_when(stop or asyncio.Event(), server))
     try:
         await server.serve(sockets=[listener])
@@ -175,7 +175,7 @@ async def run_server(
             gc.unfreeze()  # else DuckDB reports its own types as leaked when the interpreter ends
 
 
-class _UvicornServer(uvicorn.Server):
+class _ServingServer(uvicorn.Server):
     """Uvicorn without its own signal handlers; calls ``up`` once it takes connections."""
 
     def __init__(self, config: uvicorn.Config, up: Callable[[], None]) -> None:

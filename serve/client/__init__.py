@@ -18,9 +18,22 @@ Errors::
 
 from __future__ import annotations
 
-from serve.client.messages import BadMessage, Change, ClientError, Message, Refused, Snapshot, TableView
-from serve.client.store import FileStore, MemoryStore, PositionStore
-from serve.client.subscription import Subscription, subscribe
+from serve.client.subscription import (
+    BadMessage,
+    Change,
+    ClientError,
+    FileStore,
+    MemoryStore,
+    Message,
+    PositionStore,
+    Refused,
+    RetryPolicy,
+    Snapshot,
+    Subscription,
+    TableQuery,
+    TableView,
+    subscribe,
+)
 
 __all__ = [
     "BadMessage",
@@ -31,8 +44,10 @@ __all__ = [
     "Message",
     "PositionStore",
     "Refused",
+    "RetryPolicy",
     "Snapshot",
     "Subscription",
+    "TableQuery",
     "TableView",
     "subscribe",
 ]

@@ -1,4 +1,4 @@
-"""A subscription that outlives its connections.
+"""A subscription that outlives its connections, what it yields, and where its position is kept.
 
 A message is 1. received into a bounded queue; 2. handed to a reader; 3. done when the reader asks for the next one.
 4. The position is stored, up to the first message that is not done. A process that dies between 2 and 4 gets it again;
@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import random
+import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
 import orjson
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
-from serve.client.messages import Assembler, ClientError, Message, Refused, Snapshot
-from serve.client.store import PositionStore
+from lakehouse.contract.errors import MillraceError
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +32,238 @@ _MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _MOVES = {"snapshot", "resumed", "change"}
 _REFUSALS = {4400, 4404}
 _SILENCE_S = 60.0  # without a heartbeat for this long, the connection is dead
+
+JsonRow: TypeAlias = Mapping[str, Any]
+
+
+class ClientError(MillraceError):
+    """Base of the client library's errors."""
+
+
+class Refused(ClientError):
+    """The server refuses this request; asking again does not help.
+
+    Attributes:
+        code: machine-readable, e.g. ``no_such_table``; or the close code as text.
+        detail: why.
+    """
+
+    def __init__(self, code: str, detail: str) -> None:
+        super().__init__(code, detail)
+        self.code = code
+        self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.code}: {self.detail}"
+
+
+class BadMessage(ClientError):
+    """A message that is not of the protocol.
+
+    Attributes:
+        problem: what is wrong with it.
+    """
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self.problem = problem
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All rows at a position. It replaces whatever was held.
+
+    Attributes:
+        table: name of the table.
+        key: key columns.
+        position: everything up to here is in it.
+        rows: whole rows.
+        through: next offset by ``topic/partition``: every event before it is in it.
+        committed_at: ms since the epoch.
+        reason: why it comes although there was a position (``log`` or ``lagged``); empty for a first one.
+    """
+
+    table: str
+    key: tuple[str, ...]
+    position: str
+    rows: Sequence[JsonRow]
+    through: Mapping[str, int] | None
+    committed_at: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What one commit changed.
+
+    Attributes:
+        table: name of the table.
+        key: key columns.
+        position: everything up to here is applied after it.
+        upserts: whole rows, new or changed.
+        deletes: keys that are gone.
+        through, committed_at: as in a snapshot.
+        events: events that the commit added.
+        oldest_at, newest_at: when a collector had the oldest and newest of them, ms since the epoch.
+    """
+
+    table: str
+    key: tuple[str, ...]
+    position: str
+    upserts: Sequence[JsonRow]
+    deletes: Sequence[JsonRow]
+    through: Mapping[str, int] | None
+    committed_at: int
+    events: int
+    oldest_at: int | None
+    newest_at: int | None
+
+
+Message: TypeAlias = Snapshot | Change
+
+
+class Assembler:
+    """Puts snapshots and changes together from their parts. Use one for each connection."""
+
+    def __init__(self) -> None:
+        self.key: tuple[str, ...] = ()
+        self._rows: list[JsonRow] = []
+        self._upserts: list[JsonRow] = []
+        self._deletes: list[JsonRow] = []
+        self._reason = ""
+
+    def received(self, text: str | bytes) -> tuple[Mapping[str, Any], Message | None]:
+        """Content of one text message, and the snapshot or change that it completes. Raises BadMessage."""
+        try:
+            content = orjson.loads(text)
+            kind = content["type"]
+            if kind == "snapshot":
+                return content, self._snapshot(content)
+            if kind == "change":
+                return content, self._change(content)
+            if kind == "resumed":
+                self.key = tuple(content["key"])
+            elif kind == "expired":
+                self._reason = content["reason"]
+        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+            raise BadMessage(f"{error!r} in {text[:80]!r}") from None
+        return content, None
+
+    def _snapshot(self, content: Mapping[str, Any]) -> Snapshot | None:
+        if content["first"]:
+            self._rows, self._upserts, self._deletes = [], [], []
+            self.key = tuple(content["key"])
+        self._rows.extend(content["rows"])
+        if not content["last"]:
+            return None
+        rows, self._rows = self._rows, []
+        reason, self._reason = self._reason, ""
+        return Snapshot(**self._common(content), rows=rows, reason=reason)
+
+    def _change(self, content: Mapping[str, Any]) -> Change | None:
+        self._upserts.extend(content["upserts"])
+        self._deletes.extend(content["deletes"])
+        if not content["last"]:
+            return None
+        upserts, self._upserts = self._upserts, []
+        deletes, self._deletes = self._deletes, []
+        times: dict[str, Any] = {name: content.get(name) for name in ("oldest_at", "newest_at")}
+        return Change(**self._common(content), upserts=upserts, deletes=deletes, events=content["events"], **times)
+
+    def _common(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        names = ("table", "position", "through", "committed_at")
+        return {name: content[name] for name in names} | {"key": self.key}
+
+
+class TableView:
+    """The table as of the last message applied.
+
+    Attributes:
+        position: of that message; empty before the first.
+        rows: by the values of the key columns.
+    """
+
+    def __init__(self) -> None:
+        self.position = ""
+        self.rows: dict[tuple[Any, ...], JsonRow] = {}
+
+    def apply(self, message: Message) -> None:
+        if isinstance(message, Snapshot):
+            self.rows = {tuple(row[name] for name in message.key): row for row in message.rows}
+        else:
+            for gone in message.deletes:
+                self.rows.pop(tuple(gone[name] for name in message.key), None)
+            for row in message.upserts:
+                self.rows[tuple(row[name] for name in message.key)] = row
+        self.position = message.position
+
+
+class PositionStore(Protocol):
+    """Keeps one subscription's position.
+
+    Where possible, keep it with the application's result in one transaction: then each message takes effect exactly
+    once.
+    """
+
+    async def load(self) -> str | None:
+        """The position stored last; None: none yet."""
+
+    async def save(self, position: str) -> None:
+        """Returns when the position is durable."""
+
+
+class MemoryStore:
+    """Keeps the position as long as the process lives, for several subscriptions in turn."""
+
+    def __init__(self, position: str | None = None) -> None:
+        self.position = position
+
+    async def load(self) -> str | None:
+        return self.position
+
+    async def save(self, position: str) -> None:
+        self.position = position
+
+
+class FileStore:
+    """Keeps the position in a file, replaced as a whole and synced: after a crash it holds the old or the new
+    position."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+
+    async def load(self) -> str | None:
+        """The position in the file; None if there is no file. Raises ClientError if the content is not a position."""
+        return await asyncio.to_thread(self._load)
+
+    async def save(self, position: str) -> None:
+        await asyncio.to_thread(self._save, position)
+
+    def _load(self) -> str | None:
+        try:
+            content = orjson.loads(self.path.read_bytes())
+            return str(content["position"])
+        except FileNotFoundError:
+            return None
+        except (orjson.JSONDecodeError, KeyError, TypeError):
+            raise ClientError(f"{self.path} holds no position; remove it to start with a snapshot") from None
+
+    def _save(self, position: str) -> None:
+        descriptor, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(orjson.dumps({"position": position}))
+                file.flush()
+                os.fsync(file.fileno())
+            Path(name).replace(self.path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+        folder = os.open(self.path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
 
 
 @dataclass(eq=False, slots=True)
@@ -39,50 +273,54 @@ class _Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class _Retry:
-    """When to connect again; see :func:`subscribe`."""
+class TableQuery:
+    """What of a table is wanted, evaluated by the server.
 
-    wait_for_table: bool
-    longest_s: float
-    jitter: Callable[[], float]
+    Attributes:
+        where: SQL condition on rows.
+        columns: those wanted, besides the key's; empty: all.
+        select: a live aggregate (``SELECT … GROUP BY …``) instead of rows.
+        conflate: when this reader lags, the latest of each key instead of every change.
+    """
+
+    where: str = ""
+    columns: Sequence[str] = ()
+    select: str = ""
+    conflate: bool = False
+
+    def parameters(self) -> dict[str, str]:
+        texts = {"where": self.where, "columns": ",".join(self.columns), "select": self.select}
+        texts["conflate"] = "1" if self.conflate else ""
+        return {name: text for name, text in texts.items() if text}
 
 
-def subscribe(
-    url: str,
-    table: str,
-    store: PositionStore | None = None,
-    *,
-    queue: int = 256,
-    wait_for_table: bool = True,
-    backoff_max_s: float = 10.0,
-    jitter: Callable[[], float] = random.random,
-    where: str = "",
-    columns: Sequence[str] = (),
-    select: str = "",
-    conflate: bool = False,
-) -> Subscription:
-    """A subscription; enter it with ``async with``, read it with ``async for``.
+@dataclass(frozen=True, slots=True)
+class RetryPolicy:
+    """When to connect again.
+
+    Attributes:
+        wait_for_table: whether a table that does not exist is waited for.
+        longest_s: longest pause between two attempts.
+        jitter: 0 to 1, scales each pause.
+    """
+
+    wait_for_table: bool = True
+    longest_s: float = 10.0
+    jitter: Callable[[], float] = random.random
+
+
+class Subscription:
+    """A subscription: enter it with ``async with``, read it with ``async for``.
+
+    Several tasks may read it: each message goes to one of them.
 
     Args:
         url: the server, e.g. ``http://127.0.0.1:8400`` (``ws`` and ``https`` are taken too).
         table: name of the table.
         store: where the position is kept; None: the first message of every run is a snapshot.
+        query: what of the table is wanted.
+        retry: when to connect again.
         queue: messages held for readers; when it is full the socket is not read, and the server says how far behind.
-        wait_for_table: whether a table that does not exist is waited for.
-        backoff_max_s: longest pause between two attempts to connect.
-        jitter: 0 to 1, scales each pause.
-        where: SQL condition on rows, evaluated by the server.
-        columns: those wanted, beside the key's; empty: all.
-        select: a live aggregate (``SELECT … GROUP BY …``) instead of rows.
-        conflate: when this reader lags, the latest of each key instead of every change.
-    """
-    asked = {"where": where, "columns": ",".join(columns), "select": select, "conflate": "1" if conflate else ""}
-    wanted = {name: text for name, text in asked.items() if text}
-    return Subscription(url, table, store, queue, _Retry(wait_for_table, backoff_max_s, jitter), wanted)
-
-
-class Subscription:
-    """See :func:`subscribe`. Several tasks may read it: each message goes to one of them.
 
     Attributes:
         table: name of the table.
@@ -96,10 +334,11 @@ class Subscription:
         self,
         url: str,
         table: str,
-        store: PositionStore | None,
-        queue: int,
-        retry: _Retry,
-        wanted: Mapping[str, str],
+        store: PositionStore | None = None,
+        *,
+        query: TableQuery = TableQuery(),
+        retry: RetryPolicy = RetryPolicy(),
+        queue: int = 256,
     ) -> None:
         self.table = table
         self.connects = 0
@@ -107,7 +346,7 @@ class Subscription:
         self.gaps = 0
         self.lag_ms: int | None = None
         self._url = _endpoint(url)
-        self._wanted = wanted
+        self._wanted = query.parameters()
         self._store = store
         self._retry = retry
         self._queue: asyncio.Queue[_Entry | None] = asyncio.Queue(maxsize=queue)
@@ -289,6 +528,10 @@ class _SubscriptionReader:
         given, self._given = self._given, None
         if given is not None:
             await self._subscription._done(given)
+
+
+subscribe = Subscription
+"""``async with subscribe(URL, TABLE) as messages``"""
 
 
 def _endpoint(url: str) -> str:

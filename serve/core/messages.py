@@ -1,26 +1,35 @@
 """The server's messages (docs/protocol.md), each with the position that it brings a subscriber to; WebSocket frames.
 
 A message's bytes are made once for each view and wire form, not once for each subscriber: a :class:`Codec` makes them.
+
+Here is also the one definition of how a value looks to a subscriber. Timestamps are ISO 8601 in UTC with ``Z``, with
+microseconds if there are any. Numbers are numbers, whatever their size; NaN and infinity, which JSON lacks, are null.
+Binary within structures is base64.
 """
 
 from __future__ import annotations
 
+import base64
 import struct
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from typing import Any, Protocol
 
 import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
 
 from lakehouse.contract.lake import CommitFacts
 from lakehouse.contract.rows import Key, Row
 from serve.core.model import TableChange, TableInfo
 from serve.core.position import Position, Seal
-from serve.core.values import encode_rows, to_json
 
 PART_BYTES = 262_144  # rows of one message; positions depend on it: all server processes must split alike
 LEAST_COMPRESSED = 256  # bytes; below, deflate saves less than a packet's header
+_OPTIONS = orjson.OPT_UTC_Z | orjson.OPT_NAIVE_UTC
+_INT64 = range(-(2**63), 2**63)
 _LEVEL = 1  # level 6 takes three times as long and saves a tenth more
 _EMPTY_BLOCK = b"\x00\x00\xff\xff"
 
@@ -304,3 +313,59 @@ def _deflated(text: bytes, bits: int) -> bytes:
 
 
 PING = header(0x89, 4) + b"mill"
+
+
+def is_binary(kind: pa.DataType) -> bool:
+    """Whether a column of this type is not pushed."""
+    return bool(
+        pa.types.is_binary(kind)
+        or pa.types.is_large_binary(kind)
+        or pa.types.is_fixed_size_binary(kind)
+        or pa.types.is_binary_view(kind)
+    )
+
+
+def rows_of(table: pa.Table) -> list[Row]:
+    """The table's rows, columns in order. Times are in UTC without a zone: they hash and compare faster."""
+    columns = [_plain(column).to_pylist() for column in table.columns]
+    if not columns:
+        return [() for _ in range(table.num_rows)]
+    return list(zip(*columns, strict=True))
+
+
+def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
+    kind = column.type
+    if pa.types.is_timestamp(kind):
+        return column.cast(pa.timestamp("us"), safe=False)
+    if pa.types.is_floating(kind):
+        return pc.if_else(pc.is_finite(column), column, pa.scalar(None, kind))
+    return column
+
+
+def to_json(value: Any) -> bytes:
+    return orjson.dumps(value, default=_other, option=_OPTIONS)
+
+
+def encode_rows(columns: Sequence[str], rows: Iterable[Row]) -> list[bytes]:
+    """One JSON object a row."""
+    rows = list(rows)  # iterated twice if there are large integers
+    try:
+        return [orjson.dumps(dict(zip(columns, row, strict=True)), default=_other, option=_OPTIONS) for row in rows]
+    except TypeError as error:  # orjson neither accepts integers beyond 64 bits nor calls `default` for them
+        if "64-bit" not in str(error):
+            raise
+        return [to_json({name: _wide(value) for name, value in zip(columns, row, strict=True)}) for row in rows]
+
+
+def _other(value: Any) -> Any:
+    if isinstance(value, Decimal):
+        return orjson.Fragment(format(value, "f")) if value.is_finite() else None
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, memoryview):
+        return base64.b64encode(bytes(value)).decode()
+    return str(value)
+
+
+def _wide(value: Any) -> Any:
+    return orjson.Fragment(str(value)) if isinstance(value, int) and value not in _INT64 else value

@@ -79,24 +79,35 @@ class Seal:
 
     def parse(self, token: str) -> Position:
         """The position that :meth:`token` wrote. Raises RequestError for anything else, or for another lake's."""
-        if not _TOKEN.fullmatch(token) or len(token) > _MAX_LENGTH:
-            raise _no_position(token, "it is not URL-safe base64 of a sensible length")
         try:
-            signed = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
-        except binascii.Error:
-            raise _no_position(token, "it is not URL-safe base64") from None
-        raw, tag = signed[:-_TAG_BYTES], signed[-_TAG_BYTES:]
+            raw = self.opened(token)
+        except ValueError as error:
+            raise _no_position(token, str(error)) from None
         if len(raw) <= _FORMAT.size:
             raise _no_position(token, "it is too short")
-        if not hmac.compare_digest(tag, self._tag(raw)):
-            raise _no_position(token, "its signature is not of this lake")
         form, version, ordinal, view = _FORMAT.unpack_from(raw)
         return Position(_unpacked(token, form, raw[_FORMAT.size :]), version, ordinal, view)
 
+    def sealed(self, raw: bytes) -> str:
+        """Bytes and their signature in URL-safe base64, unpadded."""
+        return base64.urlsafe_b64encode(raw + self._tag(raw)).rstrip(b"=").decode()
+
+    def opened(self, token: str) -> bytes:
+        """The bytes that :meth:`sealed` was given. Raises ValueError for anything else."""
+        if not _TOKEN.fullmatch(token) or len(token) > _MAX_LENGTH:
+            raise ValueError("it is not URL-safe base64 of a sensible length")
+        try:
+            signed = base64.b64decode(token + "=" * (-len(token) % 4), altchars=b"-_", validate=True)
+        except binascii.Error:
+            raise ValueError("it is not URL-safe base64") from None
+        raw, tag = signed[:-_TAG_BYTES], signed[-_TAG_BYTES:]
+        if not hmac.compare_digest(tag, self._tag(raw)):
+            raise ValueError("its signature is not of this lake")
+        return raw
+
     def _text(self, position: Position) -> str:
         form, ident = _packed(position.table_id)
-        raw = _FORMAT.pack(form, position.version, position.ordinal, position.view) + ident
-        return base64.urlsafe_b64encode(raw + self._tag(raw)).rstrip(b"=").decode()
+        return self.sealed(_FORMAT.pack(form, position.version, position.ordinal, position.view) + ident)
 
     def _tag(self, raw: bytes) -> bytes:
         signer = self._signer.copy()  # half the cost of starting from the key

@@ -30,18 +30,17 @@ from lakehouse.contract.pipeline.product import EVERYTHING
 from lakehouse.contract.rows import Key, Row
 from lakehouse.contract.sql import BOOL, DATE, DECIMAL, FLOAT, INT, TEXT, TIMESTAMP
 from lakehouse.contract.sql.closures import as_date, as_timestamp, kind_of
-from serve.core.channel import Channel, opened_view, rows_in_order
+from serve.core.channel import NOT_SERVED, Channel, opened_view, rows_in_order, view_of
 from serve.core.hub import Hub
+from serve.core.messages import encode_rows, to_json
 from serve.core.model import Principal, SubscribeRequest, TableInfo, in_order
 from serve.core.position import Position, Seal
-from serve.core.values import encode_rows, to_json
 from serve.errors import FilterError, PositionExpired, RequestError, SqlError
 from serve.push.request import admitted, invalid, query_of, subscription_of, whole_number
 from serve.sql.pool import Workers
 from serve.tables.state import TableReader, TableState, parse_as_of, version_at
 from serve.tables.tables import Tables, now_ms
 from serve.views.view import LiveView, RowsView, SubscriberView, filter_errors
-from serve.views.visibility import NOT_SERVED, view_of
 
 _K = TypeVar("_K", bound=Hashable)
 

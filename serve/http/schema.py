@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from serve.core.values import to_json
+from serve.core.messages import to_json
 from serve.http.control import NewQuery
 from serve.sql.routes import NewStatement
 from serve.webhooks.routes import NewWebhook

@@ -13,10 +13,9 @@ from starlette.responses import Response
 
 from serve.access import ReaderGate
 from serve.core.hub import Hub
-from serve.core.messages import Message, heartbeat, slow
+from serve.core.messages import Message, heartbeat, slow, to_json
 from serve.core.model import Principal
 from serve.core.ring import Subscriber
-from serve.core.values import to_json
 from serve.errors import RequestError
 from serve.push.request import admitted, hung_up, invalid, query_of, subscription_of, whole_number
 from serve.tables.tables import Tables, clock_ms, now_ms

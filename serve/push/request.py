@@ -13,9 +13,9 @@ from starlette.responses import Response
 
 from lakehouse.contract.sql.filters import MAX_LENGTH
 from serve.access import TICKET
+from serve.core.messages import to_json
 from serve.core.model import Principal, SubscribeRequest
 from serve.core.position import Seal
-from serve.core.values import to_json
 from serve.errors import RequestError
 
 PARAMETERS = frozenset({"table", "from", "where", "columns", "select", "conflate", "window"})

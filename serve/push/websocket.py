@@ -114,7 +114,7 @@ websocket_codec = lru_cache(None)(WebSocketCodec)
 WEBSOCKET = websocket_codec()
 
 
-class WebSocketConnection(SubscriberConnection):
+class SubscriberWebSocket(SubscriberConnection):
     """One WebSocket connection, constructed by uvicorn; see :class:`~serve.push.base.SubscriberConnection`."""
 
     def __init__(

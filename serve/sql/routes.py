@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from serve.core.values import to_json
+from serve.core.messages import to_json
 from serve.errors import RequestError
 from serve.push.request import admitted, hung_up, json_body
 from serve.sql.pool import Workers

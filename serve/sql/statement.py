@@ -30,8 +30,8 @@ from lakehouse.contract.rows import Fold
 from lakehouse.contract.sql.closures import Columns
 from lakehouse.contract.sql.filters import parse_condition
 from lakehouse.contract.sql.locked import locked_connection
+from serve.core.messages import encode_rows
 from serve.core.model import OPEN, Principal, TableInfo
-from serve.core.values import encode_rows
 from serve.errors import FilterError, PositionExpired, SqlError
 from serve.tables.state import AsOf, describe, metadata_of, parse_as_of, version_at
 

@@ -26,8 +26,8 @@ from deltalake.exceptions import DeltaError, TableNotFoundError
 from lakehouse.contract.deltalog import AddedFile, Commit, DeltaLog, TableGone, TableUnreadable
 from lakehouse.contract.lake import PROPERTY_FOLD, PROPERTY_KEY, PROPERTY_ORDER, CommitFacts
 from lakehouse.contract.rows import Fold, Key, Row, names_in
+from serve.core.messages import is_binary, rows_of
 from serve.core.model import DEFAULT_RETENTION_MS, TableChange, TableInfo, in_order
-from serve.core.values import is_binary, rows_of
 from serve.errors import PositionExpired, SqlError
 
 _UNITS = {

@@ -27,7 +27,7 @@ from lakehouse.contract.deltalog import Commit, DeltaLog, LogFollower, TableGone
 from lakehouse.contract.lake import NAME_PATTERN, Lake, TableRef
 from lakehouse.contract.pipeline.product import EVERYTHING
 from lakehouse.contract.settings import ServeSettings
-from serve.core.channel import finished, opened_view
+from serve.core.channel import NOT_SERVED, channel_problem, finished, opened_view
 from serve.core.hub import Hub
 from serve.core.messages import Message, change_messages
 from serve.core.model import SubscribeRequest, TableChange, TableInfo
@@ -36,7 +36,6 @@ from serve.core.ring import Outgoing, Subscriber
 from serve.errors import FilterError, PositionExpired, RequestError
 from serve.tables.state import StateStep, TableReader, TableState
 from serve.views.view import LiveView, SubscriberView, filter_errors
-from serve.views.visibility import NOT_SERVED, channel_problem
 
 log = logging.getLogger(__name__)
 

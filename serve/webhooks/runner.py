@@ -20,12 +20,12 @@ import logging
 import os
 import random
 import sqlite3
-import struct
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import orjson
@@ -44,7 +44,6 @@ from serve.webhooks.store import DEAD, DELIVERED, FAILING, Webhook, WebhookDeliv
 
 log = logging.getLogger(__name__)
 
-_LENGTHS = struct.Struct(">II")
 # Only for open connections. The webhook's state shows the text of an `error`; it is not posted at each attempt.
 _SKIPPED = frozenset({"resumed", "slow", "heartbeat", "error"})
 WINDOW = 16
@@ -55,19 +54,13 @@ _LOOK_S = 1.0
 
 
 class HookCodec:
-    """Length-prefixed messages, with empty changes marked."""
+    """Messages as lines of JSON."""
 
-    name = "webhook json"
+    name = "webhook"
     answers = False
 
     def frame(self, message: Message) -> bytes:
-        if message.kind in _SKIPPED:
-            return b""
-        position = message.head["position"] if message.position is not None else ""
-        empty = message.kind == "change" and not message.rows and not message.deletes
-        lagged = message.kind == "expired" and message.head["reason"] == "lagged"
-        head = orjson.dumps([message.kind, position, message.head.get("after", ""), empty, lagged])
-        return _LENGTHS.pack(len(head), len(message.body)) + head + message.body
+        return b"" if message.kind in _SKIPPED else message.body + b"\n"
 
     def heartbeat(self, message: Message) -> bytes:
         return b""
@@ -81,18 +74,32 @@ class LinkRecord:
     """A message out of the link.
 
     Attributes:
-        kind, body: of the message.
-        position, after: tokens; empty if absent.
-        empty: a change without rows.
-        lagged: the hub has dropped what comes next; the table's log has it.
+        body: its JSON text.
+        content: what the text says.
     """
 
-    kind: str
-    position: str
-    after: str
-    empty: bool
-    lagged: bool
     body: bytes
+    content: Mapping[str, Any]
+
+    @property
+    def kind(self) -> str:
+        return str(self.content["type"])
+
+    @property
+    def position(self) -> str:
+        """Where it brings the receiver; empty if nowhere."""
+        moves = self.kind == "change" or self.content.get("last", False)
+        return str(self.content["position"]) if moves else ""
+
+    @property
+    def empty(self) -> bool:
+        """Whether it is a change without rows."""
+        return self.kind == "change" and not self.content["upserts"] and not self.content["deletes"]
+
+    @property
+    def lagged(self) -> bool:
+        """Whether the hub has dropped what comes next; the table's log has it."""
+        return self.kind == "expired" and self.content["reason"] == "lagged"
 
 
 class HookLink:
@@ -113,13 +120,7 @@ class HookLink:
         self.some.set()
 
     def _take(self, data: bytes) -> None:
-        at = 0
-        while at < len(data):
-            head, body = _LENGTHS.unpack_from(data, at)
-            at += _LENGTHS.size
-            kind, position, after, empty, lagged = orjson.loads(data[at : at + head])
-            self._records.append(LinkRecord(kind, position, after, empty, lagged, data[at + head : at + head + body]))
-            at += head + body
+        self._records.extend(LinkRecord(line, orjson.loads(line)) for line in data.splitlines())
 
     def pump(self) -> None:
         self.some.set()
@@ -334,8 +335,9 @@ class WebhookRunner:
 
     def _of(self, record: LinkRecord) -> WebhookDelivery:
         body = record.body
-        if record.after and self._sent and record.after != self._sent:  # skip over changes without rows
-            body = body.replace(f'"after":"{record.after}"'.encode(), f'"after":"{self._sent}"'.encode(), 1)
+        after = record.content.get("after", "")
+        if after and self._sent and after != self._sent:  # skip over changes without rows
+            body = body.replace(f'"after":"{after}"'.encode(), f'"after":"{self._sent}"'.encode(), 1)
         ident = delivery_id(self.hook, record, self._sent)
         return WebhookDelivery(ident, self.hook.id, record.kind, record.position, body)
 

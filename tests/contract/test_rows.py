@@ -21,7 +21,7 @@ from lakehouse.contract import rows as contract
 from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.lake import PROPERTY_FOLD, PROPERTY_KEY, PROPERTY_ORDER, Lake
 from lakehouse.contract.rows import Fold, KeyedRows, UnknownColumn
-from serve.core.values import rows_of
+from serve.core.messages import rows_of
 from serve.sql.statement import run_sql
 from serve.tables.state import TableReader, TableState
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from lakehouse.contract.rows import Row
 from lakehouse.contract.sql.closures import Columns, compile_condition
 from lakehouse.contract.sql.filters import MAX_LENGTH, parse_condition
+from serve.core.messages import rows_of
 from serve.core.model import TableInfo
-from serve.core.values import rows_of
 from serve.errors import FilterError
 
 SCHEMA = pa.schema(

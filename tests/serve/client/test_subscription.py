@@ -13,7 +13,19 @@ from websockets.asyncio.client import connect
 from websockets.asyncio.server import ServerConnection, serve
 
 from jobs.local.stack import free_port
-from serve.client import Change, ClientError, FileStore, MemoryStore, Message, Refused, Snapshot, TableView, subscribe
+from serve.client import (
+    Change,
+    ClientError,
+    FileStore,
+    MemoryStore,
+    Message,
+    Refused,
+    RetryPolicy,
+    Snapshot,
+    TableQuery,
+    TableView,
+    subscribe,
+)
 from tests.serve.conftest import Spawned, serving, wait_until
 from tests.serve.lakes import Product, top_topics, topics, window
 
@@ -77,7 +89,7 @@ async def test_the_server_is_killed_and_every_change_is_applied_once(root: Path,
     product = top_topics(root)
     port = free_port()
     spawned.append(Spawned(root, poll_ms=5, port=port))
-    async with subscribe(spawned[0].url, "top_topics", jitter=lambda: 0.0) as subscription:
+    async with subscribe(spawned[0].url, "top_topics", retry=RetryPolicy(jitter=lambda: 0.0)) as subscription:
         reader = aiter(subscription)
         assert isinstance(await anext(reader), Snapshot)
         seen = []
@@ -190,11 +202,11 @@ async def test_a_reader_knows_that_it_is_too_slow(root: Path) -> None:
 
 async def test_a_table_that_is_not_there_yet(root: Path) -> None:
     async with serving(root) as url:
-        async with subscribe(url, "top_topics", wait_for_table=False) as subscription:
+        async with subscribe(url, "top_topics", retry=RetryPolicy(wait_for_table=False)) as subscription:
             with pytest.raises(Refused) as refused:
                 await anext(aiter(subscription))
             assert refused.value.code == "no_such_table"
-        async with subscribe(url, "top_topics", jitter=lambda: 0.0) as subscription:
+        async with subscribe(url, "top_topics", retry=RetryPolicy(jitter=lambda: 0.0)) as subscription:
             first = asyncio.ensure_future(anext(aiter(subscription)))
             await wait_until(lambda: subscription.connects >= 2)
             top_topics(root)
@@ -266,8 +278,7 @@ async def test_a_change_that_is_lost_on_the_way_is_noticed_and_asked_for_again(r
             subscribe(
                 f"http://127.0.0.1:{middle.sockets[0].getsockname()[1]}",
                 "top_topics",
-                where="count > 0",
-                columns=["count"],
+                query=TableQuery("count > 0", ["count"]),
             ) as subscription,
         ):
             reader = aiter(subscription)

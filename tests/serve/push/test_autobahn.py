@@ -15,7 +15,7 @@ from tests.serve.conftest import serving
 pytestmark = pytest.mark.soak
 
 
-class Echo(websocket.WebSocketConnection):
+class Echo(websocket.SubscriberWebSocket):
     """The endpoint as it is, handshake, frames, compression and close, but that it says back what it hears."""
 
     def _begin(self, path: str) -> None:
@@ -36,7 +36,7 @@ async def test_every_case_passes(
     exclude: tuple[str, ...],
     least: int,
 ) -> None:
-    monkeypatch.setattr(app, "WebSocketConnection", Echo)
+    monkeypatch.setattr(app, "SubscriberWebSocket", Echo)
     monkeypatch.setattr(websocket, "MAX_INCOMING_BYTES", LARGEST)
     monkeypatch.setattr(websocket, "_MAX_UNREAD_BYTES", 4 * LARGEST)
     async with serving(root, cut_after_ms=600_000) as url:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from serve.client import BadMessage, Change, Snapshot
-from serve.client.messages import Assembler
+from serve.client.subscription import Assembler
 
 
 def snapshot(rows: list[Any], *, first: bool, last: bool) -> str:

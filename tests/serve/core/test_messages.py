@@ -7,7 +7,7 @@ import orjson
 import pyarrow as pa
 import pytest
 
-from serve.core.values import encode_rows, is_binary, rows_of
+from serve.core.messages import encode_rows, is_binary, rows_of
 
 CASES = [
     (pa.array([datetime(2026, 1, 1, 12, tzinfo=UTC)], pa.timestamp("us", "UTC")), b'"2026-01-01T12:00:00Z"'),

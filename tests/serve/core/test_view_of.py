@@ -16,9 +16,9 @@ from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.contract.pipeline.product import ChannelSpec
 from lakehouse.contract.settings import ServeSettings, Settings
 from serve.app import make_app, run_server
+from serve.core.channel import channels_of, view_of
 from serve.core.model import Principal, SubscribeRequest
 from serve.errors import FilterError
-from serve.views.visibility import channels_of, view_of
 from tests.contract.sql.test_closures import TABLE
 from tests.serve.conftest import receive, subscribed
 from tests.serve.lakes import city, rsvps_by_city, top_topics, topics, window
