@@ -41,6 +41,12 @@ TICKET = "ticket"
 _HEAD = struct.Struct(">Q12s")  # good until, seconds since the epoch; nonce
 _SCHEME = "bearer "
 _MAX_KEY_CHARS = 200
+PUBLIC = frozenset({"/healthz", "/readyz", "/v1/openapi.json", "/v1/asyncapi.json"})
+"""Routes without data; so are the dashboard's files, which lie beside ``/v1/``."""
+
+
+def needs_key(path: str) -> bool:
+    return path not in PUBLIC and (path == "/v1" or path.startswith("/v1/") or path == "/metrics")
 
 
 class Closing(Protocol):

@@ -26,7 +26,7 @@ from serve.core.hub import Hub
 from serve.core.position import lake_seal
 from serve.core.ring import Link, deliver
 from serve.http import routes
-from serve.http.metrics import AccessCollector, HubCollector, ServerMetrics
+from serve.http.metrics import ServerCollector, ServerMetrics
 from serve.http.rows import RowSource
 from serve.push.sse import ServingHttpProtocol
 from serve.push.websocket import WEBSOCKET, SubscriberWebSocket
@@ -85,7 +85,7 @@ def make_app(settings: Settings, *, name: str = "") -> Starlette:
         tables, workers = Tables(lake, hub, settings.serve, deliver), Workers(settings)
         rows = RowSource(hub, tables, workers)
         fleet = WebhookFleet(lake.state / "webhooks", WebhookContext(hub, tables, gate, settings.serve))
-        own = (HubCollector(hub), AccessCollector(gate, workers, rows, fleet))
+        own = ServerCollector(hub, gate, workers, rows, fleet)
         metrics = ServerMetrics(lake.state / "run" / "metrics", name, own)
         kept = (partial(_run_clock, hub, settings.serve), partial(_run_work, hub, work), partial(_run_gate, gate))
         runs = [tables.run(), fleet.run(), *map(_run_forever, kept), *([metrics.run()] if name else [])]

@@ -350,12 +350,10 @@ class Hub:
         """Send due heartbeats, warn and cut slow subscribers, drop unused views."""
         self._now = now
         deliveries: list[Outgoing] = []
-        for channel in self.channels.values():
-            for stream in list(channel.streams.values()):
-                for wire_channel in stream.wire_channels.values():
-                    for subscriber in _suspects(wire_channel):
-                        deliveries.extend(self._checked(subscriber, wire_channel, now))
-                _tidy(channel, stream, now)
+        for stream, wire_channel in self._wire_channels():
+            for subscriber in _suspects(wire_channel):
+                deliveries.extend(self._checked(subscriber, wire_channel, now))
+            _tidy(stream, now)
         deliveries += self.beat(now, at)
         return deliveries
 
@@ -387,19 +385,21 @@ class Hub:
 
     def waiting(self) -> Iterator[Subscriber]:
         """Subscribers whose socket takes no more. Report a shrunken buffer by :meth:`heard_from`."""
-        for channel in self.channels.values():
-            for stream in channel.streams.values():
-                for wire_channel in stream.wire_channels.values():
-                    yield from [subscriber for subscriber in wire_channel.trailing if subscriber.paused]
+        for _, wire_channel in self._wire_channels():
+            yield from [subscriber for subscriber in wire_channel.trailing if subscriber.paused]
 
-    def _slices(self) -> Iterator[tuple[ViewStream, WireChannel, Sequence[Subscriber]]]:
-        """All subscribers, some at a time, as they are when the heartbeat reaches their wire channel."""
+    def _wire_channels(self) -> Iterator[tuple[ViewStream, WireChannel]]:
         for channel in list(self.channels.values()):
             for stream in list(channel.streams.values()):
                 for wire_channel in list(stream.wire_channels.values()):
-                    members = wire_channel.members()
-                    for start in range(0, len(members), SLICE):
-                        yield stream, wire_channel, members[start : start + SLICE]
+                    yield stream, wire_channel
+
+    def _slices(self) -> Iterator[tuple[ViewStream, WireChannel, Sequence[Subscriber]]]:
+        """All subscribers, some at a time, as they are when the heartbeat reaches their wire channel."""
+        for stream, wire_channel in self._wire_channels():
+            members = wire_channel.members()
+            for start in range(0, len(members), SLICE):
+                yield stream, wire_channel, members[start : start + SLICE]
 
     def _checked(self, subscriber: Subscriber, wire_channel: WireChannel, now: float) -> Iterator[Outgoing]:
         """The messages or the close that are due to one subscriber."""
@@ -625,7 +625,7 @@ def _beats(
             yield Outgoing(tuple(group), wire_channel.codec.heartbeat(message))
 
 
-def _tidy(channel: Channel, stream: ViewStream, now: float) -> None:
+def _tidy(stream: ViewStream, now: float) -> None:
     """Drop a view that had no subscribers for a while, and filters' snapshots that nobody asked for."""
     if stream.view.id == WHOLE:
         return
@@ -637,7 +637,7 @@ def _tidy(channel: Channel, stream: ViewStream, now: float) -> None:
         stream.empty_since = now
     elif now - stream.empty_since >= LINGER_MS:
         stream.work = None
-        channel.streams.pop(stream.view.id, None)
+        stream.channel.streams.pop(stream.view.id, None)
 
 
 def _behind(subscriber: Subscriber, wire_channel: WireChannel, now: float, waited: float) -> tuple[int, float]:

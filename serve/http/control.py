@@ -18,8 +18,8 @@ from starlette.routing import BaseRoute, Route
 
 from lakehouse.contract.errors import ConfigError, QueryRefused
 from lakehouse.contract.lake import Lake
-from lakehouse.contract.pipeline import Pipeline, load_pipeline
-from lakehouse.contract.pipeline.added import Declared, QuerySpec, checked_query
+from lakehouse.contract.pipeline import load_pipeline
+from lakehouse.contract.pipeline.added import Declared, QuerySpec, State, checked_query
 from lakehouse.contract.settings import Settings
 from serve.access import is_loopback
 from serve.core.hub import Hub
@@ -42,13 +42,14 @@ class NewQuery(msgspec.Struct, forbid_unknown_fields=True):
 
 
 async def list_queries(request: Request) -> Response:
-    """List all added queries with their states."""
+    """Continuous queries with their states"""
     principal = admitted(request)
     found = await asyncio.to_thread(_listed, request.state.settings)
     return json_response({"queries": [each for each in found if principal.may_read(each["name"])]})
 
 
 async def show_query(request: Request) -> Response:
+    """A continuous query, and how it fares"""
     name = request.path_params["name"]
     for found in await asyncio.to_thread(_listed, request.state.settings):
         if found["name"] == name and admitted(request).may_read(name):
@@ -57,7 +58,7 @@ async def show_query(request: Request) -> Response:
 
 
 async def add_query(request: Request) -> Response:
-    """Check a query and record it: 201, or a problem that says what to write instead."""
+    """Check and add a continuous query"""
     _check_may(request)
     new = await json_body(request, MAX_BODY, NewQuery)
     spec = QuerySpec(new.name, new.sql, new.source, new.key, new.start, new.options)
@@ -67,18 +68,17 @@ async def add_query(request: Request) -> Response:
         made = await asyncio.to_thread(_add, request.state.settings, spec, columns)
     except QueryRefused as refused:
         return problem(_STATUS.get(refused.code, 422), refused.problem, refused.code, remedy=refused.remedy)
-    return json_response({**_shown(made), "state": "waiting"}, 201, Location=f"/v1/queries/{made.name}")
+    return json_response(_shown(made, State("waiting")), 201, Location=f"/v1/queries/{made.name}")
 
 
 async def remove_query(request: Request) -> Response:
-    """Have the driver stop a query and remove its checkpoint, with ``?drop=true`` its table too: 202."""
+    """Have the driver stop and remove a continuous query: ``?drop=``"""
     _check_may(request)
     drop = request.query_params.get("drop", "false")
     if drop not in ("true", "false"):
         raise invalid("bad_request", "drop is true or false")
     name = request.path_params["name"]
-    found = await asyncio.to_thread(_remove, request.state.settings, name, drop == "true")
-    if not found:
+    if not await asyncio.to_thread(_remove, request.state.settings, name, drop == "true"):
         raise RequestError(RequestError.NOT_FOUND, "no_such_query", f"there is no query {name!r}")
     return json_response({"name": name, "state": "removing", "drop": drop == "true"}, 202)
 
@@ -93,7 +93,11 @@ ROUTES: list[BaseRoute] = [
 
 def _add(settings: Settings, spec: QuerySpec, columns: dict[str, tuple[str, ...]]) -> QuerySpec:
     lake = Lake(settings.lake)
-    checked = checked_query(spec, _pipeline(settings), lake, settings.queries, columns)
+    try:
+        pipeline = load_pipeline(settings.pipeline_folder())
+    except ConfigError as error:
+        raise RequestError(RequestError.FULL, "busy", f"the server's pipeline cannot be read: {error}") from None
+    checked = checked_query(spec, pipeline, lake, settings.queries, columns)
     Declared(lake, QuerySpec).add(checked)
     return checked
 
@@ -109,18 +113,11 @@ def _remove(settings: Settings, name: str, drop: bool) -> bool:
 
 def _listed(settings: Settings) -> list[dict[str, Any]]:
     declared = Declared(Lake(settings.lake), QuerySpec)
-    found = []
-    for name, spec in declared.all().items():
-        state = declared.state(name)
-        said = {"state": "removing" if spec.removed else state.state}
-        if state.reason:
-            said["detail"] = state.reason
-        found.append({**_shown(spec), **said})
-    return found
+    return [_shown(spec, declared.state(name)) for name, spec in declared.all().items()]
 
 
-def _shown(spec: QuerySpec) -> dict[str, Any]:
-    return {
+def _shown(spec: QuerySpec, state: State) -> dict[str, Any]:
+    shown = {
         "name": spec.name,
         "sql": spec.sql,
         "source": spec.relation,
@@ -128,14 +125,9 @@ def _shown(spec: QuerySpec) -> dict[str, Any]:
         "from": spec.start,
         "options": spec.options,
         "created": spec.created,
+        "state": "removing" if spec.removed else state.state,
     }
-
-
-def _pipeline(settings: Settings) -> Pipeline:
-    try:
-        return load_pipeline(settings.pipeline_folder())
-    except ConfigError as error:
-        raise RequestError(RequestError.FULL, "busy", f"the server's pipeline cannot be read: {error}") from None
+    return shown | ({"detail": state.reason} if state.reason else {})
 
 
 def _check_may(request: Request) -> None:

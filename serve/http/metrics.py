@@ -10,7 +10,8 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, generate_latest
@@ -19,7 +20,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from serve.access import ReaderGate
-from serve.core.channel import Channel
 from serve.core.hub import Hub
 from serve.http.rows import RowSource
 from serve.sql.pool import Workers
@@ -37,15 +37,14 @@ class ServerMetrics:
     Args:
         folder: of the processes' files.
         name: of this process, e.g. ``serve-1``; empty: it has the port to itself.
-        own: collectors of this process.
+        own: metrics of this process.
     """
 
-    def __init__(self, folder: Path, name: str, own: Iterable[Collector]) -> None:
+    def __init__(self, folder: Path, name: str, own: Collector) -> None:
         self.registry = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self.registry)
-        for each in own:
-            self.registry.register(each)
+        self.registry.register(own)
         self._folder = folder
         self._name = name
 
@@ -96,15 +95,24 @@ class _Merged(Collector):
         yield from families.values()
 
 
-class HubCollector(Collector):
-    """Metrics of a hub."""
+class ServerCollector(Collector):
+    """Metrics of this process."""
 
-    def __init__(self, hub: Hub) -> None:
+    def __init__(self, hub: Hub, gate: ReaderGate, workers: Workers, rows: RowSource, fleet: WebhookFleet) -> None:
         self._hub = hub
+        self._gate = gate
+        self._workers = workers
+        self._rows = rows
+        self._fleet = fleet
 
     def collect(self) -> Iterator[Metric]:
         counters = self._hub.counters
-        yield GaugeMetricFamily("millrace_serve_subscribers", "Subscribers connected.", value=self._hub.size)
+        for name, text, now in (
+            ("subscribers", "Subscribers connected.", self._hub.size),
+            ("sql_running", "SQL statements that run or wait.", self._workers.running),
+            ("webhooks", "Webhooks that this process runs.", self._fleet.running),
+        ):
+            yield GaugeMetricFamily(f"millrace_serve_{name}", text, value=now)
         for name, text, value in (
             ("subscriptions", "Subscriptions accepted.", counters.subscribed),
             ("messages", "Messages handed to sockets.", counters.messages),
@@ -117,68 +125,45 @@ class HubCollector(Collector):
             ("refused", "Subscribers refused because the server was full.", counters.refused),
         ):
             yield CounterMetricFamily(f"millrace_serve_{name}", text, value=value)
-        expired = CounterMetricFamily("millrace_serve_expired", "Positions that were void.", labels=["reason"])
-        for reason, count in counters.expired.items():
-            expired.add_metric([reason], count)
-        yield expired
+        read = {"hit": self._rows.hits, "miss": self._rows.misses}
+        for name, text, label, counts in (
+            ("expired", "Positions that were void.", "reason", counters.expired),
+            ("denied", "Requests and connections that were not let in.", "code", self._gate.refused),
+            ("sql", "SQL statements by how they ended.", "outcome", self._workers.counts),
+            ("webhook_deliveries", "Webhook attempts and letters.", "outcome", self._fleet.counts),
+            ("read_through", "Look-ups in tables that are not in memory.", "cache", read),
+        ):
+            family = CounterMetricFamily(f"millrace_serve_{name}", text, labels=[label])
+            for each, count in counts.items():
+                family.add_metric([each], count)
+            yield family
         yield from self._of_tables()
 
     def _of_tables(self) -> Iterator[Metric]:
-        version = GaugeMetricFamily("millrace_serve_table_version", "Delta version in memory.", labels=["table"])
-        rows = GaugeMetricFamily("millrace_serve_table_rows", "Rows in memory.", labels=["table"])
-        age = GaugeMetricFamily("millrace_serve_table_age_seconds", "Age of the last commit.", labels=["table"])
+        of_table = {
+            name: GaugeMetricFamily(f"millrace_serve_{name}", text, labels=["table"])
+            for name, text in (
+                ("table_version", "Delta version in memory."),
+                ("table_rows", "Rows in memory."),
+                ("table_age_seconds", "Age of the last commit."),
+                ("filters", "Distinct filters and aggregates."),
+            )
+        }
         ring = GaugeMetricFamily("millrace_serve_ring_bytes", "Bytes in the ring.", labels=["table", "codec"])
         trailing = GaugeMetricFamily("millrace_serve_trailing", "Subscribers that trail.", labels=["table", "codec"])
-        filters = GaugeMetricFamily("millrace_serve_filters", "Distinct filters and aggregates.", labels=["table"])
         now = time.time()
         for name, channel in self._hub.channels.items():
-            version.add_metric([name], channel.state.version)
-            rows.add_metric([name], len(channel.state.rows))
-            age.add_metric([name], max(0.0, now - channel.state.facts.committed_at / 1000))
-            filters.add_metric([name], len(channel.streams) - 1)
-            for codec, (size, lag) in _by_codec(channel).items():
-                ring.add_metric([name, codec], size)
-                trailing.add_metric([name, codec], lag)
-        yield from (version, rows, age, filters, ring, trailing)
-
-
-def _by_codec(channel: Channel) -> dict[str, tuple[int, int]]:
-    """Bytes in rings, and trailing subscribers, by wire form."""
-    found: dict[str, tuple[int, int]] = {}
-    for stream in channel.streams.values():
-        for codec, wire_channel in stream.wire_channels.items():
-            size, lag = found.get(codec, (0, 0))
-            found[codec] = size + wire_channel.ring.bytes, lag + len(wire_channel.trailing)
-    return found
-
-
-class AccessCollector(Collector):
-    """Metrics of refusals, statements, look-ups that were read through, and webhooks."""
-
-    def __init__(self, gate: ReaderGate, workers: Workers, rows: RowSource, fleet: WebhookFleet) -> None:
-        self._gate = gate
-        self._workers = workers
-        self._rows = rows
-        self._fleet = fleet
-
-    def collect(self) -> Iterator[Metric]:
-        for name, text, label, counts in (
-            ("millrace_serve_denied", "Requests and connections that were not let in.", "code", self._gate.refused),
-            ("millrace_serve_sql", "SQL statements by how they ended.", "outcome", self._workers.counts),
-            ("millrace_serve_webhook_deliveries", "Webhook attempts and letters.", "outcome", self._fleet.counts),
-            (
-                "millrace_serve_read_through",
-                "Look-ups in tables that are not in memory.",
-                "cache",
-                {"hit": self._rows.hits, "miss": self._rows.misses},
-            ),
-        ):
-            family = CounterMetricFamily(name, text, labels=[label])
-            for value, count in counts.items():
-                family.add_metric([value], count)
-            yield family
-        for name, text, running in (
-            ("millrace_serve_sql_running", "SQL statements that run or wait.", self._workers.running),
-            ("millrace_serve_webhooks", "Webhooks that this process runs.", self._fleet.running),
-        ):
-            yield GaugeMetricFamily(name, text, value=running)
+            state = channel.state
+            age = max(0.0, now - state.facts.committed_at / 1000)
+            values = (state.version, len(state.rows), age, len(channel.streams) - 1)
+            for family, value in zip(of_table.values(), values, strict=True):
+                family.add_metric([name], value)
+            sizes, lags = Counter[str](), Counter[str]()
+            for stream in channel.streams.values():
+                for codec, wire_channel in stream.wire_channels.items():
+                    sizes[codec] += wire_channel.ring.bytes
+                    lags[codec] += len(wire_channel.trailing)
+            for codec in sizes:
+                ring.add_metric([name, codec], sizes[codec])
+                trailing.add_metric([name, codec], lags[codec])
+        yield from (*of_table.values(), ring, trailing)

@@ -22,7 +22,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lakehouse.contract.lake import UnknownTable
-from serve.access import LIVES_S, ReaderGate
+from serve.access import LIVES_S, ReaderGate, needs_key
 from serve.core.hub import Hub
 from serve.errors import RequestError
 from serve.http import control, schema
@@ -34,9 +34,6 @@ from serve.sql import routes as sql
 from serve.tables.tables import Tables
 from serve.webhooks import routes as webhooks
 
-PUBLIC = frozenset({"/healthz", "/readyz", "/v1/openapi.json", "/v1/asyncapi.json"})
-"""Routes without data; so are the dashboard's files, which lie beside ``/v1/``."""
-
 WEB = Path(__file__).parents[1] / "web"
 _SAFE = {
     "Content-Security-Policy": (
@@ -47,10 +44,6 @@ _SAFE = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-
-
-def needs_key(path: str) -> bool:
-    return path not in PUBLIC and (path == "/v1" or path.startswith("/v1/") or path == "/metrics")
 
 
 class AccessMiddleware:
@@ -84,7 +77,7 @@ def middleware(origins: Sequence[str]) -> list[Middleware]:
 
 
 async def new_ticket(request: Request) -> Response:
-    """A ticket with the rights of the caller's key, for ``?ticket=`` on one address."""
+    """A ticket for one stream of a browser, good for 30 s, with the rights of the caller's key"""
     gate: ReaderGate = request.state.gate
     return json_response({"ticket": gate.ticket(admitted(request)), "lives_s": LIVES_S}, 201)
 
@@ -109,7 +102,7 @@ async def server_error(_: Request, __: Exception) -> Response:
 
 
 async def tables(request: Request) -> Response:
-    """Every table, and whether it can be subscribed to."""
+    """Every table, and whether it can be subscribed to"""
     hub, known, principal = _hub(request), _tables(request), admitted(request)
     listed = []
     for table in await asyncio.to_thread(known.lake.tables):
@@ -137,16 +130,20 @@ async def tables(request: Request) -> Response:
 
 
 async def subscribe(_: Request) -> Response:
-    """Any request but upgrades and requests for events, which never reach a route."""
+    """WebSocket, or events with Accept: text/event-stream: ``?table=&from=&where=&columns=&select=&conflate=&window=``
+
+    Upgrades and requests for events never reach this route.
+    """
     return problem(406, "subscribe with a WebSocket, or with Accept: text/event-stream on a connection of its own")
 
 
 async def healthz(_: Request) -> Response:
+    """The process answers"""
     return json_response({"status": "ok", "process": os.getpid()})
 
 
 async def readyz(request: Request) -> Response:
-    """Whether every table found is in memory."""
+    """Every table found is in memory"""
     known = _tables(request)
     if not known.ready:
         return problem(503, "tables are still being read")
@@ -154,7 +151,7 @@ async def readyz(request: Request) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """Prometheus text, of all processes of the port."""
+    """Prometheus text of all processes of the port"""
     if not admitted(request).unlimited:
         raise RequestError(RequestError.FORBIDDEN, "forbidden", "metrics are of all tables; this key sees some only")
     known: ServerMetrics = request.state.metrics

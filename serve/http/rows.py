@@ -51,7 +51,6 @@ MAX_ROWS = 1_000  # rows of a look-up
 EVENT_ID = "event_id"
 GONE = 4410
 _AT_ONCE = 4  # bodies built at a time; others wait
-_KEPT = 4  # older versions in memory: a page asks for the same one several times
 _READ_THROUGH_BYTES = 8_388_608
 _LONGEST_ID = 256  # longer ids are not cached
 _STEP = 5_000  # keys indexed before others get their turn: 2 ms
@@ -108,7 +107,6 @@ class RowSource:
         self._at_once = hub.settings.max_sql
         self._reading = 0  # older versions
         self._threads = ThreadPoolExecutor(self._at_once, thread_name_prefix="history")
-        self._states: OrderedDict[tuple[Path, int, tuple[int, int]], TableState] = OrderedDict()
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -194,7 +192,7 @@ class RowSource:
             raise RequestError(RequestError.FULL, "busy", "too many older versions are being read; ask again")
 
         def read() -> bytes:
-            state = self._state(folder, version_at(folder, moment))
+            state = TableReader(folder).load(version_at(folder, moment))
             view = view_of(state.table, wanted, guard, spec)
             with filter_errors(view):
                 content = next(each for each in _answer(view, state, self.hub.seal, limit) if each is not None)
@@ -209,17 +207,6 @@ class RowSource:
             raise invalid("not_served", str(error)) from None
         finally:
             self._reading -= 1
-
-    def _state(self, folder: Path, version: int) -> TableState:
-        stamp = DeltaLog(folder).stamp(version)
-        state = None if stamp is None else self._states.get((folder, version, stamp))
-        if state is None:
-            state = TableReader(folder).load(version)
-            if stamp is not None:
-                self._states[folder, version, stamp] = state
-            while len(self._states) > _KEPT:
-                self._states.popitem(last=False)
-        return state
 
 
 def _answer(
@@ -290,7 +277,7 @@ class PrefixIndex:
 
 
 async def rows(request: Request) -> Response:
-    """``GET /v1/tables/NAME[?limit=&where=&columns=&select=&as_of=]``: as the principal may see them."""
+    """A table's rows, by ETag only if newer: ``?where=&columns=&select=&limit=&as_of=``"""
     source: RowSource = request.state.rows
     hub, principal, name = source.hub, admitted(request), request.path_params["name"]
     query = query_of(request.url.query)
@@ -319,7 +306,7 @@ async def rows(request: Request) -> Response:
 
 
 async def row(request: Request) -> Response:
-    """``GET /v1/tables/NAME/KEY[?where=&columns=&limit=]``: KEY is values with commas between, each percent-encoded."""
+    """The rows of a key or of its first columns, percent-encoded, with commas: ``?where=&columns=&limit=``"""
     source: RowSource = request.state.rows
     hub, principal, name = source.hub, admitted(request), request.path_params["name"]
     query = query_of(request.scope["query_string"].decode("latin-1"))

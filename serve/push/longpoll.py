@@ -98,6 +98,7 @@ class PollLink:
 
 
 async def poll(request: Request) -> Response:
+    """Long polling, what came after a position: ``?table=&from=&where=&columns=&select=&conflate=&wait=``"""
     tables: Tables = request.state.tables
     hub: Hub = request.state.hub
     gate: ReaderGate = request.state.gate
@@ -124,24 +125,21 @@ async def poll(request: Request) -> Response:
 async def _wait(request: Request, link: PollLink, joining: asyncio.Task[None], seconds: float) -> None:
     """Wait for an answer, the end of the time, or a hang-up."""
     gone = asyncio.ensure_future(hung_up(request))
+    for task in (gone, joining):
+        task.add_done_callback(lambda _: link.some.set())
     loop = asyncio.get_running_loop()
     until = loop.time() + seconds
     patience = loop.time() + max(seconds, _FIRST_BYTES_S)
     try:
         while not link.whole and not gone.done():
-            busy = not joining.done() or link.parts or link.fetching
-            left = (patience if busy else until) - loop.time()
-            if left <= 0:
-                return
-            link.some.clear()
-            waits = {gone, asyncio.ensure_future(link.some.wait())}
-            if not joining.done():
-                waits.add(joining)
-            done, _ = await asyncio.wait(waits, timeout=left, return_when=asyncio.FIRST_COMPLETED)
-            for task in waits - {gone, joining}:
-                task.cancel()
-            if joining in done:
+            if joining.done():
                 joining.result()
+            busy = not joining.done() or link.parts or link.fetching
+            link.some.clear()
+            async with asyncio.timeout_at(patience if busy else until):
+                await link.some.wait()
+    except TimeoutError:
+        pass
     finally:
         gone.cancel()
     if joining.done():

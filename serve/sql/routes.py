@@ -38,7 +38,7 @@ class NewStatement(msgspec.Struct, forbid_unknown_fields=True):
 
 
 async def run(request: Request) -> Response:
-    """Run one statement. Closing the connection ends it."""
+    """Run one reading statement; hanging up ends it"""
     workers: Workers = request.state.workers
     new = await json_body(request, 2 * _MAX_SQL, NewStatement)
     arrow = new.format == "arrow" if new.format else ARROW in request.headers.get("accept", "")

@@ -93,7 +93,6 @@ class Tail:
         detail = ""
         try:
             while True:
-                await self._wait_for_log()
                 state = await self._open()
                 self._warm = 0  # a second opening follows a break: earlier versions are void
                 yield Opened(state, detail)
@@ -106,20 +105,14 @@ class Tail:
         finally:
             self._follower.close()
 
-    async def _wait_for_log(self) -> None:
-        while True:
-            if await self._call(self._follower.open):
-                return
-            await asyncio.sleep(max(self._poll, 0.1))
-
     async def _open(self) -> TableState:
         while True:
-            try:
-                return await self._call(self._load)
-            except TableGone as gone:  # being built or dropped at this moment
-                log.info("waiting for a table: %s", gone)
-                await asyncio.sleep(max(self._poll, 0.1))
-                await self._wait_for_log()
+            if await self._call(self._follower.open):
+                try:
+                    return await self._call(self._load)
+                except TableGone as gone:  # being built or dropped at this moment
+                    log.info("waiting for a table: %s", gone)
+            await asyncio.sleep(max(self._poll, 0.1))
 
     def _load(self) -> TableState:
         if self._warm:

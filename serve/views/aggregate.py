@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from decimal import Context, Decimal
-from typing import Any
+from typing import Any, Protocol
 
 import pyarrow as pa
 from sqlglot import exp
@@ -25,8 +25,6 @@ from serve.errors import FilterError
 from serve.views.view import SubscriberView, touched_rows
 
 _EXACT = Context(prec=76)  # decimal128 has 38 digits: this adds 10^38 of them without rounding
-
-
 MAX_GROUPS = 100_000
 MAX_ITEMS = 64
 OPENING_ROWS = 1_000  # at a time, so that grouping a large table blocks nobody
@@ -43,20 +41,17 @@ _ARROW = {
 }
 
 
-class Accumulator:
-    """Takes values in and out; never NULL."""
+class Accumulator(Protocol):
+    """Takes values in, and out again; never NULL."""
 
-    def add(self, value: Any) -> None:
-        """Add a value."""
+    def add(self, value: Any) -> None: ...
 
-    def remove(self, value: Any) -> None:
-        """Take back a value that was added."""
+    def remove(self, value: Any) -> None: ...
 
-    def result(self) -> Any:
-        """The aggregate of the values."""
+    def result(self) -> Any: ...
 
 
-class Count(Accumulator):
+class Count:
     def __init__(self) -> None:
         self.count = 0
 
@@ -70,7 +65,7 @@ class Count(Accumulator):
         return self.count
 
 
-class Total(Accumulator):
+class Total:
     """The exact sum, rounded once; None for no values, or if it is beyond a float.
 
     Floats: J. R. Shewchuk, Adaptive Precision Floating-Point Arithmetic, 1997: partials that do not overlap.
@@ -126,30 +121,7 @@ def _finite(result: Callable[[], float]) -> float | None:
     return value if math.isfinite(value) else None
 
 
-class Extreme(Accumulator):
-    """The least or the greatest, by ``pick`` (``min`` or ``max``). Taking it back searches the distinct values."""
-
-    def __init__(self, pick: Callable[[Iterable[Any]], Any]) -> None:
-        self._pick = pick
-        self._counts: dict[Any, int] = {}
-        self._best: Any = None
-
-    def add(self, value: Any) -> None:
-        self._counts[value] = self._counts.get(value, 0) + 1
-        self._best = value if self._best is None else self._pick((self._best, value))
-
-    def remove(self, value: Any) -> None:
-        self._counts[value] -= 1
-        if not self._counts[value]:
-            del self._counts[value]
-            if value == self._best:
-                self._best = self._pick(self._counts) if self._counts else None
-
-    def result(self) -> Any:
-        return self._best
-
-
-class DistinctCount(Accumulator):
+class DistinctCount:
     def __init__(self) -> None:
         self._counts: dict[Any, int] = {}
 
@@ -161,8 +133,29 @@ class DistinctCount(Accumulator):
         if not self._counts[value]:
             del self._counts[value]
 
-    def result(self) -> int:
+    def result(self) -> Any:
         return len(self._counts)
+
+
+class Extreme(DistinctCount):
+    """The least or the greatest, by ``pick`` (``min`` or ``max``). Taking it back searches the distinct values."""
+
+    def __init__(self, pick: Callable[[Iterable[Any]], Any]) -> None:
+        super().__init__()
+        self._pick = pick
+        self._best: Any = None
+
+    def add(self, value: Any) -> None:
+        super().add(value)
+        self._best = value if self._best is None else self._pick((self._best, value))
+
+    def remove(self, value: Any) -> None:
+        super().remove(value)
+        if value == self._best and value not in self._counts:
+            self._best = self._pick(self._counts) if self._counts else None
+
+    def result(self) -> Any:
+        return self._best
 
 
 @dataclass(frozen=True, slots=True)

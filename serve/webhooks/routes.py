@@ -43,7 +43,7 @@ class NewWebhook(msgspec.Struct, forbid_unknown_fields=True):
 
 
 async def add(request: Request) -> Response:
-    """Add a webhook; answers with its id and secret."""
+    """Add a webhook; its secret is shown once"""
     fleet: WebhookFleet = request.state.fleet
     hub: Hub = request.state.hub
     tables: Tables = request.state.tables
@@ -82,19 +82,20 @@ async def add(request: Request) -> Response:
 
 
 async def listed(request: Request) -> Response:
-    """The caller's webhooks."""
+    """Your webhooks"""
     store, key = await _store(request), admitted(request).key
     hooks = [hook for hook in (await asyncio.to_thread(store.all)).values() if hook.key == key]
     return json_response({"webhooks": [await _with_state(store, hook) for hook in hooks]})
 
 
 async def show(request: Request) -> Response:
+    """A webhook, and how it fares"""
     store, hook = await _own(request)
     return json_response(await _with_state(store, hook))
 
 
 async def remove(request: Request) -> Response:
-    """Stop delivery and forget its log."""
+    """Remove a webhook and its log"""
     store, hook = await _own(request)
     await asyncio.to_thread(store.remove, hook.id)
     request.state.fleet.changed()
@@ -102,12 +103,12 @@ async def remove(request: Request) -> Response:
 
 
 async def deliveries(request: Request) -> Response:
-    """Latest deliveries, newest first: ``?limit=&before=``."""
+    """Latest deliveries, newest first: ``?limit=&before=``"""
     return await _log(request, dead=False)
 
 
 async def dead(request: Request) -> Response:
-    """Dead letters with their messages, newest first: ``?limit=&before=``."""
+    """Dead letters with their messages, newest first: ``?limit=&before=``"""
     return await _log(request, dead=True)
 
 

@@ -26,9 +26,9 @@ from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.keys import KeyFile
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.settings import ServeSettings, Settings
-from serve.access import ReaderKey
+from serve.access import PUBLIC, ReaderKey, needs_key
 from serve.app import run_server
-from serve.http.routes import PUBLIC, ROUTES, needs_key
+from serve.http.routes import ROUTES
 from tests.serve.conftest import serving
 from tests.serve.lakes import city, rsvps_by_city, top_topics, topics, window
 from tests.serve.push.clients import TRANSPORTS, Client, PollClient, SseClient, WebSocketClient

@@ -22,7 +22,7 @@ from tests.serve.lakes import Product, top_topics, topics, window
 from tests.serve.push.clients import POLLS, TRANSPORTS, Client, Closed
 from tests.serve.webhooks.receiver import receiving
 
-DOCUMENT = asyncapi("1")
+DOCUMENT = asyncapi()
 
 
 def check(content: Any, channel: str, name: str, part: str = "payload") -> None:

@@ -20,9 +20,9 @@ from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.lake import PROPERTY_KEY, Lake
 from serve.core.position import Position, lake_seal
 from tests.serve.conftest import receive, serving, subscribed
+from tests.serve.core.test_view_of import CHANNEL, PIPELINE, declared
 from tests.serve.lakes import TOPICS, Product, rsvps_by_city, top_topics, topics, window
 from tests.serve.push.clients import STREAMS, Client, WebSocketClient
-from tests.serve.views.test_visibility import CHANNEL, PIPELINE, declared
 
 
 def counts(change: dict[str, Any]) -> list[int]:
