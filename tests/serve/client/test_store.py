@@ -31,7 +31,7 @@ async def test_a_failed_save_leaves_the_old_position(tmp_path: Path, monkeypatch
     def full(_: int) -> None:
         raise OSError(28, "no space left")
 
-    monkeypatch.setattr("serve.client.store.os.fsync", full)
+    monkeypatch.setattr("serve.client.subscription.os.fsync", full)
     with pytest.raises(OSError, match="no space"):
         await store.save("b")
     assert await store.load() == "a"
