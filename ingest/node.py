@@ -379,7 +379,7 @@ class SourceSet:
 
     def _make(self, running: _RunningSource) -> None:
         source, options, sinks = running.source, self._options, self._sinks
-        if source.shed is not None and not options.front:
+        if source.shed is not None:
             self.shedders[source.name] = Shedder(source.name, source.shed, lambda: self._waiting(source.name))
         border = (FrontBorder if options.front else Border)(
             source,

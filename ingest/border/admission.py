@@ -42,6 +42,7 @@ _lines = EventLines(logging.getLogger(__name__))
 _SHORT = MAX_ID_BYTES // 4  # a text of this many characters never has more bytes
 _SHALLOW = 2 * MAX_DEPTH  # a payload of this size cannot be nested deeper
 _EXACT = 2**53  # from here on a float may stand for several integers
+_NEEDS = "needs fields that are absent, null or not plain values"
 _UNSURE: tuple[str | None, str | None] = (None, None)
 
 
@@ -136,21 +137,16 @@ class Border:
             tenant: owner of the event; None: the node's tenant.
             max_bytes: a limit below the source's, or None.
         """
-        event_id = key = None
-        fields: dict[str, Any] | None = None
-        refusal: Refusal | None
         limit = self.source.max_event_bytes
         if max_bytes is not None and max_bytes < limit:
             limit = max_bytes
         if len(payload) > limit:
-            refusal = _too_large(len(payload), limit)
+            reason = f"the event has {len(payload)} bytes, more than the {limit} that are allowed"
+            fields = event_id = key = None
+            refusal: Refusal | None = Refusal(reason, 413, "too-large")
             payload = payload[:KEPT_BYTES]
         else:
-            fields, refusal = _parse(payload)
-            if fields is not None:
-                event_id, key, refusal = self._identify(fields)
-                if refusal is None and self._flaw is not None:
-                    refusal = self._flaw(fields)
+            fields, event_id, key, refusal = self._judge(payload)
         if event_id is None:
             event_id = new_event_id() if origin is None else repeatable_id(origin, payload)
         fate = TAKEN
@@ -212,23 +208,33 @@ class Border:
         envelope = Envelope(event_id, self._name, self._tenant, at, self._collector, fingerprint(b""), reject=reason)
         return Admitted(envelope, event_id.encode(), b"", Refusal(reason, 413, "too-large"))
 
+    def _judge(self, payload: bytes) -> tuple[dict[str, Any] | None, str | None, str | None, Refusal | None]:
+        """Fields, event id, key and refusal of a payload, each as far as known."""
+        fields, refusal = _parse(payload)
+        event_id = key = None
+        if fields is not None:
+            event_id, key, refusal = self._identify(fields)
+            if refusal is None and self._flaw is not None:
+                refusal = self._flaw(fields)
+        return fields, event_id, key, refusal
+
     def _identify(self, fields: dict[str, Any]) -> tuple[str | None, str | None, Refusal | None]:
         """Event id, key and refusal; the id is None if the payload has no usable one."""
         event_id = key = None
         if self._id_of is not None:
             event_id = self._id_of(fields)
             if event_id is None:
-                return None, None, _missing("event id", self.source.event_id)
+                return None, None, _bad_id(f"event id {self.source.event_id} {_NEEDS}")
             if len(event_id) > _SHORT and len(event_id.encode()) > MAX_ID_BYTES:
-                return None, None, _too_long("event id")
+                return None, None, _bad_id(f"event id is longer than {MAX_ID_BYTES} bytes")
             if "e+" in event_id and _inexact(self.source.event_id_template, fields):
-                return None, None, _ambiguous("event id")
+                return None, None, _bad_id("event id has a number that is too large to be exact; send it as a string")
         if self._key_of is not None:
             key = self._key_of(fields)
             if key is None:
-                return event_id, None, _missing("key", self.source.key)
+                return event_id, None, _bad_id(f"key {self.source.key} {_NEEDS}")
             if len(key) > _SHORT and len(key.encode()) > MAX_ID_BYTES:
-                return event_id, None, _too_long("key")
+                return event_id, None, _bad_id(f"key is longer than {MAX_ID_BYTES} bytes")
         return event_id, key, None
 
     def _lacks(self, fields: dict[str, Any]) -> Refusal | None:
@@ -271,14 +277,14 @@ def _parse(payload: bytes) -> tuple[dict[str, Any] | None, Refusal | None]:
     if not isinstance(fields, dict):
         name = _JSON_NAMES.get(type(fields), "that")
         return None, Refusal(f"an event is a JSON object, not {name}", 422, "not-an-object")
-    if len(payload) > _SHALLOW and _may_be_deep(payload) and _depth(fields) > MAX_DEPTH:
+    if _may_be_deep(payload) and _depth(fields) > MAX_DEPTH:
         return None, Refusal(f"nested more than {MAX_DEPTH} deep", 422, "too-deep")
     return fields, None
 
 
 def _may_be_deep(payload: bytes) -> bool:
     """Counting brackets is cheap and gives an upper bound of the depth."""
-    return payload.count(b"{") + payload.count(b"[") > MAX_DEPTH
+    return len(payload) > _SHALLOW and payload.count(b"{") + payload.count(b"[") > MAX_DEPTH
 
 
 def _depth(value: Any) -> int:
@@ -361,20 +367,8 @@ def _inexact(template: Template | None, fields: dict[str, Any]) -> bool:
     return False
 
 
-def _too_large(size: int, limit: int) -> Refusal:
-    return Refusal(f"the event has {size} bytes, more than the {limit} that are allowed", 413, "too-large")
-
-
-def _too_long(what: str) -> Refusal:
-    return Refusal(f"the {what} is longer than {MAX_ID_BYTES} bytes", 422, "bad-id")
-
-
-def _ambiguous(what: str) -> Refusal:
-    return Refusal(f"the {what} has a number that is too large to be exact; send it as a string", 422, "bad-id")
-
-
-def _missing(what: str, template: str) -> Refusal:
-    return Refusal(f"the {what} {template} needs fields that are absent, null or not plain values", 422, "bad-id")
+def _bad_id(problem: str) -> Refusal:
+    return Refusal(f"the {problem}", 422, "bad-id")
 
 
 def repeatable_id(origin: str, payload: bytes) -> str:
@@ -407,55 +401,23 @@ def raw_topic(source: Source) -> str:
 
 def front_source(source: Source) -> Source:
     """The source as a front node sees it: raw topic, no schema, no templates, no answers."""
+    unread: dict[str, Any] = {"schema": "", "event_id": "", "key": "", "required": (), "expectations": {}}
     return dataclasses.replace(
-        source,
-        topic=raw_topic(source),
-        schema="",
-        event_id="",
-        key="",
-        required=(),
-        expectations={},
-        respond="",
-        answer=None,
-        enrich={},
-        latest_topic=False,
+        source, topic=raw_topic(source), respond="", answer=None, enrich={}, shed=None, latest_topic=False, **unread
     )
 
 
 class FrontBorder(Border):
     """Admits every payload that is not too large, without parsing it."""
 
-    def admit(
-        self,
-        payload: bytes,
-        *,
-        suspect: bool = False,
-        origin: str | None = None,
-        tenant: str | None = None,
-        max_bytes: int | None = None,
-    ) -> Admitted:
-        limit = min(self.source.max_event_bytes, max_bytes or self.source.max_event_bytes)
-        refusal = None
-        if len(payload) > limit:
-            reason = f"the event has {len(payload)} bytes, more than the {limit} that are allowed"
-            refusal = Refusal(reason, 413, "too-large")
-            payload = payload[:KEPT_BYTES]
-        event_id = new_event_id() if origin is None else repeatable_id(origin, payload)
-        envelope = Envelope(
-            event_id,
-            self.source.name,
-            tenant or self._tenant,
-            self._clock() // 1000,
-            self._collector,
-            fingerprint(payload),
-            suspect,
-            None if refusal is None else refusal.reason,
-        )
-        # The lane as key keeps the order of a stream upstream.
-        key = event_id if origin is None else origin.rpartition("#")[0]
-        return Admitted(envelope, key.encode(), payload, refusal)
+    def admit(self, payload: bytes, *, origin: str | None = None, **options: Any) -> Admitted:
+        event = super().admit(payload, origin=origin, **options)
+        if origin is not None:  # the lane as key keeps the order of a stream upstream
+            event.key = origin.rpartition("#")[0].encode()
+        return event
 
-    def admit_all(
-        self, payloads: Sequence[bytes], *, tenant: str | None = None, max_bytes: int | None = None
-    ) -> list[Admitted]:
-        return [self.admit(payload, tenant=tenant, max_bytes=max_bytes) for payload in payloads]
+    def admit_all(self, payloads: Sequence[bytes], **options: Any) -> list[Admitted]:
+        return [self.admit(payload, **options) for payload in payloads]
+
+    def _judge(self, payload: bytes) -> tuple[dict[str, Any] | None, str | None, str | None, Refusal | None]:
+        return None, None, None, None

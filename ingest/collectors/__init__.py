@@ -1,9 +1,9 @@
 """Collectors: the contract of all kinds, and the registry of the kinds that ship with Millrace.
 
 A collector takes events from somewhere: ``run`` receives until cancelled, ``status`` tells the state of its upstream. A
-*position* is the index of the next message to read. A kind is a function ``build(spec, context) -> Collector`` and a
-line in :data:`KINDS`. A pipeline names any other kind as ``module:function``. The kind ``http`` is missing here because
-the node's own port takes it.
+*position* is the index of the next message to read. A kind is a callable ``(spec, context) -> Collector`` and a line in
+:data:`KINDS`. A pipeline names any other kind as ``module:function``. The kind ``http`` is missing here because the
+node's own port takes it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline.source import CollectorSpec
 
 KINDS: Mapping[str, str] = {
-    "websocket": "ingest.collectors.upstream:build_websocket",
-    "sse": "ingest.collectors.sse:build_sse",
-    "lines": "ingest.collectors.upstream:build_lines",
-    "udp": "ingest.collectors.udp:build_udp",
+    "websocket": "ingest.collectors.upstream:WebSocketCollector",
+    "sse": "ingest.collectors.upstream:SseCollector",
+    "lines": "ingest.collectors.upstream:LinesCollector",
+    "udp": "ingest.collectors.udp:UdpCollector",
 }
 
 

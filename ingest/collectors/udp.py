@@ -34,16 +34,12 @@ _AT_ONCE = 256  # datagrams a turn of the event loop
 _SO_MEMINFO, _DROPS = 55, 8  # Linux: the ninth number counts dropped datagrams
 
 
-def build_udp(spec: CollectorSpec, context: CollectorContext) -> UdpCollector:
-    return UdpCollector(spec, context.intake)
-
-
 class UdpCollector:
     """Takes datagrams until cancelled.
 
     Args:
         spec: address, framing, counter and buffer.
-        intake: takes the events.
+        context: of the node.
 
     Attributes:
         port: that is bound.
@@ -52,9 +48,9 @@ class UdpCollector:
         EnvironmentProblem: the address cannot be bound.
     """
 
-    def __init__(self, spec: CollectorSpec, intake: Intake) -> None:
+    def __init__(self, spec: CollectorSpec, context: CollectorContext) -> None:
         self._spec = spec
-        self._intake = intake
+        self._intake = context.intake
         self._counts: Counter[str] = Counter()
         self._losses = LossCount() if spec.sequence else None
         self._sequence = Template(spec.sequence)

@@ -1,4 +1,4 @@
-"""Clients of stream upstreams: reconnect, resume, gaps, back-pressure. Here: WebSocket and JSON lines.
+"""Clients of stream upstreams: reconnect, resume, gaps, back-pressure. WebSocket, JSON lines and server-sent events.
 
 A client connects and reads until the upstream ends the stream. It then pauses (exponential back-off with full jitter:
 Brooker, "Exponential Backoff And Jitter", AWS Architecture Blog, 2015) and connects again. An upstream that can resume
@@ -13,12 +13,13 @@ import hashlib
 import logging
 import os
 import random
+import re
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from typing import Any
+from dataclasses import dataclass
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
 import httpx
@@ -42,6 +43,11 @@ SILENCE_S = 120.0  # an upstream that sends nothing for this long, not even a co
 _CLOSE_S = 1.0  # a throttled upstream does not send its close frame in time anyway
 _FIRST_BACKOFF_S = 0.1
 _GAPS_KEPT = 20
+MAX_ID_BYTES = 8_192
+_MAX_RETRY_MS = 300_000
+_FIELD_VALUE = re.compile(rb"[\x21-\x7e\x80-\xff](?:[\t\x20-\x7e\x80-\xff]*[\x21-\x7e\x80-\xff])?")  # RFC 9110 §5.5
+_LINE_END = re.compile(rb"\r\n|\n|\r")
+_BOM = b"\xef\xbb\xbf"
 _LINES_TYPES = ("application/x-ndjson", "application/jsonl", "application/json", "application/json-seq", "text/plain")
 
 
@@ -56,30 +62,32 @@ class UpstreamClient(ABC):
     """Reads one upstream until cancelled.
 
     Args:
-        url: of the upstream.
-        intake: takes the events.
-        resume_param: query parameter for the index of the first message wanted; empty: none.
-        backoff_max_s: longest pause before a reconnect.
+        spec: headers and ``resume_param`` as declared.
+        context: of the node.
         clock: nanoseconds since the epoch.
         jitter: draws a pause between 0 and its argument.
+
+    Raises:
+        ConfigError: a header needs a variable that is not set.
     """
+
+    max_bytes = MAX_MESSAGE_BYTES
 
     def __init__(
         self,
-        url: str,
-        intake: Intake,
+        spec: CollectorSpec,
+        context: CollectorContext,
         *,
-        resume_param: str = "",
-        backoff_max_s: float = 10.0,
         clock: Callable[[], int] = time.time_ns,
         jitter: Callable[[float], float] = lambda most: random.uniform(0, most),
     ) -> None:
-        self._url = url
-        self._shown = shown_url(url)
-        self._intake = intake
-        self._lane = intake.lane
-        self._resume_param = resume_param
-        self._backoff_max_s = backoff_max_s
+        self._url = context.url
+        self._shown = shown_url(context.url)
+        self._intake = context.intake
+        self._lane = context.intake.lane
+        self._headers = request_headers(spec.headers, source=context.intake.border.source.name)
+        self._resume_param = spec.resume_param
+        self._backoff_max_s = context.backoff_max_s
         self._clock = clock
         self._jitter = jitter
         self._connected = False
@@ -201,20 +209,10 @@ class UpstreamClient(ABC):
         index = self._lane.position or 0
         name = f"{what} {index} of the upstream" if self._resume_param else f"a {what} of the upstream"
         event = self._intake.border.refuse(
-            f"{name} has more than {self._most_bytes} bytes", origin=f"{self._lane.name}#{index}"
+            f"{name} has more than {self.max_bytes} bytes", origin=f"{self._lane.name}#{index}"
         )
         logger.error("upstream %s: %s", self._shown, event.envelope.reject)
         await self._take(event, index + 1 if self._resume_param else None)
-
-    @property
-    def _most_bytes(self) -> int:
-        return MAX_MESSAGE_BYTES
-
-
-def build_websocket(spec: CollectorSpec, context: CollectorContext) -> WebSocketCollector:
-    return WebSocketCollector(
-        context.url, context.intake, resume_param=spec.resume_param, backoff_max_s=context.backoff_max_s
-    )
 
 
 class WebSocketCollector(UpstreamClient):
@@ -224,7 +222,7 @@ class WebSocketCollector(UpstreamClient):
         try:
             async with connect(
                 self._address(),
-                max_size=MAX_MESSAGE_BYTES,
+                max_size=self.max_bytes,
                 compression=None,
                 close_timeout=_CLOSE_S,
                 user_agent_header="millrace",
@@ -298,30 +296,11 @@ def request_headers(declared: Mapping[str, str], *, source: str) -> dict[str, st
     return found
 
 
-def build_lines(spec: CollectorSpec, context: CollectorContext) -> LinesCollector:
-    return LinesCollector(
-        context.url,
-        context.intake,
-        headers=request_headers(spec.headers, source=context.intake.border.source.name),
-        resume_param=spec.resume_param,
-        backoff_max_s=context.backoff_max_s,
-    )
-
-
 class LinesCollector(UpstreamClient):
-    """Reads an upstream of JSON lines (chunked HTTP): each line is an event; empty lines do not count.
-
-    Args:
-        headers: of the request.
-        options: of :class:`UpstreamClient`.
-    """
-
-    def __init__(self, url: str, intake: Intake, *, headers: Mapping[str, str] | None = None, **options: Any) -> None:
-        super().__init__(url, intake, **options)
-        self._headers = dict(headers or {})
+    """Reads an upstream of JSON lines (chunked HTTP): each line is an event; empty lines do not count."""
 
     async def _session(self) -> None:
-        splitter = LineSplitter(self._most_bytes)
+        splitter = LineSplitter(self.max_bytes)
         async with open_stream(
             self._address(), {**self._headers, "Accept": _LINES_TYPES[0]}, kinds=_LINES_TYPES
         ) as body:
@@ -332,6 +311,178 @@ class LinesCollector(UpstreamClient):
                         await self._skip_oversize("line")
                     else:
                         await self._received(line)
+
+
+class SseCollector(UpstreamClient):
+    """Reads an upstream of server-sent events: each of them is an event.
+
+    The client reconnects with the ``Last-Event-ID`` of the last event in the log. The id is stored with the event, and
+    in its Kafka headers as ``upstream_id``, so a crash resumes too. An upstream without ids, or with ids that no header
+    can carry, cannot resume. ``retry:`` is honored, up to five minutes.
+    """
+
+    @property
+    def _resumes(self) -> bool:
+        return _can_be_sent(self._lane.cursor or "")
+
+    async def _session(self) -> None:
+        headers = {**self._headers, "Accept": "text/event-stream", "Cache-Control": "no-store"}
+        last_id = self._lane.cursor or ""
+        if self._resumes:
+            headers["Last-Event-ID"] = last_id
+        parser = EventStreamParser(last_id, max_bytes=self.max_bytes)
+        async with open_stream(self._url, headers, kinds=("text/event-stream",)) as body:
+            self._opened()
+            async for chunk in body:
+                events = parser.feed(chunk)
+                if parser.retry_ms is not None:
+                    self._least_pause_s = min(parser.retry_ms, _MAX_RETRY_MS) / 1000
+                for event in events:
+                    await self._event(event)
+
+    async def _event(self, event: ServerSentEvent) -> None:
+        if event.oversize:
+            await self._skip_oversize("server-sent event")
+        elif _can_be_sent(event.id):
+            await self._received_named(event.data, event.id)
+        else:
+            await self._received(event.data)
+
+
+def _can_be_sent(name: str) -> bool:
+    """Whether an event id can stand in a request header."""
+    found = name.encode()
+    return len(found) <= MAX_ID_BYTES and _FIELD_VALUE.fullmatch(found) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSentEvent:
+    """One event.
+
+    Attributes:
+        data: lines joined by LF.
+        type: ``message`` by default.
+        id: last event id, or empty.
+        oversize: the data exceeded the limit and is missing.
+    """
+
+    data: bytes
+    type: str = "message"
+    id: str = ""
+    oversize: bool = False
+
+
+class EventStreamParser:
+    """Parses a stream of server-sent events in chunks, without I/O.
+
+    The HTML standard (WHATWG, 9.2.6 "Interpreting an event stream"): a byte order mark at the start is skipped; lines
+    end with CR, LF or CRLF; a line that starts with a colon is a comment; ``data`` lines are joined by LF; an ``id``
+    stays in force until the next one, and is ignored if it contains NUL; ``retry`` counts if it is all digits; an event
+    without ``data`` is none; an incomplete event at the end is dropped. Data stays bytes, even if not UTF-8.
+
+    Args:
+        last_id: last event id of the previous connection, which stays in force.
+        max_bytes: limit of an event's data and of a line.
+
+    Attributes:
+        retry_ms: pause before a reconnect that the stream asked for, or None.
+        last_id: the id in force after the last complete event.
+    """
+
+    def __init__(self, last_id: str = "", *, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
+        self.retry_ms: int | None = None
+        self.last_id = last_id
+        self._max = max_bytes
+        self._begun = False
+        self._after_cr = False
+        self._head = b""  # start of the stream while it may be a byte order mark
+        self._rest: list[bytes] = []  # of a line
+        self._rest_bytes = 0
+        self._cut = False  # the line is too long: the rest is skipped
+        self._id = last_id
+        self._type = b""
+        self._data: list[bytes] = []
+        self._data_bytes = 0
+        self._oversize = False
+
+    def feed(self, chunk: bytes) -> list[ServerSentEvent]:
+        """The events that this chunk completes."""
+        chunk = self._without_bom(chunk)
+        if self._after_cr and chunk:
+            self._after_cr = False
+            chunk = chunk.removeprefix(b"\n")  # the LF of a CRLF that two chunks share
+        found: list[ServerSentEvent] = []
+        at = 0
+        for end in _LINE_END.finditer(chunk):
+            event = self._line(self._whole(chunk[at : end.start()]))
+            if event is not None:
+                found.append(event)
+            at = end.end()
+        if chunk.endswith(b"\r"):
+            self._after_cr = True
+        self._keep(chunk[at:])
+        return found
+
+    def _without_bom(self, chunk: bytes) -> bytes:
+        if self._begun:
+            return chunk
+        chunk, self._head = self._head + chunk, b""
+        if len(chunk) < len(_BOM) and _BOM.startswith(chunk):
+            self._head = chunk
+            return b""
+        self._begun = True
+        return chunk.removeprefix(_BOM)
+
+    def _keep(self, piece: bytes) -> None:
+        if self._rest_bytes + len(piece) > self._max:
+            self._cut = True
+            self._rest = self._rest or [piece[:6]]  # enough to identify the field
+            return
+        if piece:
+            self._rest.append(piece)
+            self._rest_bytes += len(piece)
+
+    def _whole(self, piece: bytes) -> bytes:
+        """The line that ends with this piece."""
+        if not self._rest and not self._cut and len(piece) <= self._max:
+            return piece
+        self._keep(piece)
+        line = b"".join(self._rest)
+        if self._cut:
+            self._oversize |= line.startswith(b"data")
+            line = b":"
+        self._rest, self._rest_bytes, self._cut = [], 0, False
+        return line
+
+    def _line(self, line: bytes) -> ServerSentEvent | None:
+        if not line:
+            return self._dispatch()
+        field, colon, value = line.partition(b":")
+        if colon and not field:
+            return None
+        value = value.removeprefix(b" ")
+        if field == b"data":
+            self._data_bytes += len(value) + 1
+            if self._data_bytes > self._max + 1:
+                self._oversize, self._data = True, []
+            else:
+                self._data.append(value)
+        elif field == b"event":
+            self._type = value
+        elif field == b"id":
+            if b"\0" not in value:
+                self._id = value.decode("utf-8", "replace")
+        elif field == b"retry" and value.isdigit():
+            self.retry_ms = int(value[:12])
+        return None
+
+    def _dispatch(self) -> ServerSentEvent | None:
+        self.last_id = self._id
+        data, oversize = self._data, self._oversize
+        kind = self._type.decode("utf-8", "replace") or "message"
+        self._data, self._data_bytes, self._type, self._oversize = [], 0, b"", False
+        # The standard drops an event whose data buffer is empty: no data line at all. One empty line makes "\n".
+        return ServerSentEvent(b"\n".join(data), kind, self.last_id, oversize) if data or oversize else None
 
 
 class LineSplitter:

@@ -1,21 +1,29 @@
-"""Reads what an earlier run left: every segment is verified when the log is opened, and the failed store is read.
+"""The message log at rest: recovery when it is opened, the failed store, and what operators see and retry.
 
-The failed store is a file of frames beside the segments. It keeps events that Kafka refused for good and bytes that
-cannot be read, each with the reason. A node only appends to it; ``millrace log --retry`` removes what Kafka took at
-last. It counts towards the log's limit.
+Every segment is verified. The failed store is a file of frames beside the segments. It keeps events that Kafka refused
+for good and bytes that cannot be read, each with the reason, and counts towards the log's limit. A node only appends to
+it; :func:`retry` removes what Kafka took at last, for which it needs the log to itself. The views for operators change
+nothing and may run beside the node.
 """
 
 from __future__ import annotations
 
+import asyncio
+import base64
 import logging
 import os
 from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import orjson
 
+from ingest.errors import BrokerUnavailable
+from ingest.kafka import KafkaPublisher, SendOutcome
 from ingest.log.records import (
     EVENT_X,
     EVENTS,
@@ -32,15 +40,17 @@ from ingest.log.records import (
     frame_heads,
     read_event,
     read_reason,
+    reason_body,
     scan,
 )
-from ingest.log.records import reason_body as reason_body
-from ingest.log.segments import SUFFIX, LogSegment, SourceLane
+from ingest.log.segments import NOWHERE, SUFFIX, LoggedEvent, LogSegment, SourceLane, lock_folder
 from lakehouse.contract.envelope import UPSTREAM_ID
+from lakehouse.contract.errors import EnvironmentProblem
 
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "failed"
+RETRY_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,3 +345,211 @@ class FailedStore:
 def _place_of(reason: str) -> str:
     """The part of a reason that identifies the damage; the rest is what was known when it was written."""
     return reason.partition(" are ")[0]
+
+
+# --- for operators
+
+
+@dataclass(frozen=True, slots=True)
+class LogView:
+    """The contents of one node's log.
+
+    Attributes:
+        node: id of the node.
+        running: whether a process has the log open.
+        clean: whether it was closed properly, or is in use.
+        transient: events that Kafka has not acknowledged, according to the marks.
+        lanes: the same by lane, without empty lanes.
+        failed: events that Kafka refused.
+        reasons: count of failed events by reason.
+        damage: descriptions of unreadable bytes.
+        bytes: on disk.
+        segments: number of segment files.
+    """
+
+    node: str
+    running: bool
+    clean: bool
+    transient: int
+    lanes: dict[str, int]
+    failed: int
+    reasons: dict[str, int]
+    damage: list[str]
+    bytes: int
+    segments: int
+
+
+@dataclass(frozen=True, slots=True)
+class Retried:
+    """Result of a retry.
+
+    Attributes:
+        sent: events that Kafka has taken.
+        refused: reason by event id of events that it refused again.
+    """
+
+    sent: int
+    refused: dict[str, str]
+
+
+def nodes(folder: Path) -> list[str]:
+    """Nodes that have a log below this folder."""
+    return sorted(found.name for found in folder.iterdir() if found.is_dir()) if folder.is_dir() else []
+
+
+def log_of(folder: Path, node: str) -> Path:
+    """Folder of a node's log.
+
+    Raises:
+        EnvironmentProblem: the node has none.
+    """
+    known = nodes(folder)
+    if node not in known:
+        raise EnvironmentProblem(f"no log of a node {node!r}; there are: {', '.join(known) or 'none yet'}")
+    return folder / node
+
+
+def look(folder: Path) -> LogView:
+    """Read the log in this folder."""
+    running = _is_running(folder)
+    found = recover(folder, mend=False)
+    failed = list(FailedStore(folder, folder.name, mend=False))
+    reasons = Counter(item.reason for item in failed if item.event is not None)
+    damage = [item.reason for item in failed if item.event is None]
+    damage += [text for text in map(str, found.corrupt) if text not in damage]
+    if found.torn is not None and not running:
+        damage.append(str(found.torn))
+    return LogView(
+        node=folder.name,
+        running=running,
+        clean=found.clean or running,
+        transient=found.to_replay,
+        lanes={lane.name: lane.in_log for lane in found.lanes if lane.in_log},
+        failed=sum(reasons.values()),
+        reasons=dict(reasons),
+        damage=damage,
+        bytes=sum(path.stat().st_size for path in folder.iterdir() if path.is_file()),
+        segments=len(found.segments),
+    )
+
+
+def _is_running(folder: Path) -> bool:
+    try:
+        with _alone(folder):
+            return False
+    except EnvironmentProblem:
+        return True
+
+
+def transient(folder: Path) -> Iterator[dict[str, Any]]:
+    """Events that Kafka has not acknowledged, according to the marks, as JSON objects."""
+    found = recover(folder, mend=False)
+    for segment in found.segments:
+        for item in scan(segment.path.read_bytes()):
+            if isinstance(item, Damage) or item.kind not in EVENTS or item.seq < found.acked:
+                continue
+            lane = found.lanes[event_fields(item.body)[0]]
+            event = read_event(item.body, source=lane.source, collector=folder.name)
+            yield {"kind": "transient", "seq": item.seq, "lane": lane.name, **_event(event)}
+
+
+def failed(folder: Path) -> Iterator[dict[str, Any]]:
+    """The entries of the failed store as JSON objects."""
+    for item in FailedStore(folder, folder.name, mend=False):
+        if item.event is None:
+            yield {"kind": "damage", "reason": item.reason, **_bytes(item.data)}
+        else:
+            yield {"kind": "failed", "seq": item.seq, "reason": item.reason, **_event(item.event)}
+
+
+async def retry(
+    folder: Path,
+    publisher: KafkaPublisher,
+    *,
+    ids: Sequence[str] = (),
+    progress: Callable[[int, int], None] = lambda done, of: None,
+    timeout_s: float = RETRY_S,
+) -> Retried:
+    """Send failed events again, once, with their old ids, marked ``suspect``. They count once in any case.
+
+    1. Lock the log. 2. Send. 3. Remove from the store what Kafka has taken. A crash before step 3 sends them again on
+    the next retry.
+
+    Args:
+        folder: of the log.
+        publisher: not started yet.
+        ids: event ids to send; empty sends all.
+        progress: called with the number of answered events and the total.
+        timeout_s: longest time to wait for Kafka.
+
+    Raises:
+        EnvironmentProblem: a node has the log open.
+        BrokerUnavailable: Kafka is unreachable or too slow; nothing was changed.
+    """
+    with _alone(folder):
+        store = FailedStore(folder, folder.name)
+        events = {item.seq: item.event for item in store if item.event is not None}
+        wanted = {seq: event for seq, event in events.items() if not ids or event.envelope.event_id in ids}
+        outcomes: dict[int, SendOutcome] = {}
+        done = asyncio.Event()
+
+        def deliver(batch: Sequence[SendOutcome]) -> None:
+            for outcome in batch:
+                outcomes[outcome.event.seq] = outcome
+            progress(len(outcomes), len(wanted))
+            if len(outcomes) == len(wanted):
+                done.set()
+
+        await asyncio.to_thread(publisher.start, deliver)
+        try:
+            publisher.send([_again(seq, event) for seq, event in wanted.items()])
+            if wanted:
+                await asyncio.wait_for(done.wait(), timeout_s)
+        except TimeoutError:
+            reason = f"{len(outcomes)} of {len(wanted)} events were answered in {timeout_s:.0f} s"
+            raise BrokerUnavailable("the broker", reason) from None
+        finally:
+            await asyncio.to_thread(publisher.close, 1.0)
+        store.remove([seq for seq, outcome in outcomes.items() if not outcome.error])
+        refused = {o.event.envelope.event_id: o.error for o in outcomes.values() if o.error}
+        return Retried(len(outcomes) - len(refused), refused)
+
+
+def _again(seq: int, event: StoredEvent) -> LoggedEvent:
+    envelope = replace(event.envelope, suspect=True)
+    lane = SourceLane(event.lane, "", envelope.source)
+    return LoggedEvent(seq, lane, envelope, event.key, event.payload, NOWHERE, 0, None)
+
+
+def _event(event: StoredEvent) -> dict[str, Any]:
+    envelope = event.envelope
+    return {
+        "event_id": envelope.event_id,
+        "source": envelope.source,
+        "tenant": envelope.tenant,
+        "received_at": envelope.received_at,
+        "reject": envelope.reject,
+        "key": event.key.decode("utf-8", "replace"),
+        **_bytes(event.payload),
+    }
+
+
+def _bytes(data: bytes) -> dict[str, str]:
+    """As text if it is UTF-8, else in base64."""
+    try:
+        return {"payload": data.decode("utf-8")}
+    except UnicodeDecodeError:
+        return {"payload_base64": base64.b64encode(data).decode()}
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold the log's lock, unless the folder has no log."""
+    if not any(folder.glob(f"*{SUFFIX}")) and not (folder / FILE_NAME).exists():
+        yield
+        return
+    handle = lock_folder(folder)
+    try:
+        yield
+    finally:
+        os.close(handle)

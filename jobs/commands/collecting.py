@@ -70,7 +70,7 @@ def log(
 
 
 def _list_nodes(folder: Path, as_json: bool) -> None:
-    from ingest.log.inspection import look, nodes
+    from ingest.log.recovery import look, nodes
 
     found = [look(folder / node) for node in nodes(folder)]
     if as_json:
@@ -90,7 +90,7 @@ def _list_nodes(folder: Path, as_json: bool) -> None:
 
 
 def _show_events(folder: Path, node: str, under_way: bool, limit: int | None, as_json: bool) -> None:
-    from ingest.log.inspection import failed, log_of, transient
+    from ingest.log.recovery import failed, log_of, transient
 
     found = log_of(folder, node)
     items = transient(found) if under_way else failed(found)
@@ -110,8 +110,8 @@ def _retry(logs: Path, node: str, ids: Sequence[str], as_json: bool) -> None:
     import asyncio
 
     from ingest.kafka import KafkaPublisher
-    from ingest.log.inspection import Retried, log_of
-    from ingest.log.inspection import retry as send_again
+    from ingest.log.recovery import Retried, log_of
+    from ingest.log.recovery import retry as send_again
     from jobs.local.broker import resolve_kafka
 
     settings, pipeline = chosen_pipeline()

@@ -7,9 +7,11 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 from ingest.border.admission import Border
-from ingest.collectors import Collector
+from ingest.collectors import Collector, CollectorContext
+from ingest.collectors.upstream import LinesCollector, UpstreamClient, WebSocketCollector
 from ingest.delivery import KafkaDelivery
 from ingest.intake import Intake
 from ingest.kafka import SendOutcome
@@ -17,10 +19,22 @@ from ingest.log.message_log import MessageLog
 from ingest.log.segments import LoggedEvent
 from ingest.simulate.player import FileLines, Player
 from ingest.simulate.server import run_player
+from lakehouse.contract.pipeline.source import CollectorSpec
 from lakehouse.contract.pipeline import Source
 from tests.ingest.conftest import pipeline_of
 
+C = TypeVar("C", bound=UpstreamClient)
 SOURCE = pipeline_of("t").sources["clicks"]
+
+
+def client(
+    kind: type[C], url: str, intake: Intake, resume_param: str = "", backoff_max_s: float = 0.1, **options: Any
+) -> C:
+    """A client of this upstream."""
+    name = (
+        "websocket" if issubclass(kind, WebSocketCollector) else "lines" if issubclass(kind, LinesCollector) else "sse"
+    )
+    return kind(CollectorSpec(name, url, resume_param), CollectorContext(intake, url, backoff_max_s), **options)
 
 
 class Kafka:

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.collectors.sse import EventStreamParser, ServerSentEvent, SseCollector
+from ingest.collectors.upstream import EventStreamParser, ServerSentEvent, SseCollector
 from ingest.intake import Intake
 from ingest.log.message_log import MessageLog
 from lakehouse.contract.envelope import UPSTREAM_ID
 from tests.ingest.conftest import LIMIT, event, eventually
-from tests.ingest.streams import Link, answer, collecting, playing, saying
+from tests.ingest.streams import Link, answer, client, collecting, playing, saying
 
 OpenLog = Callable[..., MessageLog]
 
@@ -27,7 +27,7 @@ async def test_resumes_after_cuts_and_after_a_restart(open_log: OpenLog, tmp_pat
     async with playing(tmp_path, [event(n) for n in range(total)], 4000.0) as port, Link(port) as link:
 
         def make(intake: Intake) -> SseCollector:
-            return SseCollector(f"http://127.0.0.1:{link.port}/sse", intake, backoff_max_s=0.1)
+            return client(SseCollector, f"http://127.0.0.1:{link.port}/sse", intake, backoff_max_s=0.1)
 
         async with collecting(open_log(), make) as (collector, kafka):
             for seen in (300, 900, 1500):
@@ -50,7 +50,7 @@ async def test_after_a_crash_it_goes_on_from_the_log(open_log: OpenLog, tmp_path
     async with playing(tmp_path, [event(n) for n in range(2_000)], 4_000.0) as port:
 
         def make(intake: Intake) -> SseCollector:
-            return SseCollector(f"http://127.0.0.1:{port}/sse", intake, backoff_max_s=0.1)
+            return client(SseCollector, f"http://127.0.0.1:{port}/sse", intake, backoff_max_s=0.1)
 
         log = open_log()
         async with collecting(log, make) as (_, kafka):
@@ -72,7 +72,7 @@ async def test_an_upstream_without_ids_leaves_gaps_and_its_retry_is_kept(open_lo
     body = b"retry: 20\ndata: " + event(1) + b"\n\n"
     async with (
         saying(answer(body)) as (url, asked),
-        collecting(open_log(), lambda i: SseCollector(url, i, backoff_max_s=0.05)) as (
+        collecting(open_log(), lambda i: client(SseCollector, url, i, backoff_max_s=0.05)) as (
             sse,
             kafka,
         ),
@@ -102,7 +102,7 @@ async def test_other_answers_are_no_stream(open_log: OpenLog) -> None:
 
     async with (
         saying(*answers) as (url, asked),
-        collecting(open_log(), lambda i: Telling(url, i, backoff_max_s=0.02)) as (_, kafka),
+        collecting(open_log(), lambda i: client(Telling, url, i, backoff_max_s=0.02)) as (_, kafka),
     ):
         await eventually(lambda: len(kafka.got) >= 2, 60)
     assert "503 Service Unavailable" in ended[1]
@@ -116,7 +116,7 @@ async def test_an_id_that_no_header_can_carry_is_not_asked_for(open_log: OpenLog
     first = b"id: 6\ndata: " + event(6) + b"\n\nid: " + odd + b"\ndata: " + event(7) + b"\n\n"
     async with (
         saying(answer(first), answer(b"id: a b\ndata: " + event(8) + b"\n\n")) as (url, asked),
-        collecting(open_log(), lambda i: SseCollector(url, i, backoff_max_s=0.02)) as (_, kafka),
+        collecting(open_log(), lambda i: client(SseCollector, url, i, backoff_max_s=0.02)) as (_, kafka),
     ):
         await eventually(lambda: len(asked) >= 3)
         await eventually(lambda: kafka.payloads()[:3] == [event(6), event(7), event(8)])
@@ -131,7 +131,7 @@ async def test_an_id_of_an_older_log_that_no_header_can_carry_is_not_sent(open_l
     lane.cursor, lane.last_at = "7 ", 1
     async with (
         saying(answer(b"data: " + event(8) + b"\n\n")) as (url, asked),
-        collecting(log, lambda i: SseCollector(url, i, backoff_max_s=0.02)) as (sse, kafka),
+        collecting(log, lambda i: client(SseCollector, url, i, backoff_max_s=0.02)) as (sse, kafka),
     ):
         await eventually(lambda: len(kafka.got) >= 1)
         assert sse.status().gap_count >= 1
@@ -140,12 +140,12 @@ async def test_an_id_of_an_older_log_that_no_header_can_carry_is_not_sent(open_l
 
 async def test_an_event_beyond_every_bound_is_kept_as_rejected(open_log: OpenLog) -> None:
     class Small(SseCollector):
-        _most_bytes = 500  # type: ignore[assignment]
+        max_bytes = 500
 
     body = b"data: " + b"x" * 2_000 + b"\n\ndata: " + event(1) + b"\n\n"
     async with (
         saying(answer(body)) as (url, _),
-        collecting(open_log(), lambda i: Small(url, i, backoff_max_s=0.05)) as (_, kafka),
+        collecting(open_log(), lambda i: client(Small, url, i, backoff_max_s=0.05)) as (_, kafka),
     ):
         await eventually(lambda: len(kafka.got) >= 2, 60)
     assert "more than 500 bytes" in (kafka.got[0].envelope.reject or "")
@@ -158,7 +158,7 @@ async def test_an_event_that_fits_only_later_is_waited_for_in_peace(open_log: Op
     log = open_log(limit=100_000)
     async with (
         saying(stream, answer(b"", status="204 No Content")) as (url, _),
-        collecting(log, lambda intake: SseCollector(url, intake, backoff_max_s=0.01)) as (_, kafka),
+        collecting(log, lambda intake: client(SseCollector, url, intake, backoff_max_s=0.01)) as (_, kafka),
     ):
         kafka.acks = False
         await eventually(lambda: bool(log._room))  # and the event loop runs meanwhile

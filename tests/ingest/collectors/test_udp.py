@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ingest.collectors import CollectorContext
 from ingest.collectors.udp import LossCount, UdpCollector
+from ingest.intake import Intake
 from ingest.log.message_log import MessageLog
 from lakehouse.contract.errors import EnvironmentProblem
 from lakehouse.contract.pipeline.source import CollectorSpec
@@ -33,8 +35,15 @@ def send(port: int, *datagrams: bytes) -> None:
             sender.sendto(datagram, ("127.0.0.1", port))
 
 
+def at(intake: Intake) -> CollectorContext:
+    return CollectorContext(intake, "", 1.0)
+
+
 async def test_a_datagram_is_an_event(open_log: OpenLog) -> None:
-    async with collecting(open_log(), lambda i: UdpCollector(CollectorSpec("udp"), i)) as (collector, kafka):
+    async with collecting(open_log(), lambda i: UdpCollector(CollectorSpec("udp"), at(i))) as (
+        collector,
+        kafka,
+    ):
         assert isinstance(collector, UdpCollector)
         send(collector.port, event(0), b"{broken", b"", event(1))
         await eventually(lambda: len(kafka.got) == 3, 60)
@@ -47,7 +56,10 @@ async def test_a_datagram_is_an_event(open_log: OpenLog) -> None:
 
 async def test_lines_in_a_datagram_and_losses_by_the_senders_counters(open_log: OpenLog) -> None:
     spec = CollectorSpec("udp", framing="lines", sequence="{seq}", sender="{tag}")
-    async with collecting(open_log(), lambda i: UdpCollector(spec, i), TAGS) as (collector, kafka):
+    async with collecting(open_log(), lambda i: UdpCollector(spec, at(i)), TAGS) as (
+        collector,
+        kafka,
+    ):
         assert isinstance(collector, UdpCollector)
         rng = random.Random(7)
         sent = dropped = 0
@@ -68,7 +80,10 @@ async def test_lines_in_a_datagram_and_losses_by_the_senders_counters(open_log: 
 
 async def test_a_full_log_drops_and_counts(open_log: OpenLog) -> None:
     log = open_log(limit=60_000)
-    async with collecting(log, lambda i: UdpCollector(CollectorSpec("udp"), i)) as (collector, kafka):
+    async with collecting(log, lambda i: UdpCollector(CollectorSpec("udp"), at(i))) as (
+        collector,
+        kafka,
+    ):
         assert isinstance(collector, UdpCollector)
         kafka.acks = False
         for _ in range(8):
@@ -86,7 +101,7 @@ async def test_a_port_that_is_taken_is_said_at_once(open_log: OpenLog) -> None:
         other.bind(("127.0.0.1", 0))
         port = other.getsockname()[1]
         with pytest.raises(EnvironmentProblem, match=f"{port} cannot be bound"):
-            async with collecting(log, lambda i: UdpCollector(CollectorSpec("udp", port=port), i)):
+            async with collecting(log, lambda i: UdpCollector(CollectorSpec("udp", port=port), at(i))):
                 raise AssertionError("never")
     await log.close()
 

@@ -14,12 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.collectors import upstream as upstream_module
 from ingest.collectors.upstream import LinesCollector, LineSplitter, WebSocketCollector, shown_url
 from ingest.intake import Intake
 from ingest.log.message_log import AHEAD, MessageLog
 from tests.ingest.conftest import Upstream, event, eventually
-from tests.ingest.streams import Kafka, Link, answer, collecting, playing, saying
+from tests.ingest.streams import Kafka, Link, answer, client, collecting, playing, saying
 
 OpenLog = Callable[..., MessageLog]
 
@@ -29,7 +28,7 @@ async def reading(
     log: MessageLog, upstream: Upstream, **options: Any
 ) -> AsyncIterator[tuple[WebSocketCollector, Kafka]]:
     def make(intake: Intake) -> WebSocketCollector:
-        return WebSocketCollector(upstream.url, intake, backoff_max_s=0.1, **options)
+        return client(WebSocketCollector, upstream.url, intake, backoff_max_s=0.1, **options)
 
     async with collecting(log, make) as (collector, kafka):
         assert isinstance(collector, WebSocketCollector)
@@ -136,7 +135,7 @@ async def test_malformed_messages_are_kept_as_rejected(open_log: OpenLog) -> Non
 async def test_a_message_beyond_every_bound_does_not_stop_the_stream(
     open_log: OpenLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upstream_module, "MAX_MESSAGE_BYTES", 5_000)
+    monkeypatch.setattr(WebSocketCollector, "max_bytes", 5_000)
     messages = [event(0), b'{"id":1,"pad":"' + b"x" * 10_000 + b'"}', event(2)]
     upstream = Upstream(messages.__getitem__)
     async with upstream, reading(open_log(), upstream, resume_param="from") as (_, kafka):
@@ -160,7 +159,7 @@ async def test_resumes_after_cuts_where_it_can(open_log: OpenLog, tmp_path: Path
 
         def make(intake: Intake) -> LinesCollector:
             url = f"http://127.0.0.1:{link.port}/lines"
-            return LinesCollector(url, intake, resume_param="from", backoff_max_s=0.1)
+            return client(LinesCollector, url, intake, resume_param="from", backoff_max_s=0.1)
 
         async with collecting(open_log(), make) as (collector, kafka):
             for seen in (300, 900):
@@ -177,7 +176,9 @@ async def test_a_full_log_stops_the_reading(open_log: OpenLog, tmp_path: Path) -
         log = open_log(limit=200_000)
 
         def make(intake: Intake) -> LinesCollector:
-            return LinesCollector(f"http://127.0.0.1:{port}/lines", intake, resume_param="from", backoff_max_s=0.1)
+            return client(
+                LinesCollector, f"http://127.0.0.1:{port}/lines", intake, resume_param="from", backoff_max_s=0.1
+            )
 
         async with collecting(log, make) as (collector, kafka):
             kafka.acks = False
@@ -195,7 +196,7 @@ async def test_without_resume_a_reconnect_is_a_gap(open_log: OpenLog) -> None:
     body = event(0) + b"\r\n\r\n" + b"{broken\n" + event(1)  # the last has no end: it was cut off
     async with (
         saying(answer(body, "application/x-ndjson")) as (url, asked),
-        collecting(open_log(), lambda i: LinesCollector(url, i, backoff_max_s=0.05)) as (lines, kafka),
+        collecting(open_log(), lambda i: client(LinesCollector, url, i, backoff_max_s=0.05)) as (lines, kafka),
     ):
         await eventually(lambda: lines.status().gap_count >= 2, 60)
     assert kafka.payloads()[:2] == [event(0), b"{broken"]

@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from ingest.broker import EmbeddedBroker
 from ingest.kafka import KafkaPublisher, ensure_topics
-from ingest.log.inspection import NoLog, failed, log_of, look, nodes, retry, transient
 from ingest.log.message_log import MessageLog
+from ingest.log.recovery import failed, log_of, look, nodes, retry, transient
 from jobs.cli import app
 from lakehouse.contract.envelope import Envelope
 from lakehouse.contract.errors import EnvironmentProblem
@@ -63,7 +63,7 @@ async def test_looking_changes_nothing_and_may_be_done_at_any_time(open_log: Ope
         ("e5", "the record is too large", "5:"),
     ]
     assert nodes(folder.parent) == ["log"]
-    with pytest.raises(NoLog, match="there are: log"):
+    with pytest.raises(EnvironmentProblem, match="there are: log"):
         log_of(folder.parent, "other")
 
 
