@@ -23,7 +23,7 @@ from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.lake import COMMIT_THROUGH, Lake, TableRef
 from lakehouse.contract.pipeline import Pipeline, Source
 
-__all__ = ["Duplicates", "Hop", "Slow", "SourceAudit", "TraceStep", "audit_source", "trace"]
+__all__ = ["AuditPeriod", "Duplicates", "Hop", "Slow", "SourceAudit", "TraceStep", "audit_source", "trace"]
 
 Seconds = npt.NDArray[np.float64]
 
@@ -122,33 +122,31 @@ class TraceStep:
     where: str
 
 
-def audit_source(
-    lake: Lake,
-    pipeline: Pipeline,
-    source: Source,
-    *,
-    since: timedelta,
-    recent: timedelta = timedelta(minutes=5),
-    producer_s: float | None = None,
-    consumer_s: float | None = None,
-    now: datetime | None = None,
-) -> SourceAudit:
-    """Audit the newest events in bronze.
+@dataclass(frozen=True, slots=True)
+class AuditPeriod:
+    """What to audit.
 
-    Args:
-        lake: holds the tables.
-        pipeline: its products are followed.
-        source: to audit.
+    Attributes:
         since: how far back.
         recent: the part that decides what is slow now; thresholds are learnt from the rest.
         producer_s: threshold from received to broker; None: learnt.
         consumer_s: threshold of each later hop; None: learnt.
-        now: end of the period; None: now.
+        end: of the period; None: now.
     """
-    end = now or datetime.now(UTC)
-    rows = _rows(lake.bronze(source.name), since, end)
+
+    since: timedelta = timedelta(days=1)
+    recent: timedelta = timedelta(minutes=5)
+    producer_s: float | None = None
+    consumer_s: float | None = None
+    end: datetime | None = None
+
+
+def audit_source(lake: Lake, pipeline: Pipeline, source: Source, period: AuditPeriod) -> SourceAudit:
+    """Audit the newest events of a source in bronze, and in the pipeline's products."""
+    end = period.end or datetime.now(UTC)
+    rows = _rows(lake.bronze(source.name), period.since, end)
     times = {name: _seconds(rows[name]) for name in _TIMES}
-    is_recent = times["bronze_at"] >= (end - recent).timestamp()
+    is_recent = times["bronze_at"] >= (end - period.recent).timestamp()
     waits = {
         "received to broker": times["broker_time"] - times["received_at"],
         "broker to bronze": times["bronze_at"] - times["broker_time"],
@@ -162,9 +160,9 @@ def audit_source(
     for node in sorted(set(nodes.tolist())):
         mine = nodes == node
         wait = waits["received to broker"]
-        slow += _slow("producer", node, wait[mine & is_recent], wait[mine & ~is_recent], producer_s)
+        slow += _slow("producer", node, wait[mine & is_recent], wait[mine & ~is_recent], period.producer_s)
     for name, wait in consumers.items():
-        slow += _slow("consumer", name, wait[is_recent], wait[~is_recent], consumer_s)
+        slow += _slow("consumer", name, wait[is_recent], wait[~is_recent], period.consumer_s)
     return SourceAudit(
         source.name,
         source.topic,

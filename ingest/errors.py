@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from http import HTTPStatus
 from typing import Any
 
 import orjson
@@ -23,23 +24,6 @@ from lakehouse.contract.errors import MillraceError
 
 RETRY_AFTER_S = 1
 
-TITLES: Mapping[int, str] = {
-    400: "Bad request",
-    401: "Unauthorized",
-    403: "Forbidden",
-    404: "Not found",
-    405: "Method not allowed",
-    408: "Request timeout",
-    411: "Length required",
-    413: "Too large",
-    415: "Unsupported media type",
-    422: "Event refused",
-    429: "Too many requests",
-    431: "Request header fields too large",
-    502: "Bad gateway",
-    503: "Not taking events now",
-    504: "Gateway timeout",
-}
 CODES: Mapping[int, str] = {
     400: "bad-request",
     401: "unauthorized",
@@ -162,7 +146,7 @@ def problem_body(error: IngestError) -> tuple[int, bytes, list[tuple[str, str]]]
         status, retry, members = 503, RETRY_AFTER_S, {}
     body = {
         "type": f"urn:millrace:problem:{code}",
-        "title": TITLES.get(status, "Error"),
+        "title": HTTPStatus(status).phrase,
         "status": status,
         "detail": str(error),
         **members,

@@ -23,22 +23,27 @@ from __future__ import annotations
 import asyncio
 import http
 import logging
+import socket
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import orjson
+from websockets.exceptions import InvalidState
+from websockets.frames import CloseCode, Frame, Opcode
 from websockets.http11 import Request
+from websockets.protocol import State
+from websockets.server import ServerProtocol
 
-from ingest.answers.connection import WebSocketConnection
+from ingest.answers.interests import Interests, Key, ProductFollower
 from ingest.answers.tables import ProductTables
 from ingest.border.admission import Admitted
 from ingest.errors import LogFull, LogUnavailable, NotReady, RequestRefused, refusal_code
 from ingest.intake import RequestIntake, first_key, published_event
 from ingest.log.segments import CommitGroup
 from lakehouse.contract.pipeline import Pipeline
+from lakehouse.contract.text import is_utf8
 
 if TYPE_CHECKING:
     from uvicorn.server import ServerState
@@ -49,15 +54,23 @@ PATH = "/v1/stream"
 MAX_MESSAGE_BYTES = 1_100_000
 MAX_KEYS = 1_000  # of one connection
 _BUFFER_BYTES = 262_144  # unsent bytes of a connection above which updates are postponed
-_RETRY_S = 1.0
 _PING_S = 20.0
-
-Key = tuple[str, ...]
-S = TypeVar("S")
+_CLOSE_S = 2.0
 
 
-class StreamProtocol(WebSocketConnection):
-    """One connection.
+class _LenientServerProtocol(ServerProtocol):
+    """Accepts a close between the frames of a message, as any control frame (RFC 6455, 5.4); that message is lost."""
+
+    def recv_frame(self, frame: Frame) -> None:
+        if frame.opcode is Opcode.CLOSE:
+            self.current_size = None
+        super().recv_frame(frame)
+
+
+class StreamProtocol(asyncio.Protocol):
+    """One connection, beneath uvicorn and without a task of its own.
+
+    ``websockets``' sans-I/O protocol does the handshake and the control frames.
 
     Args:
         streams: what all connections share.
@@ -65,32 +78,156 @@ class StreamProtocol(WebSocketConnection):
     """
 
     def __init__(self, streams: Streams, server: set[Any]) -> None:
-        super().__init__(server, MAX_MESSAGE_BYTES, _BUFFER_BYTES)
         self._streams = streams
+        self._server = server
+        self._loop = asyncio.get_running_loop()
+        self._wire = _LenientServerProtocol(max_size=MAX_MESSAGE_BYTES, logger=logger)
+        self._transport: asyncio.Transport = None  # type: ignore[assignment]
+        self._open = False
+        self._closing: asyncio.TimerHandle | None = None
+        self._paused = False  # the peer does not read
+        self._holding = False  # earlier messages wait
+        self._silent = 0
+        self._parts: list[bytes] = []  # of a message in several frames
+        self._opcode = Opcode.TEXT  # of that message
         self._stale: dict[tuple[str, Key], None] = {}  # sent when the socket drains
         self._held: deque[bytes] = deque()  # messages that came while the log was full
         self._unacked: deque[tuple[Any, CommitGroup | None, Admitted]] = deque()
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._waiting: asyncio.Task[None] | None = None
         self._key: str | None = None
         self._limited: frozenset[tuple[str, str]] = frozenset()
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport  # type: ignore[assignment]
+        self._transport.set_write_buffer_limits(high=_BUFFER_BYTES)
+        raw: socket.socket | None = transport.get_extra_info("socket")
+        if raw is not None and hasattr(socket, "TCP_NOTSENT_LOWAT") and raw.family != socket.AF_UNIX:
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _BUFFER_BYTES)
+        self._server.add(self)
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection; published events stay in the log."""
-        super().connection_lost(exc)
+        self._open = False
+        self._server.discard(self)
+        if self._closing is not None:
+            self._closing.cancel()
         self._streams.connections.discard(self)
         self._streams.interests.gone(self)
         self._streams.requests.gate.release(self._limited)
         self._limited = frozenset()
         self._unacked.clear()
-        for task in self._tasks.values():
-            task.cancel()
+        if self._waiting is not None:
+            self._waiting.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        self._wire.receive_data(data)
+        self._react()
+
+    def eof_received(self) -> None:
+        self._wire.receive_eof()
+        self._react()
+
+    def pause_writing(self) -> None:
+        """Read nothing while the peer does not read, so that answers stay bounded."""
+        self._paused = True
+        self._balance()
 
     def resume_writing(self) -> None:
         """Send the newest state of each key that changed meanwhile."""
-        super().resume_writing()
+        self._paused = False
+        self._balance()
         stale, self._stale = self._stale, {}
         for product, key in stale:
             self.tell(product, (key,))
+
+    def ping(self) -> None:
+        """Send a ping; cut the connection if the two before it were not answered."""
+        if not self._holding:  # while holding, the pong would not be read
+            self._silent += 1
+        if self._silent > 2:
+            self._transport.abort()
+        elif self._wire.state is State.OPEN:
+            self._wire.send_ping(b"")
+            self._flush()
+
+    def shutdown(self) -> None:
+        self._close(CloseCode.GOING_AWAY, "the node stops; connect again")
+
+    def _send(self, body: bytes) -> None:
+        if self._open and self._wire.state is State.OPEN:
+            self._transport.write(Frame(Opcode.TEXT, body).serialize(mask=False))
+
+    def _hold(self, holding: bool) -> None:
+        """Stop or resume reading while earlier messages wait."""
+        self._holding = holding
+        self._balance()
+
+    def _balance(self) -> None:
+        if self._transport.is_closing():
+            return
+        if self._paused or self._holding:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
+
+    def _close(self, code: int, reason: str) -> None:
+        self._open = False
+        if self._closing is not None or self._transport.is_closing():
+            return
+        try:
+            self._wire.send_close(code, reason)
+        except InvalidState:
+            self._transport.close()
+        self._flush()
+        self._closing = self._loop.call_later(_CLOSE_S, self._transport.abort)
+
+    def _react(self) -> None:
+        for event in self._wire.events_received():
+            self._silent = 0
+            if isinstance(event, Request):
+                self._accept(event)
+            elif isinstance(event, Frame) and event.opcode in (Opcode.TEXT, Opcode.BINARY, Opcode.CONT):
+                self._frame_received(event)
+        self._flush()
+        over = self._wire.close_expected() or self._wire.state is State.CLOSED  # CLOSED: without a close frame
+        if over and self._closing is None:
+            self._open = False
+            self._closing = self._loop.call_later(_CLOSE_S, self._transport.abort)
+
+    def _accept(self, request: Request) -> None:
+        response = self._wire.accept(request)
+        if response.status_code == http.HTTPStatus.SWITCHING_PROTOCOLS:
+            refusal = self._refusal(request)
+            if refusal is not None:
+                response = self._wire.reject(*refusal)
+        self._wire.send_response(response)
+        self._flush()
+        if self._wire.state is State.OPEN:
+            self._open = True
+            self._streams.connections.add(self)
+
+    def _frame_received(self, frame: Frame) -> None:
+        if frame.opcode is not Opcode.CONT:
+            self._opcode = frame.opcode
+        self._parts.append(bytes(frame.data))
+        if not frame.fin:
+            return
+        message, self._parts = b"".join(self._parts), []
+        if self._opcode is Opcode.TEXT and not is_utf8(message):
+            self._open = False
+            self._wire.fail(CloseCode.INVALID_DATA, "text that is not UTF-8")
+        elif self._open:  # data after a close is ignored
+            self._flush()  # pongs of earlier pings
+            self._take(message)
+
+    def _flush(self) -> None:
+        for data in self._wire.data_to_send():
+            if data:
+                self._transport.write(data)
+            else:
+                self._transport.close()
+
+    # --- messages
 
     def tell(self, product: str, keys: Sequence[Key]) -> None:
         """Send the states of keys, or mark them stale if the socket is full."""
@@ -116,9 +253,6 @@ class StreamProtocol(WebSocketConnection):
             return http.HTTPStatus.SERVICE_UNAVAILABLE, "too many connections\n"
         return None
 
-    def _opened(self) -> None:
-        self._streams.connections.add(self)
-
     def _known(self, request: Request) -> bool:
         """Whether the shown key is known, if keys are required. Each source checks it again."""
         self._key = first_key((name.encode(), value.encode()) for name, value in request.headers.raw_items())
@@ -138,7 +272,7 @@ class StreamProtocol(WebSocketConnection):
             logger.info("a publisher waits: %s", error)
             self._held.append(message)
             self._hold(True)
-            self._tasks["held"] = self._loop.create_task(self._take_held())
+            self._waiting = self._loop.create_task(self._take_held())
 
     async def _take_held(self) -> None:
         """Handle held messages in order once the node or its log takes events, then read on."""
@@ -262,156 +396,6 @@ class StreamProtocol(WebSocketConnection):
         self._send(orjson.dumps(body))
 
 
-@dataclass(frozen=True, slots=True)
-class KeyState:
-    """The rows of a key as a JSON array, and the version of the product in which they last changed."""
-
-    version: int
-    rows: bytes
-
-
-class Interests(Generic[S]):
-    """Which subscriber wants which keys of which product, and what it was told last. No I/O.
-
-    A key's state is its latest rows; states between two reads are skipped. So a slow subscriber costs a set of keys,
-    not a queue. A subscriber is anything hashable.
-    """
-
-    def __init__(self) -> None:
-        self._wanted: dict[str, dict[Key, set[S]]] = {}
-        self._by: dict[S, dict[str, frozenset[Key]]] = {}
-        self._states: dict[str, dict[Key, KeyState]] = {}
-
-    def want(self, subscriber: S, product: str, keys: Iterable[Key]) -> frozenset[Key]:
-        """Replace the keys that a subscriber wants of a product. Returns the new ones among them."""
-        new = frozenset(keys)
-        mine = self._by.setdefault(subscriber, {})
-        old = mine.get(product, frozenset())
-        for key in old - new:
-            self._forget(subscriber, product, key)
-        wanted = self._wanted.setdefault(product, {})
-        for key in new - old:
-            wanted.setdefault(key, set()).add(subscriber)
-        if new:
-            mine[product] = new
-        else:
-            mine.pop(product, None)
-        if not wanted:
-            del self._wanted[product]
-        if not mine:
-            del self._by[subscriber]
-        return new - old
-
-    def gone(self, subscriber: S) -> None:
-        """Forget a subscriber."""
-        for product in list(self._by.get(subscriber, ())):
-            self.want(subscriber, product, ())
-
-    def wanted(self, product: str) -> frozenset[Key]:
-        """The keys of a product that any subscriber wants."""
-        return frozenset(self._wanted.get(product, ()))
-
-    def count(self, subscriber: S) -> int:
-        """Number of keys that a subscriber wants, over all products."""
-        return sum(len(keys) for keys in self._by.get(subscriber, {}).values())
-
-    def state(self, product: str, key: Key) -> KeyState | None:
-        """The state of a wanted key, if it has been read."""
-        return self._states.get(product, {}).get(key)
-
-    def updated(self, product: str, version: int, rows: Mapping[Key, bytes]) -> dict[S, list[Key]]:
-        """Take the rows of keys in a version. Returns the changed keys by subscriber."""
-        wanted = self._wanted.get(product, {})
-        states = self._states.setdefault(product, {})
-        changed: dict[S, list[Key]] = {}
-        for key, body in rows.items():
-            old = states.get(key)
-            if key not in wanted or (old is not None and old.rows == body):
-                continue
-            states[key] = KeyState(version, body)
-            for subscriber in wanted[key]:
-                changed.setdefault(subscriber, []).append(key)
-        if not states:
-            del self._states[product]
-        return changed
-
-    def _forget(self, subscriber: S, product: str, key: Key) -> None:
-        wanted = self._wanted[product]
-        wanted[key].discard(subscriber)
-        if not wanted[key]:
-            del wanted[key]
-            states = self._states.get(product, {})
-            states.pop(key, None)
-            if product in self._states and not states:
-                del self._states[product]
-
-
-class ProductFollower:
-    """Follows the products that subscribers want, with one task a product, and tells subscribers of changed keys.
-
-    The node reads the tables itself instead of relaying from a server: subscribers want the latest rows of keys, which
-    needs neither filters nor positions; one watch a product serves every connection; and collecting continues without a
-    server. docs/collecting.md weighs the alternatives.
-    """
-
-    def __init__(self, interests: Interests[StreamProtocol], tables: ProductTables) -> None:
-        self._interests = interests
-        self._rows = tables.rows
-        self._watch = tables.watch
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._asked: dict[str, asyncio.Event] = {}
-
-    def follow(self, product: str) -> None:
-        """Read the product now, because new keys of it are wanted, and follow it from here on."""
-        self._asked.setdefault(product, asyncio.Event()).set()
-        if product not in self._tasks:
-            self._tasks[product] = asyncio.create_task(self._follow(product), name=f"follow {product}")
-
-    def width(self, product: str) -> int | None:
-        """Most values in a key of the product; None if it is not followed, or has not been read yet."""
-        return self._rows.width(product) if product in self._tasks else None
-
-    async def close(self) -> None:
-        """Stop following."""
-        tasks = list(self._tasks.values())
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _follow(self, product: str) -> None:
-        asked = self._asked[product]
-        try:
-            while keys := self._interests.wanted(product):
-                asked.clear()
-                version = -1
-                try:
-                    version, rows = await asyncio.to_thread(self._rows.by_keys, product, keys)
-                except RequestRefused as error:
-                    if error.status != 404:  # wait for a product that does not exist yet
-                        logger.warning("%s is not followed: %s", product, error)
-                        return
-                except Exception:  # subscribers of other products are not affected
-                    logger.exception("the rows of %s cannot be read", product)
-                    await asyncio.sleep(_RETRY_S)
-                    continue
-                else:
-                    for subscriber, changed in self._interests.updated(product, version, rows).items():
-                        subscriber.tell(product, changed)
-                await self._until_newer(product, version, asked)
-        finally:
-            del self._tasks[product]
-            del self._asked[product]
-
-    async def _until_newer(self, product: str, version: int, asked: asyncio.Event) -> None:
-        newer = asyncio.create_task(self._watch.newer(product, version))
-        wanted = asyncio.create_task(asked.wait())
-        try:
-            await asyncio.wait((newer, wanted), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            newer.cancel()
-            wanted.cancel()
-
-
 class Streams:
     """All publish/subscribe connections of a node, and what they share.
 
@@ -436,7 +420,7 @@ class Streams:
         self.most = most
         self.until_ready = until_ready
         self.interests: Interests[StreamProtocol] = Interests()
-        self.follower = ProductFollower(self.interests, tables)
+        self.follower = ProductFollower(self.interests, tables, StreamProtocol.tell)
         self.connections: set[StreamProtocol] = set()
 
     def protocol(

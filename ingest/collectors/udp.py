@@ -21,7 +21,6 @@ import orjson
 
 from ingest.collectors import CollectorContext, UpstreamStatus
 from ingest.errors import LogFull, LogUnavailable
-from ingest.intake import Intake
 from lakehouse.contract.errors import EnvironmentProblem
 from lakehouse.contract.pipeline.source import CollectorSpec, Template
 

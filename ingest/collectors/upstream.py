@@ -30,7 +30,6 @@ from websockets.frames import CloseCode
 from ingest.border.admission import Admitted
 from ingest.collectors import CollectorContext, Gap, UpstreamStatus
 from ingest.errors import LogFull, LogUnavailable, UpstreamEnded
-from ingest.intake import Intake
 from lakehouse.contract.envelope import UPSTREAM_ID
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline.source import CollectorSpec

@@ -18,11 +18,12 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
+from http import HTTPStatus
 from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from ingest.errors import TITLES, IngestError, LogFull, LogUnavailable, RequestRefused, problem_body
+from ingest.errors import IngestError, LogFull, LogUnavailable, RequestRefused, problem_body
 from ingest.intake import AdmittedRequest, RequestIntake, presented_key
 from ingest.log.segments import CommitGroup
 
@@ -356,7 +357,7 @@ def _render(error: IngestError, *, close: bool = False) -> bytes:
     if close:
         headers.append(("connection", "close"))
     extra = "".join(f"{name}: {value}\r\n" for name, value in headers).encode()
-    return _PROBLEM % (status, TITLES.get(status, "Error").encode(), len(body), extra, body)
+    return _PROBLEM % (status, HTTPStatus(status).phrase.encode(), len(body), extra, body)
 
 
 @dataclass(frozen=True, slots=True)

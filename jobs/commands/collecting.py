@@ -252,7 +252,7 @@ def audit(
 
     Exit status 1: Kafka may soon delete, or has deleted, events that bronze does not have.
     """
-    from ingest.audit import audit_source, trace
+    from ingest.audit import AuditPeriod, audit_source, trace
 
     settings, loaded = chosen_pipeline()
     if event is not None:
@@ -262,15 +262,9 @@ def audit(
         raise ConfigError(
             f"there is no source {source!r}", key="--source", remedy=f"Sources: {', '.join(loaded.sources)}"
         )
+    period = AuditPeriod(timedelta(hours=hours), producer_s=producer_s, consumer_s=consumer_s)
     found = [
-        audit_source(
-            Lake(settings.lake),
-            loaded,
-            one,
-            since=timedelta(hours=hours),
-            producer_s=producer_s,
-            consumer_s=consumer_s,
-        )
+        audit_source(Lake(settings.lake), loaded, one, period)
         for name, one in loaded.sources.items()
         if source in (None, name)
     ]

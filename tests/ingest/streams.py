@@ -19,8 +19,8 @@ from ingest.log.message_log import MessageLog
 from ingest.log.segments import LoggedEvent
 from ingest.simulate.player import FileLines, Player
 from ingest.simulate.server import run_player
-from lakehouse.contract.pipeline.source import CollectorSpec
 from lakehouse.contract.pipeline import Source
+from lakehouse.contract.pipeline.source import CollectorSpec
 from tests.ingest.conftest import pipeline_of
 
 C = TypeVar("C", bound=UpstreamClient)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from ingest.audit import Duplicates, SourceAudit, audit_source, trace
+from ingest.audit import AuditPeriod, Duplicates, SourceAudit, audit_source, trace
 from jobs.cli import app
 from jobs.commands.collecting import retention
 from lakehouse.bronze.table import COLUMNS, create
@@ -69,7 +69,7 @@ def write(lake: Lake, rows: Sequence[dict[str, Any]]) -> None:
 
 def look(lake: Lake, pipeline: Pipeline, **options: Any) -> SourceAudit:
     source = pipeline.sources["clicks"]
-    return audit_source(lake, pipeline, source, since=timedelta(hours=2), now=NOW, **options)
+    return audit_source(lake, pipeline, source, AuditPeriod(timedelta(hours=2), end=NOW, **options))
 
 
 def test_times_of_each_hop(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from ingest.answers.stream import Interests, Key
+from ingest.answers.interests import Interests, Key
 
 KEYS: list[Key] = [("a",), ("b",), ("c",)]
 
