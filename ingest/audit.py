@@ -92,8 +92,6 @@ class SourceAudit:
 
     Attributes:
         rows: number of bronze rows read.
-        hops: in order.
-        duplicates: among the rows.
         slow: producers and consumers that are slow now.
         offsets: next offset that bronze lacks, by ``TOPIC/PARTITION``.
     """

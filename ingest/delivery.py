@@ -47,10 +47,8 @@ class KafkaDelivery:
     """Moves the events of one log to Kafka.
 
     Args:
-        log: holds the events.
         publisher: started by the caller.
         known: called with the outcome of each event.
-        limits: of memory and time.
         guarantee: of a source by its name (:attr:`lakehouse.contract.pipeline.source.Source.guarantee`).
 
     Attributes:

@@ -47,7 +47,6 @@ class Enricher:
     """Adds the references of one source to its events.
 
     Args:
-        source: its ``enrich``.
         folder: base of relative files.
         kafka: names the broker of topics.
 

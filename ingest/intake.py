@@ -48,10 +48,6 @@ class Intake:
     """The way of one lane's events: border, log, delivery.
 
     Args:
-        border: of the lane's source.
-        lane: in the log.
-        log: makes the events durable.
-        delivery: sends them to Kafka.
         recent: remembers events that senders may ask about; None for one-way lanes.
         enricher: adds reference data to the headers.
     """
@@ -87,9 +83,7 @@ class Intake:
         """Append an event and send it on.
 
         Args:
-            event: from the border.
             position: the upstream's next message.
-            extra: additional headers.
 
         Returns:
             The event in the log. A shed event is not in the log: its sequence number is -1 and it has no group.
@@ -174,7 +168,6 @@ class RequestIntake:
     """Takes requests for the sources of one node.
 
     Attributes:
-        intakes: by source, of sources that take events by HTTP.
         not_ready: returns why the node takes no events now, or empty.
         gate: keys and limits.
         signer: of acknowledgement tokens.
@@ -189,7 +182,6 @@ class RequestIntake:
         """Judge a request by its head.
 
         Args:
-            source: from the path.
             kind: content type in lower case, without parameters.
             length: of the body in bytes; 0 if unknown.
             key: API key that was shown, or None.

@@ -51,7 +51,6 @@ class SendOutcome:
     """What became of one event. Not frozen: freezing would triple the cost of making one.
 
     Attributes:
-        event: as it was handed over.
         partition, offset: its place in Kafka; -1 if it has none.
         error: why Kafka does not have it, or empty.
         final: Kafka will never take it; otherwise it may be sent again, and Kafka may have it already.
@@ -321,10 +320,7 @@ class TopicRemark:
     """A difference between a topic and its declaration.
 
     Attributes:
-        topic: its name.
         severity: ``warn``, or ``alarm`` if events would be lost or never taken.
-        problem: the difference.
-        remedy: what to do.
     """
 
     topic: str
@@ -396,8 +392,6 @@ def judge(source: Source, partitions: int, replicas: int, configs: Mapping[str, 
     """Compare a topic with its source's declaration. More partitions than declared are accepted.
 
     Args:
-        source: the declaration.
-        partitions: of the topic.
         replicas: smallest number of replicas of a partition.
         configs: ``retention.ms``, ``cleanup.policy`` and ``min.insync.replicas`` of the topic.
     """

@@ -70,8 +70,6 @@ class CollectorNode:
 
     Args:
         settings: of the process, with the address of a broker.
-        pipeline: its sources are collected.
-        options: of the command line.
 
     Raises:
         EnvironmentProblem: another process uses the log.
@@ -94,7 +92,7 @@ class CollectorNode:
         hand_over_s = min(HAND_OVER_S, settings.kafka.linger_ms / 1000)
         linger_ms = settings.kafka.linger_ms - round(1000 * hand_over_s)  # the client lingers for the rest
         self._publisher = KafkaPublisher(dataclasses.replace(settings.kafka, linger_ms=linger_ms), self._topics)
-        self._log = MessageLog.open(
+        self._log = MessageLog(
             lake.collector_log(options.node),
             options.node,
             limit=collect.log_bytes,
@@ -194,7 +192,6 @@ class CollectorNode:
         4. On ``stop``: stop the collectors, wait for Kafka to take events in flight, close the log.
 
         Args:
-            stop: ends the node.
             ready: called once when the node is ready, with the base URL of its HTTP server.
 
         Raises:
@@ -289,10 +286,7 @@ class SourceSet:
     """The sources that a node collects. Adding one makes its lanes; its collectors run once the set runs.
 
     Args:
-        settings: of the process.
-        options: of the node.
         file: of the pipeline; references that are files are beside it.
-        sinks: take the events.
 
     Attributes:
         intakes: by source, of sources that take events by HTTP. The set object stays the same.

@@ -57,7 +57,6 @@ class TopicRelay:
 
     Args:
         settings: of the process; they name the broker.
-        group: consumer group.
         read: source by topic that is read.
         written: topic that is written by source.
         sources: their topics are created if absent.
@@ -181,9 +180,6 @@ class RefineNode(TopicRelay):
     """The second step of a two-step collection: ``TOPIC.raw`` → border, enrichment → the source's topic.
 
     ``counts`` has ``refined`` and ``rejected`` too.
-
-    Args:
-        node: id of this process.
     """
 
     def __init__(self, settings: Settings, pipeline: Pipeline, *, node: str) -> None:
@@ -229,7 +225,6 @@ class Refiner:
 
     Args:
         border: of the source; its node is this process.
-        enricher: of the source.
     """
 
     def __init__(self, border: Border, enricher: Enricher | None = None) -> None:

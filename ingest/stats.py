@@ -50,10 +50,6 @@ class NodeStats(MetricCollector):
     """Counts of one node, cumulative over restarts.
 
     Args:
-        node: its id.
-        log: its message log.
-        delivery: its way to Kafka.
-        sources: what it collects.
         requests: its gate, and whether it is ready.
     """
 

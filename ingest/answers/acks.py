@@ -41,12 +41,7 @@ _BLANKS = (b"", b"  ", b" ")  # padding by the length modulo 3
 
 
 class RecentEvents:
-    """The newest events and where they are, in bounded memory.
-
-    Args:
-        topics: topic of each source.
-        size: number of remembered events.
-    """
+    """The newest events and where they are, in bounded memory."""
 
     def __init__(self, topics: dict[str, str], size: int = REMEMBERED) -> None:
         self._topics = topics
@@ -127,9 +122,6 @@ def ack_state(token: Token, recent: RecentEvents, lake: LakeState, products: Seq
     """What became of the token's event. Reads the lake, so it blocks.
 
     Args:
-        token: of the event.
-        recent: memory of this node.
-        lake: the tables.
         products: names of the products of its source.
     """
     remembered = recent.get(token)

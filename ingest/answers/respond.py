@@ -67,9 +67,7 @@ class Responder:
     """Serves acknowledgements, answers, look-ups and callbacks.
 
     Args:
-        answers: waits for answers.
         pipeline: its products with a channel can be looked up.
-        requests: signs tokens and checks keys.
     """
 
     def __init__(self, answers: Answers, pipeline: Pipeline, requests: RequestIntake) -> None:
@@ -264,9 +262,6 @@ class Answers:
     """Waits for the answers of all sources that give some.
 
     Args:
-        source_of: the source with this name, or None.
-        recent: memory of this node.
-        tables: of the lake.
         max_waiters: senders that may wait at a time.
     """
 

@@ -73,7 +73,6 @@ class StreamProtocol(asyncio.Protocol):
     ``websockets``' sans-I/O protocol does the handshake and the control frames.
 
     Args:
-        streams: what all connections share.
         server: uvicorn's set of connections.
     """
 
@@ -402,8 +401,6 @@ class Streams:
     Args:
         requests: keys, limits, tokens, and the sources that take publications: those that take events by HTTP.
         pipeline: its products with a channel can be subscribed to.
-        tables: products.
-        most: connections at a time.
         until_ready: waits until the node takes this many bytes of events.
     """
 

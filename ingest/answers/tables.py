@@ -193,12 +193,7 @@ class _TableProgress:
 
 
 class ProductWatch:
-    """Wakes tasks that wait for a version of a product: one poll per product with waiters, none otherwise.
-
-    Args:
-        lake: reads the progress of tables.
-        poll_s: pause between two polls.
-    """
+    """Wakes tasks that wait for a version of a product: one poll per product with waiters, none otherwise."""
 
     def __init__(self, lake: LakeState, poll_s: float) -> None:
         self._lake = lake
@@ -307,7 +302,6 @@ class ProductRows:
         """Rows of the newest window of each key as a JSON array; none for a key with too many values.
 
         Args:
-            product: whose rows.
             keys: as in :meth:`by_key`; they may differ in length.
 
         Returns:

@@ -178,8 +178,6 @@ class SenderGate:
         """Count a connection towards the limits of the source and of the key, once each.
 
         Args:
-            source: sent to.
-            sender: who sends.
             held: what the connection holds so far.
 
         Returns:

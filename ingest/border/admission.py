@@ -78,7 +78,6 @@ class Border:
     """Admits the events of one source.
 
     Args:
-        source: with its templates and limits.
         tenant: default tenant of its events.
         collector: id of this node.
         clock: nanoseconds since the epoch.
@@ -131,7 +130,6 @@ class Border:
         """Check one event and give it an envelope. Never raises because of the payload.
 
         Args:
-            payload: as received.
             suspect: Kafka may have the event already.
             origin: lane and index of an event that its upstream can repeat, so that a generated id is the same then.
             tenant: owner of the event; None: the node's tenant.

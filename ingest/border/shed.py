@@ -54,9 +54,6 @@ class Shedder:
     """Sheds the events of one source while too much waits.
 
     Args:
-        name: of the source, for the log.
-        spec: as the pipeline declares it.
-        waiting: returns what waits now.
         now: seconds, monotonic.
         clock: nanoseconds since the epoch, as in ``received_at``.
 

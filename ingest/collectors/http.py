@@ -128,8 +128,6 @@ class HttpServer:
 
     Args:
         app: serves everything except plain requests with events.
-        requests: takes these.
-        settings: address and limits.
         ws: makes the protocol of a WebSocket connection; None: there are none.
     """
 

@@ -36,10 +36,6 @@ _SO_MEMINFO, _DROPS = 55, 8  # Linux: the ninth number counts dropped datagrams
 class UdpCollector:
     """Takes datagrams until cancelled.
 
-    Args:
-        spec: address, framing, counter and buffer.
-        context: of the node.
-
     Attributes:
         port: that is bound.
 

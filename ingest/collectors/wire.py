@@ -48,12 +48,7 @@ _KEEP_ALIVE = (b"keep-alive", b"")
 
 
 class CollectorHttpProtocol(HttpToolsProtocol):
-    """One connection; the limits of time are checked from outside, so a request costs no timer.
-
-    Args:
-        requests: takes its requests.
-        options: of uvicorn's protocol.
-    """
+    """One connection; the limits of time are checked from outside, so a request costs no timer."""
 
     def __init__(self, requests: RequestIntake, **options: Any) -> None:
         super().__init__(**options)

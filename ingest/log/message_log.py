@@ -63,7 +63,18 @@ _LEAST_FOR_MARKS = 4_096
 
 
 class MessageLog:
-    """The log of one node; open it with :meth:`open`.
+    """The log of one node: locks its folder and reads what an earlier run left.
+
+    Args:
+        folder: of the log; created if absent.
+        node: id of the collecting node.
+        limit: most bytes on disk.
+        group_commit_ms: longest time before an event's group is sealed.
+        segment_bytes: size at which a segment is closed; an eighth of the limit at most.
+        protocol: name in :data:`ingest.log.protocols.PROTOCOLS`, or a factory.
+
+    Raises:
+        EnvironmentProblem: another process has the log open.
 
     Attributes:
         recovery: what an earlier run left.
@@ -77,10 +88,12 @@ class MessageLog:
         node: str,
         *,
         limit: int,
-        group_commit_ms: int,
-        segment_bytes: int,
-        protocol: MakeProtocol,
+        group_commit_ms: int = 5,
+        segment_bytes: int = SEGMENT_BYTES,
+        protocol: str | MakeProtocol = "hml",
     ) -> None:
+        segment_bytes = min(segment_bytes, max(4096, limit // 8))
+        make = PROTOCOLS[protocol] if isinstance(protocol, str) else protocol
         self._lock = lock_folder(folder)
         self._folder = folder
         self._node = node
@@ -99,7 +112,7 @@ class MessageLog:
         self._acked = self.recovery.acked if self.recovery.to_replay else self.next_seq
         self._marked = -1
         self._mark_timer: asyncio.TimerHandle | None = None
-        self._commit: HybridLogging = protocol(folder, group_commit_ms / 1000, self.next_seq - 1)
+        self._commit: HybridLogging = make(folder, group_commit_ms / 1000, self.next_seq - 1)
         self._segments = {segment.number: segment for segment in self.recovery.segments}
         self._used = sum(segment.size for segment in self._segments.values())
         self._full = False
@@ -111,36 +124,6 @@ class MessageLog:
         self._drop([segment for segment in self.recovery.segments if segment.unacked == 0])
         self._commit.write_now()  # so that a crash from now on is recognized
         self._commit.on_durable = self._written
-
-    @classmethod
-    def open(
-        cls,
-        folder: Path,
-        node: str,
-        *,
-        limit: int,
-        group_commit_ms: int = 5,
-        segment_bytes: int = SEGMENT_BYTES,
-        protocol: str | MakeProtocol = "hml",
-    ) -> MessageLog:
-        """Lock the folder and read what an earlier run left.
-
-        Args:
-            folder: of the log; created if absent.
-            node: id of the collecting node.
-            limit: most bytes on disk.
-            group_commit_ms: longest time before an event's group is sealed.
-            segment_bytes: size at which a segment is closed; an eighth of the limit at most.
-            protocol: name in :data:`ingest.log.protocols.PROTOCOLS`, or a factory.
-
-        Raises:
-            EnvironmentProblem: another process has the log open.
-        """
-        segment_bytes = min(segment_bytes, max(4096, limit // 8))
-        make = PROTOCOLS[protocol] if isinstance(protocol, str) else protocol
-        return cls(
-            folder, node, limit=limit, group_commit_ms=group_commit_ms, segment_bytes=segment_bytes, protocol=make
-        )
 
     # --- lanes
 
@@ -164,10 +147,8 @@ class MessageLog:
         """Take an event; it becomes durable with its group.
 
         Args:
-            lane: the lane it came by.
             envelope: its metadata; event id and tenant have at most 65,535 bytes of UTF-8.
             key: Kafka key of at most 65,535 bytes.
-            payload: the event.
             position: the upstream's next message, stored with the event.
 
         Raises:

@@ -118,7 +118,6 @@ def recover(folder: Path, *, mend: bool = True) -> Recovery:
     """Read and verify every segment in ``folder``; cut an interrupted write off the newest one.
 
     Args:
-        folder: of the log.
         mend: False changes nothing and logs nothing, for a log that may be in use.
     """
     return _Fold(mend).run(sorted(folder.glob(f"*{SUFFIX}")))
@@ -247,8 +246,6 @@ class FailedStore:
     """The failed store. Writing blocks.
 
     Args:
-        folder: of the message log.
-        node: id of the collecting node.
         mend: False changes nothing, for a log that may be in use.
     """
 
@@ -263,14 +260,7 @@ class FailedStore:
             self._open()
 
     def add(self, seq: int, source: str, reason: str, body: bytes) -> None:
-        """Store an event durably, once.
-
-        Args:
-            seq: sequence number in the log.
-            source: name of its source.
-            reason: why Kafka refused it.
-            body: its EVENT body.
-        """
+        """Store an event durably, once."""
         if seq not in self._seqs:
             self._append(seq, reason_body(FAILED, f"{source}\n{reason}", body))
             self._seqs.add(seq)
@@ -355,16 +345,12 @@ class LogView:
     """The contents of one node's log.
 
     Attributes:
-        node: id of the node.
         running: whether a process has the log open.
         clean: whether it was closed properly, or is in use.
         transient: events that Kafka has not acknowledged, according to the marks.
         lanes: the same by lane, without empty lanes.
         failed: events that Kafka refused.
         reasons: count of failed events by reason.
-        damage: descriptions of unreadable bytes.
-        bytes: on disk.
-        segments: number of segment files.
     """
 
     node: str
@@ -384,7 +370,6 @@ class Retried:
     """Result of a retry.
 
     Attributes:
-        sent: events that Kafka has taken.
         refused: reason by event id of events that it refused again.
     """
 
@@ -476,7 +461,6 @@ async def retry(
     the next retry.
 
     Args:
-        folder: of the log.
         publisher: not started yet.
         ids: event ids to send; empty sends all.
         progress: called with the number of answered events and the total.

@@ -135,7 +135,7 @@ async def _through_the_publisher(bootstrap: str, folder: Path, total: int) -> tu
     topic = "publisher"
     ensure_topics(bootstrap, [source_of(topic)])
     publisher = KafkaPublisher(KafkaSettings(bootstrap=bootstrap, linger_ms=10), {"clicks": topic})
-    log = MessageLog.open(folder / topic, "bench", limit=8 << 30, protocol=NoLogging)
+    log = MessageLog(folder / topic, "bench", limit=8 << 30, protocol=NoLogging)
     lane = log.lane("clicks/http/0", "clicks")
     border = Border(source_of(topic), tenant="default", collector="bench")
     admitted = [border.admit(event(number)) for number in range(total)]

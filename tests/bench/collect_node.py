@@ -87,9 +87,7 @@ async def run(folder: Path, bootstrap: str, topic: str, protocol: str) -> None:
     source = source_of(topic)
     topics = {"clicks": topic}
     publisher = KafkaPublisher(KafkaSettings(bootstrap=bootstrap, linger_ms=10), topics)
-    log = MessageLog.open(
-        folder / "log", "bench", limit=LOG_BYTES, protocol=NoLogging if protocol == "none" else protocol
-    )
+    log = MessageLog(folder / "log", "bench", limit=LOG_BYTES, protocol=NoLogging if protocol == "none" else protocol)
     recent = RecentEvents(topics)
     delivery = KafkaDelivery(log, publisher, recent.known)
     lane = log.lane("clicks/http/0", "clicks")

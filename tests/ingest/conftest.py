@@ -44,7 +44,7 @@ def open_log(tmp_path: Path) -> Callable[..., MessageLog]:
     """Opens the message log of this test's folder."""
 
     def open_it(**options: int) -> MessageLog:
-        return MessageLog.open(tmp_path / "log", "n1", **{"limit": LIMIT, **options})
+        return MessageLog(tmp_path / "log", "n1", **{"limit": LIMIT, **options})
 
     return open_it
 

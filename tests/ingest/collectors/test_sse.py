@@ -57,7 +57,7 @@ async def test_after_a_crash_it_goes_on_from_the_log(open_log: OpenLog, tmp_path
             kafka.acks = False
             await eventually(lambda: log.durable_seq >= 200, 60)
             shutil.copytree(tmp_path / "log", tmp_path / "crashed")  # what a crash at this moment leaves
-        log = MessageLog.open(tmp_path / "crashed", "n1", limit=LIMIT)
+        log = MessageLog(tmp_path / "crashed", "n1", limit=LIMIT)
         lane = log.lane("clicks/test/0", "clicks")
         start = lane.received
         assert (lane.cursor, start >= 200, log.recovery.clean) == (str(start - 1), True, False)

@@ -90,7 +90,7 @@ async def serving(
     **source: Any,
 ) -> AsyncIterator[Served]:
     pipeline = pipeline_of("t", "http", **{"max_event_bytes": 100_000, **source})
-    log = log or MessageLog.open(folder / "log", "n1", limit=LIMIT)
+    log = log or MessageLog(folder / "log", "n1", limit=LIMIT)
     publisher, recent = Taking(), RecentEvents({"clicks": "t"})
     delivery = KafkaDelivery(log, publisher, recent.known, DeliveryLimits(hand_over_s=0))
     publisher.start(delivery.deliver)
@@ -330,7 +330,7 @@ def test_rubbish_never_breaks_the_server(pieces: list[bytes]) -> None:
 async def test_answers_wait_for_the_disk_and_those_behind_them_wait_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = MessageLog.open(tmp_path / "log", "n1", limit=LIMIT)
+    log = MessageLog(tmp_path / "log", "n1", limit=LIMIT)
     async with serving(tmp_path, log=log) as served:
         monkeypatch.setattr(served.publisher, "send", lambda events, afresh=False: None)  # Kafka is away
         held = asyncio.Event()

@@ -151,7 +151,7 @@ async def test_a_large_event_waits_until_it_fits(open_log: OpenLog) -> None:
 
 def test_the_least_bound_takes_the_event(tmp_path: Path) -> None:
     async def check(size: int, number: int) -> None:
-        log = MessageLog.open(tmp_path / str(number), "n1", limit=least_limit(size))
+        log = MessageLog(tmp_path / str(number), "n1", limit=least_limit(size))
         lanes = [log.lane(f"rsvps/ws/{n}", "rsvps") for n in range(5)]
         log.acked([append(log, lanes[0], 1, size)], log.next_seq)
         append(log, lanes[0], 2, size)
@@ -255,7 +255,7 @@ OPENER = """
 import sys
 from pathlib import Path
 from ingest.log.message_log import MessageLog
-MessageLog.open(Path(sys.argv[1]), "n1", limit=64 << 20)
+MessageLog(Path(sys.argv[1]), "n1", limit=64 << 20)
 """
 
 WRITER = """
@@ -264,7 +264,7 @@ from pathlib import Path
 from ingest.log.message_log import MessageLog
 from tests.ingest.conftest import append
 async def main():
-    log = MessageLog.open(Path(sys.argv[1]), "n1", limit=64 << 20, segment_bytes=200_000)
+    log = MessageLog(Path(sys.argv[1]), "n1", limit=64 << 20, segment_bytes=200_000)
     lane = log.lane("rsvps/ws/0", "rsvps")
     n = lane.position or 0
     while True:
@@ -292,7 +292,7 @@ def test_kill_in_the_middle_of_appends_loses_nothing_that_was_durable(tmp_path: 
         child.stdout.close()
 
         async def check(said: int = said) -> None:
-            log = MessageLog.open(folder, "n1", limit=64 << 20)
+            log = MessageLog(folder, "n1", limit=64 << 20)
             found = [int(event.payload.partition(b":")[0]) for event in everything(log)]
             lane = log.lane("rsvps/ws/0", "rsvps")
             assert found == list(range(lane.position or 0)), "all of them, once and in order, up to the position"

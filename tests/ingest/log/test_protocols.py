@@ -145,7 +145,7 @@ class Kafka:
 
 async def main():
     folder, protocol, seed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-    log = MessageLog.open(folder / "log", "n1", limit=64 << 20, segment_bytes=100_000, protocol=protocol)
+    log = MessageLog(folder / "log", "n1", limit=64 << 20, segment_bytes=100_000, protocol=protocol)
     lane = log.lane("rsvps/http/0", "rsvps")
     kafka = Kafka(folder / "kafka", seed)
     delivery = KafkaDelivery(log, kafka, lambda _: None, DeliveryLimits(hand_over_s=0.002))
@@ -190,7 +190,7 @@ def test_kill_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
             child.stdout.close()
 
     async def left(protocol: str) -> set[str]:
-        log = MessageLog.open(tmp_path / protocol / "log", "n1", limit=64 << 20, protocol=protocol)
+        log = MessageLog(tmp_path / protocol / "log", "n1", limit=64 << 20, protocol=protocol)
         found = {event.envelope.event_id for event in everything(log)}
         assert not log.recovery.clean and not log.recovery.corrupt
         await log.close()
@@ -233,7 +233,7 @@ class Later(ByHand):
 
 @pytest.mark.parametrize("protocol", ALL)
 async def test_a_full_disk_pushes_back_and_loses_nothing(protocol: str, small_disk: Path) -> None:
-    log = MessageLog.open(small_disk / "log", "n1", limit=64 << 20, segment_bytes=64 << 10, protocol=protocol)
+    log = MessageLog(small_disk / "log", "n1", limit=64 << 20, segment_bytes=64 << 10, protocol=protocol)
     lane = log.lane("rsvps/http/0", "rsvps")
     kafka = Later()
     delivery = KafkaDelivery(log, kafka, lambda _: None, DeliveryLimits(hand_over_s=0))
@@ -267,14 +267,14 @@ async def test_a_full_disk_pushes_back_and_loses_nothing(protocol: str, small_di
     await asyncio.wait_for(event.group.wait(), 60)
     task.cancel()
     await log.close()
-    again = MessageLog.open(small_disk / "log", "n1", limit=64 << 20)
+    again = MessageLog(small_disk / "log", "n1", limit=64 << 20)
     assert [found.envelope.event_id for found in everything(again)] == ["e9999"]
     await again.close()
 
 
 @pytest.mark.parametrize("protocol", ALL)
 async def test_what_a_full_disk_holds_comes_back_after_a_crash(protocol: str, small_disk: Path) -> None:
-    log = MessageLog.open(small_disk / "log", "n1", limit=64 << 20, segment_bytes=64 << 10, protocol=protocol)
+    log = MessageLog(small_disk / "log", "n1", limit=64 << 20, segment_bytes=64 << 10, protocol=protocol)
     lane = log.lane("rsvps/http/0", "rsvps")
     delivery = KafkaDelivery(log, ByHand(), lambda _: None, DeliveryLimits(hand_over_s=0))
     taken: Sequence[int] = range(0)
@@ -287,7 +287,7 @@ async def test_what_a_full_disk_holds_comes_back_after_a_crash(protocol: str, sm
                 await eventually(lambda: log.durable_seq >= log.next_seq - 100 or bool(log.problem))
     durable = log.durable_seq
     os.close(log._lock)  # as if killed
-    again = MessageLog.open(small_disk / "log", "n1", limit=64 << 20) if _make_room(small_disk) else log
+    again = MessageLog(small_disk / "log", "n1", limit=64 << 20) if _make_room(small_disk) else log
     found = [event.envelope.event_id for event in everything(again)]
     assert found[:durable] == [f"e{n}" for n in range(durable)] and len(found) <= len(taken)
     await again.close()

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.broker
 async def test_the_replay_is_shown(
     broker: EmbeddedBroker, tmp_path: Path, caplog: pytest.LogCaptureFixture, terminal: bool
 ) -> None:
-    log = MessageLog.open(Lake(tmp_path).collector_log("collector-1"), "collector-1", limit=LIMIT)
+    log = MessageLog(Lake(tmp_path).collector_log("collector-1"), "collector-1", limit=LIMIT)
     lane = log.lane("clicks/http/0", "clicks")
     for number in range(30):
         append(log, lane, number)
