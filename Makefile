@@ -62,7 +62,7 @@ cluster: setup
 # kill -9 at every point of the write path, at each of the first three times.
 crashes: setup
 	@$(PY) -m pytest -m soak tests/lakehouse/test_crashes.py tests/lakehouse/test_stream.py \
-	  tests/lakehouse/stateful/test_joinquery.py $(ARGS)
+	  tests/lakehouse/stateful/test_live_join.py $(ARGS)
 
 chaos: setup
 	@$(PY) -m pytest -m chaos $(ARGS)

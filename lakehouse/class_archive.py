@@ -11,7 +11,7 @@ from pathlib import Path
 from pyspark.sql import SparkSession
 from pyspark.sql.pandas.types import from_arrow_schema
 
-from lakehouse.batch import build
+from lakehouse.batch import build, rejected_rows
 from lakehouse.bronze.table import COLUMNS, create
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import load_pipeline
@@ -50,7 +50,7 @@ def play(spark: SparkSession, settings: Settings) -> None:
                 rehearsal()
             rows = spark.createDataFrame([], from_arrow_schema(COLUMNS))
             rows.write.format("delta").mode("append").save(str(table.path))
-            build(spark, table.path, source, 0).rejected()
+            rejected_rows(build(spark, table.path, source, 0), source)
             stream = spark.readStream.format("delta").load(str(table.path)).writeStream.trigger(availableNow=True)
             stream.foreachBatch(lambda batch, _: batch.toArrow()).start().awaitTermination()
         finally:

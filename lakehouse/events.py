@@ -26,7 +26,7 @@ from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
 from pyspark.sql.types import ArrayType, BooleanType, DataType, MapType, NumericType, StructType
 from sqlglot import exp
 
-from lakehouse.batch import rejected_columns, told_rejects
+from lakehouse.batch import rejected_columns, rejects_with_fields
 from lakehouse.bronze.query import RECORDS, bronze_columns, to_bronze
 from lakehouse.bronze.seen import JUDGED
 from lakehouse.bronze.table import COLUMNS
@@ -35,7 +35,7 @@ from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline import Product, Source
 from lakehouse.contract.pipeline.expectations import HALT, QUARANTINE, WARN
 from lakehouse.contract.sql.spark import unrepeatable
-from lakehouse.operators import Operator
+from lakehouse.operators.base import Operator
 from lakehouse.operators.sql import parse, tree_of
 from lakehouse.prepared import PreparedQuery, Query, Selections, Table, is_local, selected
 from lakehouse.quality.watch import warned_columns
@@ -160,7 +160,7 @@ class SparkEvents(Events):
 
     def rejected(self) -> pa.Table:
         events = conform(as_bronze(self.frame.where(F.col("reason").isNotNull())), self._source)
-        return told_rejects(rejected_columns(events, self._source).toArrow(), self._source)
+        return rejects_with_fields(rejected_columns(events, self._source).toArrow(), self._source)
 
     def warned(self) -> pa.Table:
         return warned_columns(self.frame).toArrow()
@@ -384,7 +384,7 @@ class LocalQueries:
             self._bronze,
             lambda table: rejected_columns(conform(table(), self._source), self._source),
         )
-        return told_rejects(found, self._source)
+        return rejects_with_fields(found, self._source)
 
     def warned(self, bronze: pa.Table) -> pa.Table:
         """A row for each of these bronze rows and ``warn`` expectation that it fails."""

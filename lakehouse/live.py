@@ -16,9 +16,10 @@ So every crash is the ordinary case that products are behind bronze.
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,38 +28,37 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.dataset as ds
 from deltalake import DeltaTable
+from pyspark import InheritableThread
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.pandas.types import from_arrow_schema
 
-from lakehouse.batch import build, clock_of, rejected_rows, run_partial
+from lakehouse.batch import build, byte_size, clock_of, kafka_ends, rejected_rows, run_partial, slices
 from lakehouse.bronze.horizon import seen_index
 from lakehouse.bronze.readers import note_reader, noted_reader
 from lakehouse.bronze.seen import JUDGED
 from lakehouse.bronze.table import COLUMNS, Changes, changes, newest_version
-from lakehouse.checkpoint import forget
 from lakehouse.contract.faults import crash_point
-from lakehouse.contract.lake import FILE_TOPIC, Lake
+from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, Product, Source
 from lakehouse.contract.settings import Settings
 from lakehouse.counts import count_batch
 from lakehouse.declaration import DedupeDeclaration, product_declaration
 from lakehouse.errors import QueryFailed, VersionsGone
 from lakehouse.events import Events, LocalQueries, Partial, SparkEvents, materialized
-from lakehouse.gold.stateful import store_of
-from lakehouse.gold.store import BatchMark, ProductStore
+from lakehouse.follower import BronzeFollower
+from lakehouse.gold.mark import BatchMark, Marks
+from lakehouse.gold.state_store import store_of
+from lakehouse.gold.store import ProductStore
 from lakehouse.maintain.care import Maintenance
 from lakehouse.quality.watch import Watch, warned_columns
 from lakehouse.silver.conform import CARRIED, conform
 from lakehouse.silver.quarantine import Quarantine
-from lakehouse.slices import byte_size, slices
-from lakehouse.writer import Marks, side_by_side
 
 log = logging.getLogger(__name__)
 
 _READ = (*JUDGED, "received_at", "event_time")
 _JUDGED_BYTES = 128  # of a row, about, as it is fetched to be judged
-_POLL_S = 0.05
 _SMALL_BYTES = 2 << 20  # compressed bytes of bronze that the driver reads by itself
 _QUIET_S = 1_800.0  # commits without rows (compaction) are noted in the products this often
 _JUDGED_COLUMNS = pa.schema(
@@ -86,10 +86,8 @@ class LiveOptions:
     trigger_ms: int = 0
 
 
-class LiveProducts:
+class LiveProducts(BronzeFollower):
     """Keeps a set of products of one source up to date with bronze, which must exist.
-
-    :meth:`start` builds what is missing and begins to follow bronze, in a thread of its own.
 
     Args:
         products: all of one source.
@@ -109,8 +107,8 @@ class LiveProducts:
         name: str,
         options: LiveOptions = LiveOptions(),
     ) -> None:
+        super().__init__(name, options.trigger_ms)
         lake = Lake(settings.lake)
-        self.name = name
         self.source = source
         self.position = -1
         self._lake = lake
@@ -135,81 +133,49 @@ class LiveProducts:
         self._busy = threading.Lock()  # held while the products move
         self._writing = threading.Condition()  # held while this driver writes bronze, or looks up how far bronze is
         self._handed: tuple[int, Events] | None = None
-        self._wake = threading.Event()
-        self._stop = threading.Event()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._follow, name=name, daemon=True)
         self._anew = self._declaration.is_stale()
         if self._anew:
             log.warning(
                 "the declaration of source %s has changed: its products are built from bronze again", source.name
             )
-            forget(self._declaration.folder)
+            shutil.rmtree(self._declaration.folder, ignore_errors=True)
             crash_point("rebuild.after_forget")
         self.seen = seen_index(self._declaration.folder, source)
 
     # --- life
 
-    @property
-    def is_active(self) -> bool:
-        """Whether it follows bronze."""
-        return self._error is None
+    def _catch_up(self) -> None:
+        self.local.plan()
+        with self._busy:
+            self._bring_up()
+            for table in (self._quarantine, self._watch.warnings):
+                if table is not None:
+                    table.create()  # only now: while one is absent, what was rejected has still to be filled in
+            crash_point("rebuild.before_note")
+            self._declaration.note()
+            self._note_reader()
 
-    @property
-    def error(self) -> BaseException | None:
-        """Why it does not."""
-        return self._error
-
-    def start(self) -> None:
-        """Bring all products to the newest version of bronze, and follow it from then on."""
-        try:
-            self.local.plan()
+    def _follow(self) -> None:
+        with self._writing:
+            newest, handed = newest_version(self._bronze, self.position), self._handed
+        if newest > self.position:
             with self._busy:
-                self._catch_up()
-                for table in (self._quarantine, self._watch.warnings):
-                    if table is not None:
-                        table.create()  # only now: while one is absent, what was rejected has still to be filled in
-                crash_point("rebuild.before_note")
-                self._declaration.note()
-                self._note_reader()
-        except BaseException:
-            self.stop()
-            raise
-        self._thread.start()
+                self._move(newest, handed)
+                self._care()
+        with self._writing:
+            if handed is not None:
+                self._handed = None
+            self._writing.notify_all()
 
-    def stop(self) -> None:
-        """Follow no more; when this returns, nothing is written any more and all files are closed."""
-        self._stop.set()
-        self._wake.set()
-        if self._thread.is_alive():
-            self._thread.join()
+    def _ended(self) -> None:
+        with self._writing:
+            self._writing.notify_all()
+
+    def _close(self) -> None:
         with self._busy:
             self._maintenance.close()
             self.seen.close()
             self.local.close()
-
-    def _follow(self) -> None:
-        pause = max(_POLL_S, self._options.trigger_ms / 1000)
-        try:
-            while not self._stop.is_set():
-                self._wake.wait(pause)
-                self._wake.clear()
-                with self._writing:
-                    newest, handed = newest_version(self._bronze, self.position), self._handed
-                if newest > self.position:
-                    with self._busy:
-                        self._move(newest, handed)
-                        self._care()
-                with self._writing:
-                    if handed is not None:
-                        self._handed = None
-                    self._writing.notify_all()
-        except BaseException as error:
-            log.debug("%s ends", self.name, exc_info=True)
-            self._error = error
-        finally:
-            with self._writing:
-                self._writing.notify_all()
 
     # --- from one version of bronze to another
 
@@ -297,8 +263,8 @@ class LiveProducts:
     def _commit(self, fresh: Events, mark: BatchMark, *, rejected: bool) -> None:
         crash_point("live.before_commit")
         if rejected and self._quarantine is not None:
-            self._quarantine.apply(fresh.rejected(), mark.query, mark.batch)
-        stores = [store for store in self.stores if not store.holds(mark.query, mark.batch)]
+            self._quarantine.apply(fresh.rejected(), mark.application, mark.transaction)
+        stores = [store for store in self.stores if not store.holds(mark.application, mark.transaction)]
         if not stores:
             return
 
@@ -330,7 +296,7 @@ class LiveProducts:
 
     # --- building
 
-    def _catch_up(self) -> None:
+    def _bring_up(self) -> None:
         newest = DeltaTable(str(self._bronze.path)).version()
         held = {id(store): self._position_of(store) for store in self.stores}
         restore = self._options.restore_rejected or self._anew
@@ -367,28 +333,27 @@ class LiveProducts:
         if self._anew:
             return None
         mark = store.mark()
-        if mark is None or mark.query != self.application:
+        if mark is None or mark.application != self.application:
             return self._options.start_version if self._options.start_version >= 0 else None
         if why := store.outdated():
             log.warning("product %s is built from bronze again: %s", store.product.name, why)
             return None
         self._marks.go_on_from(mark)
-        return mark.batch
+        return mark.transaction
 
     def _build(self, version: int, stores: Sequence[ProductStore], *, restore: bool) -> None:
         """Build products from all of bronze up to ``version``; with ``restore`` also what was rejected."""
         if self._is_empty(version):
             return
         log.info("building %d products of %s from bronze", len(stores), self.source.name)
-        whole = build(self._spark, self._bronze.path, self.source, version)
-        events = whole.events.persist()
+        events = build(self._spark, self._bronze.path, self.source, version).persist()
         with ExitStack() as after:
             after.callback(events.unpersist)
             self._watch.check_all(events)
             valid = events.where(F.col("reason").isNull())
             if self._options.since:
                 valid = valid.where(F.unix_micros("bronze_at") > self._options.since)
-            self._marks.reached(self._ends(version))
+            self._marks.reached(kafka_ends(self._spark, self._bronze.path, version))
             self._marks.clock = clock_of(valid)
             mark = BatchMark(
                 self.application, version, str(version), dict(self._marks.through), clock=self._marks.clock
@@ -402,13 +367,6 @@ class LiveProducts:
             if self._watch.warnings is not None and (restore or self._watch.restore):
                 self._watch.warnings.replace(warned_columns(events).toArrow(), self.source.name, done)
 
-    def _ends(self, version: int) -> dict[str, int]:
-        """``TOPIC/PARTITION`` to the offset behind the last one in bronze."""
-        rows = self._spark.read.format("delta").option("versionAsOf", version).load(str(self._bronze.path))
-        ends = rows.groupBy("topic", "partition").agg(F.max("offset").alias("end"))
-        ends = ends.where(~F.col("topic").startswith(FILE_TOPIC))
-        return {f"{row['topic']}/{row['partition']}": row["end"] + 1 for row in ends.collect()}
-
     def _is_empty(self, version: int) -> bool:
         return not DeltaTable(str(self._bronze.path), version=version).file_uris()
 
@@ -418,3 +376,22 @@ class LiveProducts:
             for events in slices(self._spark, self._bronze.path, self.source, version, F.lit(_JUDGED_BYTES)):
                 self.seen.judge(events.select(*JUDGED).toArrow(), "")
         self.seen.judge(_JUDGED_COLUMNS.empty_table(), str(version))
+
+
+def side_by_side(tasks: Sequence[Callable[[], None]]) -> None:
+    """Run the tasks at once in threads with Spark's local properties; the first error is raised after all ended."""
+    errors: list[BaseException] = []
+
+    def guarded(task: Callable[[], None]) -> None:
+        try:
+            task()
+        except BaseException as error:  # noqa: BLE001 - raised again below, in the query's own thread
+            errors.append(error)
+
+    threads = [InheritableThread(target=guarded, args=(task,)) for task in tasks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

@@ -1,4 +1,4 @@
-"""The proof that products are derived from bronze: build them again beside the live ones and compare digests.
+"""The proof that products are derived from bronze: build them again and compare digests with the live ones.
 
 The canonical digest of a table is the SHA-256 of its rows, folded where the table holds partials, sorted, without the
 binary sketch columns (equal sketches may differ in bytes; what is read from them is compared).
@@ -14,11 +14,10 @@ from dataclasses import dataclass
 import pyarrow as pa
 import pyarrow.compute as pc
 from deltalake import DeltaTable
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from lakehouse.batch import Build, build
-from lakehouse.checkpoint import version_of
+from lakehouse.batch import build, rejected_rows, run_partial
 from lakehouse.contract.lake import QUARANTINE, WARNINGS, Lake, TableRef
 from lakehouse.contract.pipeline import Pipeline, Product, Source
 from lakehouse.contract.pipeline.added import added_products
@@ -26,14 +25,11 @@ from lakehouse.contract.pipeline.expectations import WARN
 from lakehouse.contract.settings import Settings
 from lakehouse.derived.views import proofs
 from lakehouse.errors import LakehouseError
-from lakehouse.gold.stateful import StateStore, store_of
-from lakehouse.gold.store import BatchMark, ProductStore
-from lakehouse.operators import Operator
-from lakehouse.operators.base import Estimates, plain, prepared
+from lakehouse.gold.state_store import store_of
+from lakehouse.gold.store import ProductStore
+from lakehouse.operators.base import Operator
 from lakehouse.quality.watch import warned_columns
-from lakehouse.stateful.join import Join
-from lakehouse.stateful.joinbuild import Sides, joined_build
-from lakehouse.stateful.joinquery import versions_of
+from lakehouse.stateful.live_join import JoinedSources
 
 _DIGITS = 9  # of floating-point columns; estimates are sums whose last bits depend on the order of adding
 
@@ -73,18 +69,18 @@ def verify(
 ) -> Iterator[Comparison]:
     """Compare every product, and quarantine, with what bronze gives.
 
-    Runs beside a running pipeline too: each product is compared at the version, and with the bronze version, that its
+    A pipeline may run meanwhile: each product is compared at the version, and with the bronze version, that its
     newest commit names.
 
     Args:
-        step: told what is being done, for a progress display.
+        step: called with what is being done, for a progress display.
 
     Raises:
-        LakehouseError: a product's position lies inside a bronze version (it is catching up): try again later.
+        LakehouseError: a product holds nothing of bronze yet: try again later.
     """
     lake = Lake(settings.lake)
     for source in pipeline.sources.values():
-        builds: dict[int, Build] = {}
+        builds: dict[int, DataFrame] = {}
         own = [(product, 0) for product in pipeline.products_of(source.name)]
         for product, since in own + added_products(lake, source.name):
             store = store_of(product, lake.table(product.layer, product.name), pipeline.name)
@@ -92,21 +88,19 @@ def verify(
                 continue
             delta = DeltaTable(str(store.table.path))
             mark = store.mark()
-            bronze = version_of(mark.bronze) if mark else None
-            if bronze is None:
-                raise LakehouseError(f"{product.name} is catching up with bronze; verify when it has")
+            if mark is None:
+                raise LakehouseError(f"{product.name} holds nothing of bronze yet; verify when it does")
+            (bronze,) = mark.versions
             if bronze not in builds:
                 step(f"reading {source.name} up to version {bronze}")
-                builds[bronze] = _built(spark, lake, source, bronze)
+                builds[bronze] = build(spark, lake.bronze(source.name).path, source, bronze).persist()
             step(f"building {product.name}")
-            partial = builds[bronze].since(since).partial(store.operator)
-            store.operator.describe(partial.schema)
-            if isinstance(store, StateStore):
-                live, again = store.results(delta.to_pyarrow_table(), partial, mark.clock if mark else None)
-            else:
-                live = _result(store, delta.to_pyarrow_table(), mark)
-                again = _result(store, prepared(store.operator, plain(partial)), mark)
-            yield compare(product.name, delta.version(), bronze, live, again, store.operator)
+            valid = builds[bronze].where(F.col("reason").isNull())
+            if since:
+                valid = valid.where(F.unix_micros("bronze_at") > since)
+            partial = run_partial(valid, source.name, store.operator)
+            results = store.results(delta.to_pyarrow_table(), partial, mark.clock)
+            yield compare(product.name, delta.version(), bronze, *results, store.operator)
         if builds and lake.quarantine().exists():
             oldest = min(builds)  # which quarantine has reached, whatever query keeps it
             yield _noted(lake, source, oldest, builds[oldest], lake.quarantine())
@@ -114,7 +108,7 @@ def verify(
             if source.expected(WARN) and warnings.exists():
                 yield _noted(lake, source, oldest, builds[oldest], warnings)
         for whole in builds.values():
-            whole.events.unpersist()
+            whole.unpersist()
     for product in pipeline.joins:
         if lake.table(product.layer, product.name).exists():
             step(f"building {product.name}")
@@ -125,21 +119,15 @@ def verify(
 
 def _join(spark: SparkSession, lake: Lake, pipeline: Pipeline, product: Product) -> Comparison:
     """A join against the same by Spark's own join of both bronze tables."""
-    sides = Sides(product, pipeline.sources[product.source], pipeline.sources[product.right])
     store = ProductStore(product, lake.table(product.layer, product.name), pipeline.name)
     delta = DeltaTable(str(store.table.path))
     mark = store.mark()
-    versions = versions_of(mark.bronze) if mark else None
-    if versions is None:
-        raise LakehouseError(f"{product.name} is catching up with bronze; verify when it has")
+    if mark is None:
+        raise LakehouseError(f"{product.name} holds nothing of bronze yet; verify when it does")
     tables = [lake.bronze(name).path for name in (product.source, product.right)]
-    with joined_build(spark, sides, tables, versions) as whole:
-        assert isinstance(store.operator, Join)
-        partial = plain(whole.partial(store.operator))
-    store.operator.describe(partial.schema)
-    live = _result(store, delta.to_pyarrow_table(), mark)
-    again = _result(store, prepared(store.operator, partial), mark)
-    return compare(product.name, delta.version(), versions[0], live, again)
+    partial, _ = JoinedSources(spark, pipeline, product).build(tables, mark.versions)
+    results = store.results(delta.to_pyarrow_table(), partial, mark.clock)
+    return compare(product.name, delta.version(), mark.versions[0], *results)
 
 
 def digest(rows: pa.Table) -> str:
@@ -161,35 +149,26 @@ def _canonical(value: object) -> object:
     return value if value is None or isinstance(value, (int, str, bool)) else str(value)
 
 
-def _built(spark: SparkSession, lake: Lake, source: Source, version: int) -> Build:
-    whole = build(spark, lake.bronze(source.name).path, source, version)
-    whole.events.persist()
-    return whole
-
-
-def _result(store: ProductStore, rows: pa.Table, mark: BatchMark | None) -> pa.Table:
-    """Result rows of stored or partial rows: merged from nothing; as far back as the product's retention."""
-    rows = store.retained(plain(rows), mark.clock if mark else None)
-    assert store.operator.schema is not None
-    return store.operator.merge(None, rows) if rows.num_rows else store.operator.schema.empty_table()
-
-
 def compare(
     table: str, version: int, bronze: int, live: pa.Table, again: pa.Table, operator: Operator | None = None
 ) -> Comparison:
-    """Compare two sets of result rows of a table, where they differ within the errors that its operator states."""
+    """Compare two sets of result rows of a table.
+
+    Args:
+        operator: states the errors within which they may differ; None: none.
+    """
     rows, digests = (live.num_rows, again.num_rows), (digest(live), digest(again))
-    agree = digests[0] != digests[1] and isinstance(operator, Estimates) and operator.agrees(live, again)
+    agree = digests[0] != digests[1] and operator is not None and operator.agrees(live, again)
     return Comparison(table, version, bronze, rows, *digests, within_bounds=agree)
 
 
-def _noted(lake: Lake, source: Source, bronze: int, whole: Build, table: TableRef) -> Comparison:
+def _noted(lake: Lake, source: Source, bronze: int, whole: DataFrame, table: TableRef) -> Comparison:
     """Quarantine, or warnings."""
-    newest = whole.events.agg(F.max("bronze_at").alias("at")).toArrow()["at"][0]
+    newest = whole.agg(F.max("bronze_at").alias("at")).toArrow()["at"][0]
     delta = DeltaTable(str(table.path))
     live = delta.to_pyarrow_table()
     live = live.filter(pc.equal(live["source"], source.name))
     if newest.is_valid:  # the live table may be ahead of the products
         live = live.filter(pc.less_equal(live["bronze_at"], newest.cast(live.schema.field("bronze_at").type)))
-    again = whole.rejected() if table.name == QUARANTINE else warned_columns(whole.events).toArrow()
+    again = rejected_rows(whole, source) if table.name == QUARANTINE else warned_columns(whole).toArrow()
     return compare(table.name, delta.version(), bronze, live, again.cast(live.schema))

@@ -20,16 +20,18 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
+from pyspark.sql.streaming.query import StreamingQuery
 
+from lakehouse.bronze.offsets import offset_of
 from lakehouse.bronze.query import BronzeWriter, constant_time, read_topic, to_bronze
 from lakehouse.bronze.readers import check_record, note_record
 from lakehouse.bronze.table import create
-from lakehouse.checkpoint import offset_of
 from lakehouse.contract.lake import WARNINGS, Lake
 from lakehouse.contract.pipeline import Pipeline, Source
 from lakehouse.contract.pipeline.expectations import WARN
@@ -42,8 +44,7 @@ from lakehouse.events import SMALL_BATCH, LocalEvents, SparkEvents, as_bronze, c
 from lakehouse.live import LiveOptions, LiveProducts
 from lakehouse.lock import WriterLocks
 from lakehouse.stages import Stages
-from lakehouse.stateful.joinquery import start_join
-from lakehouse.writer import BatchWriter, RunningQuery
+from lakehouse.stateful.live_join import LiveJoin
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +110,9 @@ def run(
                 begun(_start_bronze(spark, settings, source, bootstrap, lives.get(source.name), accept_loss))
         for product in pipeline.joins:
             if product.layer in stages.layers:
-                begun(start_join(spark, settings, pipeline, product))
+                join = LiveJoin(spark, settings, pipeline, product)
+                join.start()
+                begun(join)
         for end in _derive(spark, settings, pipeline, stages, lives):
             stops.callback(end)
         wait(rehearsals)
@@ -154,7 +157,35 @@ def _start_bronze(
     return RunningQuery(query, writer)
 
 
-class SourceWriter(BatchWriter):
+@dataclass(frozen=True, slots=True)
+class RunningQuery:
+    """A streaming query and the writer that it hands its batches to."""
+
+    query: StreamingQuery
+    writer: SourceWriter
+
+    @property
+    def name(self) -> str:
+        """Name of the query."""
+        return self.query.name or "?"
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it runs."""
+        return bool(self.query.isActive)
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why it stopped; None while it runs, or where it was stopped from outside."""
+        return self.query.exception()
+
+    def stop(self) -> None:
+        """Stop it; when this returns, nothing is written any more and all files are closed."""
+        self.query.stop()
+        self.writer.close()
+
+
+class SourceWriter:
     """Takes a source's records, one micro-batch after another, into bronze and its products.
 
     Args:
@@ -173,18 +204,23 @@ class SourceWriter(BatchWriter):
         checkpoint: Path,
         live: LiveProducts | None,
     ) -> None:
-        super().__init__()
+        self._busy = threading.Lock()
         self._source = source
         self._tenant = tenant
         self._bronze = bronze
         self._checkpoint = checkpoint
         self._live = live
 
-    def close_files(self) -> None:
-        """There are none: the products close their own."""
+    def __call__(self, events: DataFrame, batch: int) -> None:
+        with self._busy:
+            self._take(events, batch)
 
-    def take(self, events: DataFrame, batch: int) -> None:
-        """See :class:`~lakehouse.writer.BatchWriter`."""
+    def close(self) -> None:
+        """Wait for the batch in hand: Spark does not, when it stops the query."""
+        with self._busy:
+            return
+
+    def _take(self, events: DataFrame, batch: int) -> None:
         ends = self._end_offsets(batch)
         count = self._bronze.events_of(ends)
         if not count:

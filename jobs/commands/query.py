@@ -207,7 +207,7 @@ def columns_of(lake: Lake) -> dict[str, tuple[str, ...]]:
 def _check_merges(spec: QuerySpec) -> None:
     """Refuse now what the driver would refuse later: an aggregate that does not merge."""
     from lakehouse.errors import BadProduct
-    from lakehouse.operators import operator_of
+    from lakehouse.operators.registry import operator_of
 
     try:
         operator_of(spec.product())

@@ -164,7 +164,7 @@ def state(
     as_json: JsonOption = False,
 ) -> None:
     """Show the state of sessions, windows by count, drift detectors and joins; the driver may run or not."""
-    from lakehouse.stateful.look import look, remembered, stateful_products
+    from lakehouse.stateful.report import remembered, report, stateful_products
 
     settings, loaded = chosen_pipeline()
     place = Lake(settings.lake)
@@ -181,7 +181,7 @@ def state(
         found = remembered(place, loaded, known[product], dict(_pair(text) for text in key))
         _show(found, as_json)
         return
-    facts = [look(place, loaded, item) for item in known.values() if not product or item.name == product]
+    facts = [report(place, loaded, item) for item in known.values() if not product or item.name == product]
     _show([dataclasses.asdict(item) for item in facts if item is not None], as_json)
 
 

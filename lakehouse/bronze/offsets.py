@@ -10,7 +10,6 @@ from pathlib import Path
 from pyspark.sql import SparkSession
 
 from lakehouse.bronze.table import Progress
-from lakehouse.checkpoint import offset_of
 from lakehouse.contract.pipeline import Source
 from lakehouse.errors import TopicReplaced
 
@@ -72,6 +71,11 @@ def check_topic(source: Source, topic: Topic, done: Progress) -> None:
         if place.rpartition("/")[0] == topic.name and topic.ends.get(place, 0) < taken:
             detail = f"{place} ends at offset {topic.ends.get(place, 0)}, and bronze has taken {taken}"
             raise TopicReplaced(source.name, topic.name, detail)
+
+
+def offset_of(checkpoint: Path, batch: int) -> str:
+    """The offset (JSON) behind a batch of a query with one source, from the query's write-ahead log."""
+    return (checkpoint / "offsets" / str(batch)).read_text(encoding="utf-8").splitlines()[-1]
 
 
 def planned_topics(checkpoint: Path) -> set[str]:

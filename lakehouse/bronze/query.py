@@ -8,6 +8,7 @@ refused.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -31,7 +32,6 @@ from pyspark.sql import functions as F
 from lakehouse.bronze.clock import BronzeClock
 from lakehouse.bronze.offsets import check_topic, planned_topics, starting_offsets, topic_now
 from lakehouse.bronze.table import COLUMNS, Progress, create, progress
-from lakehouse.checkpoint import forget
 from lakehouse.contract import envelope as names
 from lakehouse.contract.faults import crash_point
 from lakehouse.contract.lake import Lake, TableRef
@@ -98,7 +98,7 @@ def read_topic(
     check_topic(source, topic, done)
     done = replace(done, topics={**done.topics, topic.name: topic.id})
     if planned_topics(checkpoint) - {source.topic}:
-        forget(checkpoint)  # the source had another topic; bronze itself says how far it is
+        shutil.rmtree(checkpoint, ignore_errors=True)  # the source had another topic; bronze itself says how far it is
     records = (
         spark.readStream.format("kafka")
         .option("subscribe", source.topic)

@@ -1,6 +1,6 @@
 """The readers of bronze tables with their positions, and the check that a table is still the one that they read.
 
-Sets of products store their positions; joins have checkpoints. A bronze table that was deleted, or put back from an
+Sets of products and joins store their positions. A bronze table that was deleted, or put back from an
 older copy, must not be taken for a new one: its query would go on behind the lost events, and products would be built
 again without them, silently.
 """
@@ -27,9 +27,9 @@ class BronzeReader:
     """A reader of a bronze table.
 
     Attributes:
-        query: name of the set of products, or of the streaming query.
-        place: file or folder with its position.
-        next_version: the bronze version that it reads next, whole or in part.
+        query: name of the set of products, or of a join and its source.
+        place: file with its position.
+        next_version: the bronze version that it reads next.
         table_id: of the bronze table that it reads.
     """
 
@@ -69,12 +69,6 @@ def readers(lake: Lake) -> Iterator[BronzeReader]:
         reader = noted_reader(lake, file.stem)
         if reader is not None:
             yield reader
-    folder = lake.state / "checkpoints"
-    for checkpoint in sorted(folder.iterdir()) if folder.is_dir() else ():
-        for offset in last_offsets(checkpoint):
-            if isinstance(offset, dict) and "reservoirId" in offset:
-                version = int(offset["reservoirVersion"])
-                yield BronzeReader(checkpoint.name, checkpoint, version, str(offset["reservoirId"]))
 
 
 def last_offsets(checkpoint: Path) -> list[Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from deltalake import DeltaTable, Field, Schema, write_deltalake
+from deltalake import DeltaTable, Field, Schema
 from deltalake.exceptions import DeltaError
 
 from lakehouse.contract.deltalog import DeltaLog, TableGone
@@ -115,13 +115,6 @@ def _evolve(table: TableRef) -> None:
 def _absent(delta: DeltaTable) -> list[Field]:
     there = {field.name for field in delta.schema().fields}
     return [field for field in Schema.from_arrow(COLUMNS).fields if field.name not in there]
-
-
-def touch(path: Path) -> int:
-    """Make an empty commit and return its version: a version to stream from must exist."""
-    delta = DeltaTable(str(path))
-    write_deltalake(delta, COLUMNS.empty_table(), mode="append")
-    return delta.version()
 
 
 def progress(table: TableRef) -> Progress:

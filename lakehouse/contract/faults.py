@@ -22,6 +22,8 @@ CRASH_POINTS = (
 )
 LOAD_CRASH_POINTS = ("load.before_commit", "load.after_commit")
 JOIN_CRASH_POINTS = ("join.after_judge", "join.after_index", "join.before_commit", "join.after_commit")
+JOIN_BUILD_CRASH_POINTS = ("join.after_clear", "join.after_replace")
+"""Points of building a join from bronze: passed where its product is new, lost or declared otherwise."""
 
 REFINE_CRASH_POINTS = ("refine.before_commit",)
 

@@ -49,7 +49,7 @@ COMMIT_OLDEST = "millrace.oldest"  # received_at of the oldest and the newest of
 COMMIT_NEWEST = "millrace.newest"
 COMMIT_CLOCK = "millrace.clock"  # newest event time so far, µs since the epoch (lakehouse.gold.store.BatchMark)
 COMMIT_BATCH = "millrace.batch"  # "APPLICATION/NUMBER", its Delta application transaction
-COMMIT_BRONZE = "millrace.bronze"  # bronze version that the commit reaches; of a join, both offsets (JSON)
+COMMIT_BRONZE = "millrace.bronze"  # bronze version that the commit reaches; of a join, two with a comma between them
 
 
 @dataclass(frozen=True, slots=True)

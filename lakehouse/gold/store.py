@@ -1,92 +1,89 @@
 """A product's Delta table: merge a batch's partial results into it, exactly once.
 
-Each commit names the batch it holds as an app transaction (query id, batch number) in the same commit, so a repeated
-batch is seen and skipped; and, as commit metadata, how far in Kafka and in bronze it reaches. The table is the state:
-nothing else has to be kept, and nothing can disagree with it.
+Each commit names its position in bronze as an app transaction, so a repeated batch is noticed and skipped. Its metadata
+says how far in Kafka and in bronze it reaches (:mod:`lakehouse.gold.mark`). The table is the state: nothing else has to
+be stored, and nothing can disagree with it.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from deltalake import CommitProperties, DeltaTable, Schema, Transaction, write_deltalake
+from deltalake import CommitProperties, DeltaTable, Schema, write_deltalake
 
 from lakehouse.contract import lake as names
 from lakehouse.contract.lake import TableRef
 from lakehouse.contract.pipeline import Product
 from lakehouse.contract.pipeline.product import SKETCHES, sketch_property
-from lakehouse.gold.hot import HotRows
-from lakehouse.operators import Operator, operator_of
-from lakehouse.operators.base import TIMESTAMP, WINDOW_START, plain, prepared
-from lakehouse.operators.latest import Latest
+from lakehouse.gold.mark import BatchMark
+from lakehouse.operators.base import TIMESTAMP, WINDOW_START, Operator, plain
+from lakehouse.operators.registry import operator_of
+from lakehouse.operators.rows import Latest
+
+UNITS = 64
+"""Units in memory beside those of the last batch; the rows of others are read from the table when they change."""
+_HOT_BYTES = 32 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class BatchMark:
-    """What a product commit says of the batch it holds.
+class HotRows:
+    """Rows of the units that changed last, in memory: the next batch mostly changes the same ones.
 
-    Attributes:
-        query: the Delta application: ``bronze-TABLE_ID``; of a join, the id of its streaming query.
-        batch: its transaction's number: the bronze version that the product holds; of a join, the micro-batch.
-        bronze: that version as text; of a join, the offsets of both Delta sources (JSON).
-        through: ``TOPIC/PARTITION`` to next offset: all events before it are in the product.
-        events: events that count, in this batch.
-        oldest: received_at of the oldest of them, ms since the epoch; None where there are none.
-        newest: of the newest.
-        clock: the newest event time in all of bronze so far, no later than its arrival, microseconds since the epoch:
-            what sessions end and retention counts by, the same in a replay; None where nothing came yet.
+    Bounded in units and in bytes.
+
+    Args:
+        column: whose values are the units.
     """
 
-    query: str
-    batch: int
-    bronze: str
-    through: Mapping[str, int] = field(default_factory=dict)
-    events: int = 0
-    oldest: int | None = None
-    newest: int | None = None
-    clock: int | None = None
+    def __init__(self, column: str) -> None:
+        self._column = column
+        self._rows: pa.Table | None = None
+        self._units: dict[object, None] = {}  # the one that changed last at the end
 
-    def to_metadata(self) -> dict[str, str]:
-        """commitInfo keys (lakehouse.contract.lake)."""
-        found = {
-            names.COMMIT_THROUGH: json.dumps(dict(self.through), separators=(",", ":")),
-            names.COMMIT_EVENTS: str(self.events),
-            names.COMMIT_BATCH: f"{self.query}/{self.batch}",
-            names.COMMIT_BRONZE: self.bronze,
-        }
-        if self.oldest is not None and self.newest is not None:
-            found |= {names.COMMIT_OLDEST: str(self.oldest), names.COMMIT_NEWEST: str(self.newest)}
-        if self.clock is not None:
-            found[names.COMMIT_CLOCK] = str(self.clock)
-        return found
+    def clear(self) -> None:
+        """Forget all."""
+        self._rows = None
+        self._units.clear()
 
-    @classmethod
-    def from_metadata(cls, info: Mapping[str, object]) -> BatchMark | None:
-        """The mark in a commitInfo, or None where there is none."""
-        try:
-            query, _, batch = str(info[names.COMMIT_BATCH]).rpartition("/")
-            return cls(
-                query,
-                int(batch),
-                str(info[names.COMMIT_BRONZE]),
-                json.loads(str(info[names.COMMIT_THROUGH])),
-                int(str(info[names.COMMIT_EVENTS])),
-                clock=int(str(info[names.COMMIT_CLOCK])) if names.COMMIT_CLOCK in info else None,
-            )
-        except (KeyError, ValueError):
+    def absent(self, units: Sequence[object]) -> list[object]:
+        """Units whose rows are not in memory."""
+        return [unit for unit in units if unit not in self._units]
+
+    def rows_of(self, units: Sequence[object]) -> pa.Table | None:
+        """The rows of these units that are in memory; None for no rows."""
+        if self._rows is None:
             return None
+        found = self._rows.filter(self._among(units))
+        return found if found.num_rows else None
 
+    def put(self, units: Sequence[object], rows: pa.Table) -> None:
+        """Replace the rows of these units."""
+        others = self._rows.filter(pc.invert(self._among(units))) if self._rows is not None else rows.slice(0, 0)
+        self._rows = pa.concat_tables([others, rows]).combine_chunks()
+        for unit in units:
+            self._units.pop(unit, None)
+            self._units[unit] = None
+        self._forget(len(self._units) - UNITS - len(units))
+        while self._rows.nbytes > _HOT_BYTES and len(self._units) > len(units):
+            self._forget(min(1 + len(self._units) // 2, len(self._units) - len(units)))
 
-def later(one: int | None, other: int | None) -> int | None:
-    """The later of two clocks."""
-    return max((clock for clock in (one, other) if clock is not None), default=None)
+    def _forget(self, count: int) -> None:
+        """Forget the units that did not change for longest."""
+        if count > 0 and self._rows is not None:
+            oldest = list(self._units)[:count]
+            self._rows = self._rows.filter(pc.invert(self._among(oldest))).combine_chunks()
+            for unit in oldest:
+                del self._units[unit]
+
+    def _among(self, units: Sequence[object]) -> pa.ChunkedArray:
+        assert self._rows is not None
+        column = self._rows[self._column]
+        return pc.is_in(column, value_set=pa.array(units, column.type))
 
 
 class ProductStore:
@@ -100,7 +97,7 @@ class ProductStore:
         self._declaration = declaration
         self._delta: DeltaTable | None = None
         self._hot = HotRows(WINDOW_START)
-        self._batches: dict[str, int] = {}
+        self._transactions: dict[str, int] = {}
         self._evicted: int | None = None
 
     @property
@@ -109,20 +106,18 @@ class ProductStore:
         return self.product.storage == "append"
 
     def outdated(self) -> str:
-        """Why the table's rows are not what is declared now, so that it must be built again; empty where they are."""
+        """Why the table must be built again: its rows are not what is declared now. Empty if they are."""
         if not self._declaration or not self.table.exists():
             return ""
         found = self._open().metadata().configuration.get(names.PROPERTY_DECLARATION)
-        if found == self._declaration:
-            return ""
-        return "its declaration, or its source's, has changed" if found else "it does not say what it was made by"
+        return "" if found == self._declaration else "its declaration, or its source's, has changed"
 
     def delta(self) -> DeltaTable:
         """The writer's own handle, for care of the table between two batches; the table must exist."""
         return self._open()
 
     def mark(self) -> BatchMark | None:
-        """The newest commit's mark, or None where the table is absent or holds no batch yet."""
+        """The newest commit's mark; None if the table is absent or holds no batch yet."""
         if not self.table.exists():
             return None
         for info in self._open().history(limit=50):
@@ -131,12 +126,12 @@ class ProductStore:
                 return found
         return None
 
-    def holds(self, query: str, batch: int) -> bool:
-        """Whether this batch of this query is in the table already."""
-        if query not in self._batches:
-            version = self._open().transaction_version(query) if self.table.exists() else None
-            self._batches[query] = -1 if version is None else version
-        return self._batches[query] >= batch
+    def holds(self, application: str, transaction: int) -> bool:
+        """Whether the table has this transaction of the application, or a later one."""
+        if application not in self._transactions:
+            version = self._open().transaction_version(application) if self.table.exists() else None
+            self._transactions[application] = -1 if version is None else version
+        return self._transactions[application] >= transaction
 
     def apply(self, partial: pa.Table, mark: BatchMark) -> int:
         """Merge one batch's partial rows and commit.
@@ -145,17 +140,18 @@ class ProductStore:
             The table's version that holds the batch.
         """
         delta = self._ensure(partial.schema)
-        if self.holds(mark.query, mark.batch):
+        if self.holds(mark.application, mark.transaction):
             return delta.version()
-        partial = self.retained(prepared(self.operator, plain(partial)), mark.clock)
+        partial = self._retained(self._prepared(partial), mark.clock)
         if self.folded or not partial.num_rows:
             self._write(partial if self.folded else self._empty(), mark, predicate=None, mode="append")
         else:
             units = pc.unique(partial[WINDOW_START]).to_pylist() if self.operator.unit else []
             merged = self.operator.merge(self._current(units), partial)
             self._write(merged, mark, predicate=self._predicate(units), mode="overwrite")
-            self._keep(units, merged)
-        self._batches[mark.query] = mark.batch
+            if self.operator.unit:
+                self._hot.put(units, merged)
+        self._transactions[mark.application] = mark.transaction
         self._evict(mark.clock)
         return delta.version()
 
@@ -167,17 +163,36 @@ class ProductStore:
         """
         self._evolve(rows.schema)
         delta = self._ensure(rows.schema)
-        partial = self.retained(prepared(self.operator, plain(rows)), mark.clock)
+        partial = self._retained(self._prepared(rows), mark.clock)
         full = partial if self.folded or not partial.num_rows else self.operator.merge(None, partial)
-        if self.operator.schema is not None and not full.num_rows:
-            full = self._empty()
-        self._write(full, mark, predicate=None, mode="overwrite", evolve=True)
+        self._write(full if full.num_rows else self._empty(), mark, predicate=None, mode="overwrite", evolve=True)
         self._hot.clear()
-        self._batches[mark.query] = mark.batch
-        configuration = self._configuration()  # last: a crash before this builds it once more
+        self._transactions[mark.application] = mark.transaction
+        self._declare(delta)
+        return delta.version()
+
+    def results(self, rows: pa.Table, partial: pa.Table, clock: int | None) -> tuple[pa.Table, pa.Table]:
+        """Result rows of the table, and those that a batch build gives at ``clock``, as far as both are certain.
+
+        Args:
+            rows: all rows of the table.
+            partial: what the operator's SQL gave for all of bronze.
+        """
+        self.operator.describe(partial.schema)
+        both = (self._retained(found, clock) for found in (plain(rows), self._prepared(partial)))
+        live, again = (self.operator.merge(None, found) if found.num_rows else self._empty() for found in both)
+        return live, again
+
+    def _declare(self, delta: DeltaTable) -> None:
+        """Set the table's properties, as the last step of a build: a crash before this builds it once more."""
+        configuration = self._configuration()
         if any(delta.metadata().configuration.get(key) != value for key, value in configuration.items()):
             delta.alter.set_table_properties(configuration, raise_if_not_exists=False)
-        return delta.version()
+
+    def _prepared(self, partial: pa.Table) -> pa.Table:
+        """What the operator merges, of what Spark gave."""
+        rows = plain(partial)
+        return self.operator.prepare(rows) if rows.num_rows else rows
 
     def horizon(self, clock: int | None) -> int | None:
         """What lies before this time may be gone: microseconds since the epoch; None: nothing is ever removed."""
@@ -185,7 +200,7 @@ class ProductStore:
             return None
         return clock - self.product.retention_ms * 1000
 
-    def retained(self, rows: pa.Table, clock: int | None) -> pa.Table:
+    def _retained(self, rows: pa.Table, clock: int | None) -> pa.Table:
         """Rows of windows that began behind the horizon: no others are added to, and these were never removed."""
         horizon = self.horizon(clock)
         if horizon is None or WINDOW_START not in rows.schema.names:
@@ -206,7 +221,7 @@ class ProductStore:
             self._open().delete(place, commit_properties=CommitProperties(max_commit_retries=0))
 
     def _evolve(self, schema: pa.Schema) -> None:
-        """Drop the table where its rows are keyed or folded otherwise now: subscribers must begin again then."""
+        """Drop the table if its rows have another key or fold now: subscribers must begin again then."""
         self.operator.describe(schema)
         if not self.table.exists():
             return
@@ -217,18 +232,18 @@ class ProductStore:
             shutil.rmtree(self.table.path)
             self._delta = None
             self._hot.clear()
-            self._batches.clear()
+            self._transactions.clear()
 
     def _configuration(self) -> dict[str, str]:
         """The table's properties."""
-        kept = f"interval {self.product.positions_ms} milliseconds"
+        retention = f"interval {self.product.positions_ms} milliseconds"
         configuration = {
             names.PROPERTY_KEY: ",".join(self.operator.key),
             names.PROPERTY_PIPELINE: self._pipeline,
             names.PROPERTY_POSITIONS: str(self.product.positions_ms),
             "delta.checkpointInterval": "1000000",
-            "delta.logRetentionDuration": kept,
-            "delta.deletedFileRetentionDuration": kept,
+            "delta.logRetentionDuration": retention,
+            "delta.deletedFileRetentionDuration": retention,
         }
         if self.product.operator in SKETCHES:
             configuration[names.PROPERTY_OPERATOR] = sketch_property(self.product)
@@ -274,10 +289,6 @@ class ProductStore:
         found = read if held is None else pa.concat_tables([held, read])
         return found if found.num_rows else None
 
-    def _keep(self, units: list[object], merged: pa.Table) -> None:
-        if self.operator.unit:
-            self._hot.put(units, merged)
-
     def _predicate(self, units: list[object]) -> str | None:
         if not self.operator.unit:
             return None
@@ -302,21 +313,16 @@ class ProductStore:
         mode: Literal["append", "overwrite"],
         evolve: bool = False,
     ) -> None:
-        properties = CommitProperties(
-            custom_metadata=mark.to_metadata(),
-            app_transactions=[Transaction(mark.query, mark.batch)],
-            max_commit_retries=0,  # one writer: a conflict means that there is another, and must be heard
-        )
         write_deltalake(
             self._open(),
             rows.cast(self.operator.schema),
             mode=mode,  # type: ignore[arg-type]
             predicate=predicate,
             schema_mode="overwrite" if evolve and not self._fits() else None,
-            commit_properties=properties,
+            commit_properties=mark.commit_properties(),
         )
 
     def _fits(self) -> bool:
-        """Whether the table has the columns that its rows have now."""
+        """Whether the table has the columns that the rows have now."""
         assert self.operator.schema is not None
         return bool(self._open().schema() == Schema.from_arrow(self.operator.schema))

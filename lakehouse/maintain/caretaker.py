@@ -12,7 +12,7 @@ from lakehouse.contract.lake import PROPERTY_DECLARATION, Lake, TableRef
 from lakehouse.contract.pipeline import Pipeline, Product
 from lakehouse.declaration import product_declaration, source_declaration
 from lakehouse.errors import LakehouseError, TableBusy
-from lakehouse.gold.stateful import store_of
+from lakehouse.gold.state_store import store_of
 from lakehouse.gold.store import ProductStore
 from lakehouse.lock import WriterLocks
 from lakehouse.maintain.backlog import Ask, RetentionWatch

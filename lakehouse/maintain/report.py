@@ -10,11 +10,11 @@ from deltalake.exceptions import DeltaError
 
 from lakehouse.bronze.readers import readers_of, unread_since
 from lakehouse.bronze.table import progress
-from lakehouse.checkpoint import version_of
 from lakehouse.contract import lake as names
 from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Pipeline, Source
+from lakehouse.gold.mark import versions_of
 from lakehouse.maintain.backlog import ALARM, OK, WARN, Ask, health_of, span
 from lakehouse.maintain.care import SMALL, kept_ms
 from lakehouse.quality.notes import noted_unknown_fields
@@ -133,7 +133,7 @@ class _Report:
         if product is None or not self._lake.bronze(product.source).exists():
             return None, None
         reached = DeltaLog(self._table.path).newest_info(names.COMMIT_BRONZE)
-        held = version_of(str(reached)) if reached is not None else None
+        held = versions_of(str(reached))[0] if reached is not None else None
         if held is None:
             self._add(WARN, "it does not say how far it is")
             return None, None

@@ -1,9 +1,11 @@
 """Operators: how a product is aggregated in Spark, and how partial results are merged.
 
-Merging is associative and commutative, and merging nothing changes nothing: any split of the events into batches, in
-any order, gives the same rows.
+base       the contract, and what operators share
+registry   the operator of a product
+windows    windows and panes, for all operators
+aggregate  SQL aggregates
+sketched   heavy hitters, distinct counts, frequencies, membership
+quantiles  quantiles, and the skew of event times
+rows       the latest row of each key, a uniform sample
+sql        what the SQL of a product may be
 """
-
-from lakehouse.operators.base import Operator, operator_of
-
-__all__ = ["Operator", "operator_of"]

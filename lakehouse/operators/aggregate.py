@@ -12,12 +12,11 @@ from sqlglot import exp
 from lakehouse.contract.pipeline import Product
 from lakehouse.contract.rows import Fold
 from lakehouse.errors import BadProduct
-from lakehouse.operators.base import WINDOW_START, plain_type
-from lakehouse.operators.sliding import Sliding, slides
+from lakehouse.operators.base import WINDOW_START, Operator, plain_fields
 from lakehouse.operators.sql import WINDOW, check_rows, parse
-from lakehouse.operators.windows import in_time
+from lakehouse.operators.windows import Sliding, in_time, slides
 
-_MERGES: dict[type, str] = {
+_FOLDS: dict[type, str] = {
     exp.Count: "sum",
     exp.CountIf: "sum",
     exp.Sum: "sum",
@@ -26,35 +25,35 @@ _MERGES: dict[type, str] = {
 }
 
 
-class Aggregate:
+class Aggregate(Operator):
     """Rows of a ``GROUP BY``."""
 
     def __init__(self, product: Product) -> None:
         self._product = product
         select = _parse(product)
-        self.fold: dict[str, str] = {}
+        fold: dict[str, str] = {}
         keys: list[str] = []
         for column in select.expressions:
             merge = _merge_of(column, product)
             if merge:
-                self.fold[column.alias_or_name] = merge
+                fold[column.alias_or_name] = merge
             else:
                 keys.append(column.alias_or_name)
         _check_keys(select, keys, product)
         check_rows(select, product, aggregated=select)
-        self.key: tuple[str, ...] = tuple(keys)
-        self.unit: tuple[str, ...] = (WINDOW_START,) if WINDOW_START in keys else ()
+        self.fold = fold
+        self.key = tuple(keys)
+        self.unit = (WINDOW_START,) if WINDOW_START in keys else ()
         self._sliding = Sliding.found_in(select, product.sql)
         counts = next((c.alias_or_name for c in select.expressions if _counts_all(c)), None)
         self.counts = counts if product.lateness_ms is None and not slides(select) else None
-        self.schema: pa.Schema | None = None
 
     def partial_sql(self) -> str:
         sql = self._sliding.sql if self._sliding else self._product.sql
         return in_time(self._product, sql.strip().rstrip(";"))
 
     def describe(self, partial: pa.Schema) -> None:
-        self.schema = pa.schema([pa.field(field.name, plain_type(field.type)) for field in partial])
+        self.schema = pa.schema(plain_fields(partial))
         if self.unit and not pa.types.is_timestamp(self.schema.field(WINDOW_START).type):
             self.unit = ()  # a column of that name which is no time
 
@@ -63,9 +62,13 @@ class Aggregate:
 
     def merge(self, old: pa.Table | None, partial: pa.Table) -> pa.Table:
         self.describe(partial.schema)
-        assert self.schema is not None
-        tables = [table.select(self.schema.names).cast(self.schema) for table in (old, partial) if table is not None]
-        return Fold(self.key, self.fold).arrow(pa.concat_tables(tables))
+        return Fold(self.key, self.fold).arrow(self._stacked(old, partial))
+
+
+def fold_of(aggregate: exp.Expr) -> str | None:
+    """``sum``, ``min`` or ``max``, by which two results become one; None if they cannot."""
+    distinct = any(isinstance(argument, exp.Distinct) for argument in aggregate.iter_expressions())
+    return None if distinct else _FOLDS.get(type(aggregate))
 
 
 def _parse(product: Product) -> exp.Select:
@@ -88,8 +91,8 @@ def _merge_of(column: exp.Expression, product: Product) -> str | None:
     inner = column.unalias()
     if not inner.find(exp.AggFunc):
         return None
-    merge = _MERGES.get(type(inner))
-    if merge is None or any(isinstance(argument, exp.Distinct) for argument in inner.iter_expressions()):
+    merge = fold_of(inner)
+    if merge is None:
         raise BadProduct(
             product.name,
             f"column {column.alias_or_name} ({inner.sql(dialect='spark')}) cannot be merged from partial results",

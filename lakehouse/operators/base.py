@@ -1,71 +1,81 @@
-"""The contract of an operator."""
+"""The contract of operators, and what they share.
+
+An operator says how Spark aggregates a product's events into partial rows, and merges partial rows in the driver.
+Merging is associative and commutative, and merging nothing changes nothing. So any split of the events into batches, in
+any order, gives the same rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from lakehouse.contract.pipeline import Product
-from lakehouse.contract.pipeline.product import STATEFUL
+from lakehouse.errors import BadProduct
 
 WINDOW_START = "window_start"
 WINDOW_END = "window_end"
 TIMESTAMP = pa.timestamp("us", "UTC")
 
 
-class Operator(Protocol):
+class Operator(ABC):
     """A mergeable product.
 
     Attributes:
         key: columns that name one result row.
         unit: columns of the key whose values are rewritten together (a window holds several ranks).
         schema: columns of the product's table; None until :meth:`describe` was told what Spark makes of the SQL.
-        fold: for products stored as partials, column to ``sum``, ``min`` or ``max``; empty otherwise.
-        counts: column that sums to the number of events held, or None where the product does not know it.
+        fold: for products stored as partials, column to ``sum``, ``min`` or ``max``; empty for others.
+        counts: column that sums to the number of events held, or None if the product does not know it.
     """
 
     key: tuple[str, ...]
-    unit: tuple[str, ...]
-    schema: pa.Schema | None
-    fold: dict[str, str]
-    counts: str | None
+    unit: tuple[str, ...] = ()
+    schema: pa.Schema | None = None
+    fold: Mapping[str, str] = MappingProxyType({})
+    counts: str | None = None
 
+    @abstractmethod
     def partial_sql(self) -> str:
         """Spark SQL over the source's view: one partial row a unit (or a key) of a batch."""
 
+    @abstractmethod
     def describe(self, partial: pa.Schema) -> None:
         """Learn the types that Spark gives the columns of :meth:`partial_sql`."""
 
+    def prepare(self, partial: pa.Table) -> pa.Table:
+        """Rows that :meth:`merge` takes, made of what Spark gave for a batch: sketches of counts, windows of panes.
+
+        The operator must have been told their schema.
+        """
+        return partial
+
+    @abstractmethod
     def merge(self, old: pa.Table | None, partial: pa.Table) -> pa.Table:
         """The rows of every unit in ``partial``, with the rows that the product holds of them now.
 
         Args:
-            old: rows of the product's schema, of just these units; None where there are none.
-            partial: what :meth:`partial_sql` gave for a batch, after :func:`prepared`.
+            old: rows of the product's schema, of just these units; None if there are none.
+            partial: what :meth:`prepare` gave for a batch.
         """
 
-
-@runtime_checkable
-class Prepares(Protocol):
-    """An operator whose partial rows are not yet what merges: counts to be put in a sketch, panes of a window."""
-
-    def prepare(self, partial: pa.Table) -> pa.Table:
-        """Rows that :meth:`Operator.merge` takes, of what Spark gave for a batch."""
-
-
-@runtime_checkable
-class Estimates(Protocol):
-    """An operator whose rows depend, within the errors that they state, on how the events fell into batches."""
+    def _stacked(self, old: pa.Table | None, partial: pa.Table) -> pa.Table:
+        """Both as one table of the product's schema."""
+        assert self.schema is not None, "describe() comes first"
+        tables = [table.select(self.schema.names).cast(self.schema) for table in (old, partial) if table is not None]
+        return pa.concat_tables(tables)
 
     def agrees(self, one: pa.Table, other: pa.Table) -> bool:
-        """Whether two results of the same events can both be true."""
+        """Whether two different results of the same events can both be true.
 
-
-def prepared(operator: Operator, partial: pa.Table) -> pa.Table:
-    """Partial rows as they merge; the operator must have been told their schema."""
-    return operator.prepare(partial) if isinstance(operator, Prepares) and partial.num_rows else partial
+        Only where rows depend, within the errors that they state, on how the events fell into batches.
+        """
+        return False
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType:
@@ -78,49 +88,41 @@ def plain_type(kind: pa.DataType) -> pa.DataType:
     if pa.types.is_list(kind):
         return pa.list_(pa.field(kind.value_field.name, plain_type(kind.value_type)))
     if pa.types.is_struct(kind):
-        return pa.struct([pa.field(field.name, plain_type(field.type)) for field in kind])
+        return pa.struct(plain_fields(kind))
     if pa.types.is_map(kind):
         return pa.map_(plain_type(kind.key_type), plain_type(kind.item_type))
     return kind
 
 
+def plain_fields(fields: pa.Schema | pa.StructType) -> list[pa.Field]:
+    """The fields with their plain types."""
+    return [pa.field(field.name, plain_type(field.type)) for field in fields]
+
+
 def plain(rows: pa.Table) -> pa.Table:
     """Rows with all columns of plain types; Spark gives timestamps in the session's zone."""
-    return rows.cast(pa.schema([pa.field(field.name, plain_type(field.type)) for field in rows.schema]))
+    return rows.cast(pa.schema(plain_fields(rows.schema)))
 
 
-def operator_of(product: Product) -> Operator:
-    """The operator that keeps this product.
+def codes(rows: pa.Table, columns: Sequence[str]) -> npt.NDArray[np.int64]:
+    """A number from 0 for each row, equal for rows that are equal in ``columns``; null is equal to null."""
+    found = np.zeros(rows.num_rows, dtype=np.int64)
+    for name in columns:
+        one = rows[name].combine_chunks().dictionary_encode(null_encoding="encode")
+        one = one.combine_chunks() if isinstance(one, pa.ChunkedArray) else one
+        found = found * max(1, len(one.dictionary)) + one.indices.to_numpy(zero_copy_only=False)
+        found = np.unique(found, return_inverse=True)[1].astype(np.int64)  # small again, whatever comes next
+    return found
+
+
+def check_names(product: Product, names: Sequence[str]) -> None:
+    """Refuse a product with two columns of the same name.
 
     Raises:
-        BadProduct: its SQL is not of a kind that can be merged.
+        BadProduct: it has.
     """
-    if product.operator in STATEFUL:
-        from lakehouse.stateful.base import stateful_operator
-
-        return stateful_operator(product)
-    from lakehouse.operators.aggregate import Aggregate
-    from lakehouse.operators.distinct import Distinct
-    from lakehouse.operators.frequency import Frequency
-    from lakehouse.operators.latest import Latest
-    from lakehouse.operators.membership import Membership
-    from lakehouse.operators.quantiles import Quantiles
-    from lakehouse.operators.reservoir import Reservoir
-    from lakehouse.operators.skew import Skew
-    from lakehouse.operators.sql import check_rows, parse
-    from lakehouse.operators.top_n import TopN
-
-    operators: dict[str, Callable[[Product], Operator]] = {
-        "": Aggregate,
-        "top_n": TopN,
-        "distinct": Distinct,
-        "frequency": Frequency,
-        "membership": Membership,
-        "quantiles": Quantiles,
-        "reservoir": Reservoir,
-        "skew": Skew,
-        "latest": Latest,
-    }
-    if product.operator:
-        check_rows(parse(product), product)
-    return operators[product.operator](product)
+    twice = next((name for number, name in enumerate(names) if name in names[:number]), None)
+    if twice is not None:
+        raise BadProduct(
+            product.name, f"column {twice} would stand for two things", "Rename the product or the column in its SQL"
+        )

@@ -1,4 +1,4 @@
-"""Quantiles of a window.
+"""Quantiles of a window, and of the skew between event time and arrival.
 
 KLL (Karnin, Lang and Liberty, "Optimal Quantile Approximation in Streams", FOCS 2016) in the form of Apache
 DataSketches: the rank of a value named is within 1.33 % of the rank asked for, with 99 % probability, for ``k`` 200.
@@ -15,7 +15,7 @@ import datasketches
 import pyarrow as pa
 
 from lakehouse.contract.pipeline import Product
-from lakehouse.operators.grouped import Grouped, Key, Row
+from lakehouse.operators.sketched import Grouped, Key, Row
 from lakehouse.operators.windows import windowed
 
 AGREE = 2.0
@@ -30,7 +30,7 @@ def quantile_name(rank: float) -> str:
 
 
 @dataclass(slots=True)
-class Values:
+class _Values:
     """The values of a window and group.
 
     Attributes:
@@ -42,11 +42,11 @@ class Values:
     sums: dict[str, int] = field(default_factory=dict)
 
 
-class Quantiles(Grouped[Values]):
+class Quantiles(Grouped[_Values]):
     """One row a window: values counted (named as the source), the least and the greatest, and the declared quantiles.
 
     Args:
-        product: what is kept.
+        product: its declaration.
         value: SQL of the number.
         counted: column to the SQL that counts it, beside the values themselves.
         unit: put behind the names of columns that hold values.
@@ -75,17 +75,17 @@ class Quantiles(Grouped[Values]):
             where=f"{self._value} IS NOT NULL AND NOT isnan({self._value})",
         )
 
-    def add(self, state: Values | None, row: Row) -> Values:
+    def add(self, state: _Values | None, row: Row) -> _Values:
         sketch = datasketches.kll_doubles_sketch.deserialize(row["sketch"])
         if state is None:
-            state = Values(sketch)
+            state = _Values(sketch)
         else:
             state.sketch.merge(sketch)
         for name, _ in self._counted:
             state.sums[name] = state.sums.get(name, 0) + row[name]
         return state
 
-    def rows(self, state: Values) -> list[Row]:
+    def rows(self, state: _Values) -> list[Row]:
         return [{**state.sums, **self._named(state.sketch), "sketch": state.sketch.serialize()}]
 
     def _named(self, sketch: datasketches.kll_doubles_sketch) -> Row:
@@ -120,3 +120,29 @@ class Quantiles(Grouped[Values]):
             there.get_rank(row[name]) - margin <= rank <= there.get_rank(row[name], inclusive=True) + margin
             for name, rank in self._quantiles.items()
         )
+
+
+_SKEW = "(unix_millis(received_at) - unix_millis(event_time))"
+
+
+class Skew(Quantiles):
+    """One row a window: events (named as the source), ``early``, ``late``, ``too_late``; the skew in milliseconds.
+
+    The skew is how long after its event time an event arrived. An event is *early* if its time lies behind its arrival,
+    *late* if the window of its own time (of the product's length) was over when it arrived, *too late* if it arrived
+    longer after its time than the product's lateness. All of it is in the events themselves, so that a replay counts
+    the same; too late events stay in bronze like any other.
+    """
+
+    def __init__(self, product: Product) -> None:
+        window = product.window_ms
+        over = f"floor(unix_millis(event_time) / {window}) * {window} + {window} <= unix_millis(received_at)"
+        too_late = f"{_SKEW} > {product.lateness_ms}" if product.lateness_ms is not None else "false"
+        counted = [
+            ("early", f"count_if({_SKEW} < 0)"),
+            ("late", f"count_if({over})"),
+            ("too_late", f"count_if({too_late})"),
+        ]
+        super().__init__(product, f"CAST({_SKEW} AS DOUBLE)", counted, unit="_ms")
+        if not product.slide:
+            self.counts = product.source

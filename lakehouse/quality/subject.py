@@ -21,7 +21,7 @@ from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Product, Source
 from lakehouse.contract.sql.ddl import Field, parse_ddl
 from lakehouse.errors import QualityProblem
-from lakehouse.operators import operator_of
+from lakehouse.operators.registry import operator_of
 
 _SPARK_NAMES = {"long": "bigint", "integer": "int", "short": "smallint", "byte": "tinyint"}
 _RANGE = re.compile(r"(\d+)(?:\.\.(\d+))?")

@@ -174,7 +174,7 @@ def is_in_bronze(spark: SparkSession, lake: Lake, source: Source, product: Produ
     if product.time == "received_at":  # bronze has it, and skips files outside
         rows = rows.where(F.col("received_at").between(F.lit(span.start), F.lit(span.end)))
     conform(rows, source).where(F.col("reason").isNull()).createOrReplaceTempView(source.name)
-    query = in_time(product, f"SELECT * FROM {input_sql(product)}")  # noqa: S608 - a checked pipeline
+    query = in_time(product, f"SELECT * FROM ({input_sql(product)})")  # noqa: S608 - a checked pipeline
     found = spark.sql(query).where(F.col(product.item).cast("string") == F.lit(item))
     found = found.where((F.col(product.time) >= F.lit(span.start)) & (F.col(product.time) < F.lit(span.end)))
     for column, value in span.groups.items():

@@ -21,9 +21,9 @@ import pyarrow.compute as pc
 from lakehouse.contract.pipeline import Product
 from lakehouse.contract.pipeline.product import DETECTORS
 from lakehouse.errors import BadProduct
-from lakehouse.operators.base import TIMESTAMP
+from lakehouse.operators.base import TIMESTAMP, plain_type
 from lakehouse.operators.windows import in_time
-from lakehouse.stateful.base import among, in_bronze_order, ordered_input, times
+from lakehouse.stateful.base import ORDER, StatefulOperator, among, in_bronze_order, ordered_input
 
 NUMBER, SINCE, AT, VALUES, BEFORE, AFTER, STATE = "number", "since", "at", "values", "before", "after", "state"
 RECENT = 10  # values whose mean is "after"
@@ -75,7 +75,7 @@ class _Watch:
         return row
 
 
-class Drift:
+class Drift(StatefulOperator):
     """Alarms, and what runs: ``by``, ``number``, ``since``, ``at``, ``values``, ``before``, ``after``, ``state``.
 
     A row whose ``number`` is 1 or more is that key's alarm of this number: raised by the value at ``at``, the last of
@@ -84,20 +84,16 @@ class Drift:
     """
 
     ends = AT
-    unit: tuple[str, ...] = ()
-    fold: dict[str, str] = {}  # noqa: RUF012 - of the protocol, never written to
-    counts: str | None = None
 
     def __init__(self, product: Product) -> None:
         self._product = product
         self._by = product.by
-        self.key: tuple[str, ...] = (*product.by, NUMBER)
-        self.schema: pa.Schema | None = None
+        self.key = (*product.by, NUMBER)
         _detector(product)
 
     def partial_sql(self) -> str:
         by = "".join(f"`{name}`, " for name in self._by)
-        order = ", ".join(f"`_{name}`" for name in ("bronze_at", "topic", "partition", "offset"))
+        order = ", ".join(f"`_{name}`" for name in ORDER)
         value = f"CAST(`{self._product.value}` AS DOUBLE)"
         return in_time(
             self._product,
@@ -107,17 +103,12 @@ class Drift:
         )
 
     def describe(self, partial: pa.Schema) -> None:
-        by = [f.with_type(TIMESTAMP) if pa.types.is_timestamp(f.type) else f for f in map(partial.field, self._by)]
+        by = [pa.field(name, plain_type(partial.field(name).type)) for name in self._by]
         own = [(NUMBER, pa.int64()), (SINCE, TIMESTAMP), (AT, TIMESTAMP), (VALUES, pa.int64())]
         own += [(BEFORE, pa.float64()), (AFTER, pa.float64()), (STATE, pa.binary())]
         self.schema = pa.schema([*by, *(pa.field(*pair) for pair in own)])
 
-    def merge(self, old: pa.Table | None, partial: pa.Table) -> pa.Table:
-        """Alarms and running rows after these values came behind those of ``old``."""
-        return self.advance(old, partial, None)
-
     def advance(self, held: pa.Table | None, partial: pa.Table, clock: int | None) -> pa.Table:
-        """See :class:`~lakehouse.stateful.base.Keeps`."""
         if NUMBER in partial.schema.names:  # rows of the product itself
             return partial
         self.describe(partial.schema)
@@ -147,18 +138,6 @@ class Drift:
     def live(self, rows: pa.Table, clock: int | None) -> npt.NDArray[np.bool_]:
         """The running rows."""
         return np.asarray(rows[NUMBER].to_numpy() == 0)
-
-    def reach(self, partial: pa.Table, clock: int | None) -> int | None:
-        """An alarm stays as it is."""
-        return None
-
-    def called_back(self, rows: pa.Table, partial: pa.Table) -> npt.NDArray[np.bool_]:
-        """None: see :meth:`reach`."""
-        return np.zeros(rows.num_rows, dtype=bool)
-
-    def comparable(self, rows: pa.Table, horizon: int) -> npt.NDArray[np.bool_]:
-        """See :class:`~lakehouse.stateful.base.Keeps`."""
-        return np.asarray(times(rows[AT]) > horizon)
 
 
 def _detector(product: Product) -> Any:

@@ -22,40 +22,20 @@ from lakehouse.operators.sql import parse
 VIEW = "joined"
 
 
-class Join:
-    """Rows of a ``GROUP BY`` over pairs."""
+class Join(Aggregate):
+    """Rows of a ``GROUP BY`` over pairs; its SQL reads the view :data:`VIEW`."""
 
     def __init__(self, product: Product) -> None:
-        self._product = product
-        self._inner = Aggregate(product)
-        self.key = self._inner.key
-        self.unit = self._inner.unit
-        self.fold = self._inner.fold
-        self.counts = self._inner.counts
-        self.schema: pa.Schema | None = None
+        super().__init__(product)
         self.retracts = product.kind == "left_outer" or product.match == "first"
         if product.lateness_ms is not None:
             raise BadProduct(product.name, "a join has no lateness", "Leave it out: late events find their pairs")
         if self.retracts:
             self._check_retracts()
 
-    def partial_sql(self) -> str:
-        """Spark SQL over the view :data:`VIEW`."""
-        return self._inner.partial_sql()
-
-    def describe(self, partial: pa.Schema) -> None:
-        """See :class:`~lakehouse.operators.base.Operator`."""
-        self._inner.describe(partial)
-        self.schema = self._inner.schema
-
-    def prepare(self, partial: pa.Table) -> pa.Table:
-        """See :class:`~lakehouse.operators.base.Prepares`."""
-        return self._inner.prepare(partial)
-
     def merge(self, old: pa.Table | None, partial: pa.Table) -> pa.Table:
         """See :class:`~lakehouse.operators.base.Operator`; rows of which nothing is left are left out."""
-        merged = self._inner.merge(old, partial)
-        self.schema = self._inner.schema
+        merged = super().merge(old, partial)
         if not self.retracts:
             return merged
         for name in self.fold:  # what was added and taken off again is 0: so the sum over nothing is 0 throughout
@@ -63,9 +43,9 @@ class Join:
             merged = merged.set_column(index, merged.schema.field(name), pc.fill_null(merged[name], 0))
         return merged.filter(pc.not_equal(merged[self.counts], 0))
 
-    def signed(self, gained: pa.Table, lost: pa.Table | None) -> pa.Table:
-        """Partial rows of a batch: those of the pairs it brought, less those of the pairs it ended."""
-        if lost is None or not lost.num_rows:
+    def signed(self, gained: pa.Table, lost: pa.Table) -> pa.Table:
+        """Partial rows of a step: those of the pairs it brought, less those of the pairs it ended."""
+        if not lost.num_rows:
             return gained
         for name in self.fold:
             index = lost.schema.get_field_index(name)
@@ -73,7 +53,7 @@ class Join:
         return pa.concat_tables([gained, lost])
 
     def columns(self, source: str) -> set[str] | None:
-        """Columns of one side that the SQL reads; None: it cannot be told, so all of them."""
+        """Columns of one side that the SQL reads; None: all, or it is not known."""
         tree = parse(self._product)
         if tree.find(exp.Star) and any(not isinstance(star.parent, exp.Count) for star in tree.find_all(exp.Star)):
             return None

@@ -23,7 +23,7 @@ from rich.console import Console
 
 from lakehouse.contract.pipeline import Product
 from lakehouse.contract.rows import LATEST, Fold
-from lakehouse.operators.latest import Latest
+from lakehouse.operators.rows import Latest
 
 BUCKETS = 64
 COLUMNS = ("key", "bucket", "version", "title", "price", "tie")

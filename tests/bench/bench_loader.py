@@ -27,7 +27,6 @@ from deltalake import DeltaTable
 from rich.console import Console
 
 from ingest.simulate.scenes import offer
-from lakehouse.checkpoint import version_of
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.contract.settings import conf_dir
@@ -171,8 +170,7 @@ def _load(folder: Path, workers: int, lake: Lake | None = None, *, write_rows: i
 
 def _holds(lake: Lake, store: ProductStore) -> bool:
     mark = store.mark()
-    reached = version_of(mark.bronze) if mark else None
-    return reached is not None and reached >= DeltaTable(str(lake.bronze("offers").path)).version()
+    return mark is not None and mark.versions[0] >= DeltaTable(str(lake.bronze("offers").path)).version()
 
 
 def _wait(check: object, driver: subprocess.Popen[bytes], folder: Path) -> None:

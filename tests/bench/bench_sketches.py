@@ -211,8 +211,7 @@ def quantiles(values: int, k: int = 200, parts: int = 100, trials: int = 5) -> R
 
 def sample(windows: int, events: int = 50, n: int = 3) -> Result:
     """How evenly the places of a window are drawn: chi-squared a degree of freedom, 1 for a fair draw."""
-    from lakehouse.operators import operator_of
-    from lakehouse.operators.base import prepared
+    from lakehouse.operators.registry import operator_of
 
     began = time.monotonic()
     operator = operator_of(product("reservoir", n=n))
@@ -223,7 +222,7 @@ def sample(windows: int, events: int = 50, n: int = 3) -> Result:
         for batch in (stream[::2], stream[1::2]):
             partial = reservoir(batch, 60)
             operator.describe(partial.schema)
-            rows = operator.merge(rows, prepared(operator, partial))
+            rows = operator.merge(rows, operator.prepare(partial))
         assert rows is not None
         drawn.update(rows["item"].to_pylist())
     expected = windows * n / events

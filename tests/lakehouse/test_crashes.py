@@ -1,6 +1,6 @@
 """The whole crash matrix: kill -9 at every point of the write path, at the first, second and third time it is passed.
 
-`make crashes`; a minute a kill beside other work on two cores. Joins are in stateful/test_joinquery.py. By default one
+`make crashes`; a minute a kill beside other work on two cores. Joins are in stateful/test_live_join.py. By default one
 driver is killed, between two products of a batch (test_stream.py), and what needs no Spark (care, queries that are
 cleared away, loads).
 """

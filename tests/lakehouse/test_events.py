@@ -31,7 +31,7 @@ from lakehouse.events import (
     compiled_session,
     materialized,
 )
-from lakehouse.operators import operator_of
+from lakehouse.operators.registry import operator_of
 from lakehouse.prepared import PreparedQuery, Table
 from lakehouse.silver.conform import CARRIED, conform
 from tests.lakehouse.lakes import bronze_rows, mixture, pipeline_in

@@ -26,7 +26,8 @@ from lakehouse.contract.lake import LOADS, PROPERTY_POSITIONS, Lake, TableRef
 from lakehouse.contract.pipeline import Product, Source
 from lakehouse.declaration import product_declaration, source_declaration
 from lakehouse.errors import TableBusy
-from lakehouse.gold.store import BatchMark, ProductStore
+from lakehouse.gold.mark import BatchMark
+from lakehouse.gold.store import ProductStore
 from lakehouse.load.report import Deadline, FileReport, append_reports
 from lakehouse.lock import WriterLocks
 from lakehouse.maintain import care as maintenance_care
@@ -100,7 +101,8 @@ def test_partials_are_folded_by_their_writer_and_it_goes_on(tmp_path: Path) -> N
     after = ProductStore(PER_CITY, store.table, "p").mark()
     assert mark is not None
     assert after is not None
-    assert (after.query, after.batch, after.through, after.events) == (mark.query, mark.batch, mark.through, 0)
+    assert (after.application, after.transaction) == (mark.application, mark.transaction)
+    assert (after.through, after.events) == (mark.through, 0)
     store.apply(partial(0, PER_CITY), BatchMark("q", 12, "{}", {}, 1))
     store.apply(partial(0, PER_CITY), BatchMark("q", 11, "{}", {}, 1))  # known from before the fold
     assert counts(store) == [4, 4, 5]
@@ -147,7 +149,7 @@ def test_a_writer_that_is_killed_in_its_care_goes_on(tmp_path: Path, point: str,
     found = after.mark()
     assert found is not None
     assert mark is not None
-    assert (found.query, found.batch, found.through) == (mark.query, mark.batch, mark.through)
+    assert (found.application, found.transaction, found.through) == (mark.application, mark.transaction, mark.through)
     assert counts(after) == before
     after.apply(partial(0, product), BatchMark("q", 11, "{}", {}, 1))  # the batch in hand, once more
     assert counts(after) == before
@@ -190,18 +192,6 @@ def reading(lake: Lake, table: TableRef, next_version: int, name: str = "live-cl
     return reader_file(lake, name)
 
 
-def joining(lake: Lake, table: TableRef, next_version: int) -> Path:
-    """The checkpoint of a join that has read everything before a version."""
-    folder = lake.checkpoint("join-pairs")
-    for part in ("offsets", "commits"):
-        (folder / part).mkdir(parents=True, exist_ok=True)
-    table_id = str(DeltaTable(str(table.path)).metadata().id)
-    offset = {"reservoirId": table_id, "reservoirVersion": next_version, "index": -1}
-    (folder / "offsets" / "0").write_text("v1\n{}\n" + json.dumps(offset))
-    (folder / "commits" / "0").write_text("v1\n{}")
-    return folder
-
-
 def test_small_files_of_bronze_are_put_together_and_rows_and_progress_stay(tmp_path: Path) -> None:
     lake = Lake(tmp_path)
     table = bronze(lake, 8)
@@ -242,10 +232,10 @@ def test_what_a_query_has_to_read_stays(tmp_path: Path) -> None:
     table = bronze(lake, 4)
     assert readers_of(lake, table) == []
     assert may_clean(lake, table, 3600)
-    file, folder = reading(lake, table, 3), joining(lake, table, 9)
-    reader, join = readers_of(lake, table)
+    file, other = reading(lake, table, 3), reading(lake, table, 9, "join-pairs-clicks")
+    join, reader = readers_of(lake, table)
     assert (reader.query, reader.next_version, reader.place) == ("live-clicks", 3, file)
-    assert (join.query, join.next_version, join.place) == ("join-pairs", 9, folder)
+    assert (join.query, join.next_version, join.place) == ("join-pairs-clicks", 9, other)
     waiting = unread_since(table, reader)
     assert waiting is not None
     assert waiting < 600
@@ -254,7 +244,7 @@ def test_what_a_query_has_to_read_stays(tmp_path: Path) -> None:
     os.utime(table.path / "_delta_log" / f"{3:020d}.json", (old, old))
     assert not may_clean(lake, table, 7200)
     reading(lake, table, 5)  # it has read all
-    assert unread_since(table, readers_of(lake, table)[0]) is None
+    assert all(unread_since(table, one) is None for one in readers_of(lake, table))
     assert may_clean(lake, table, 1)
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from lakehouse.contract.pipeline import Product
 from lakehouse.operators.base import TIMESTAMP
-from lakehouse.operators.top_n import TopN
+from lakehouse.operators.sketched import TopN
 from lakehouse.replay import Comparison, compare, digest
 
 SCHEMA = pa.schema(

@@ -12,7 +12,7 @@ from deltalake import DeltaTable
 from lakehouse.bronze.readers import check_record, note_record
 from lakehouse.contract.lake import Lake
 from lakehouse.errors import BronzeReplaced
-from tests.lakehouse.test_maintain import TOTALS, bronze, joining, reading, store_with
+from tests.lakehouse.test_maintain import TOTALS, bronze, reading, store_with
 
 
 def test_a_new_lake_and_one_that_lost_its_state(tmp_path: Path) -> None:
@@ -72,7 +72,9 @@ def test_bronze_that_was_put_back_from_an_older_copy(tmp_path: Path) -> None:
     with pytest.raises(BronzeReplaced, match="live-clicks has read up to version 5, and it ends at 3"):
         check_record(lake, "clicks")
     shutil.rmtree(lake.state / "readers")
-    folder = joining(lake, table, 4).rename(lake.checkpoint("bronze-clicks"))
-    (folder / "offsets" / "0").write_text("v1\n{}\n" + json.dumps({"clicks": {"0": 10}}))
+    for part, text in (("offsets", json.dumps({"clicks": {"0": 10}})), ("commits", "")):
+        folder = lake.checkpoint("bronze-clicks") / part
+        folder.mkdir(parents=True)
+        (folder / "0").write_text(f"v1\n{{}}\n{text}")
     with pytest.raises(BronzeReplaced, match="offsets of clicks/0 up to 10 were taken, and it has those up to 6"):
         check_record(lake, "clicks")

@@ -20,7 +20,6 @@ from ingest.broker import EmbeddedBroker
 from ingest.simulate.scenes import FeedFiles, Payload, feed_rows, offer, write_feeds
 from jobs.local.broker import ensure_topics
 from lakehouse.bronze.table import progress
-from lakehouse.checkpoint import version_of
 from lakehouse.contract.envelope import Envelope, fingerprint
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, load_pipeline
@@ -77,7 +76,7 @@ def arrived(lake: Lake, pipeline: Pipeline, offsets: dict[str, int], version: in
         mark = ProductStore(product, lake.table(product.layer, product.name), pipeline.name).mark()
         if mark is None or any(mark.through.get(at, 0) < end for at, end in offsets.items()):
             return False
-        if not (reached := version_of(mark.bronze)) or reached < version:
+        if mark.versions[0] < version:
             return False
         assert not any(at.startswith("file:") for at in mark.through)
     return True

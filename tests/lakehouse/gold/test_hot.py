@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta
 import pyarrow as pa
 import pytest
 
-from lakehouse.gold import hot
-from lakehouse.gold.hot import UNITS, HotRows
+from lakehouse.gold import store
+from lakehouse.gold.store import UNITS, HotRows
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -53,7 +53,7 @@ def test_units_are_bounded_and_the_oldest_go_first() -> None:
 
 
 def test_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hot, "MAX_BYTES", 1_000)
+    monkeypatch.setattr(store, "_HOT_BYTES", 1_000)
     made = HotRows("w")
     for number in range(20):
         made.put(units(number), rows(*((number, n) for n in range(20))))

@@ -19,8 +19,9 @@ from pyspark.sql import SparkSession
 from lakehouse.contract import lake as names
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Product
-from lakehouse.gold.hot import UNITS as HOT_UNITS
-from lakehouse.gold.store import BatchMark, ProductStore
+from lakehouse.gold.mark import BatchMark
+from lakehouse.gold.store import UNITS as HOT_UNITS
+from lakehouse.gold.store import ProductStore
 from tests.lakehouse.operators.test_top_n import exact, partial, shown
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -145,7 +146,7 @@ def test_a_batch_without_rows_moves_the_position_on(tmp_path: Path) -> None:
     assert held(made) == [(0, "a", 1)]
     found = store(tmp_path).mark()
     assert found is not None
-    assert (found.batch, found.through) == (1, {"t/0": 9})
+    assert (found.transaction, found.through) == (1, {"t/0": 9})
     assert store(tmp_path).holds("q", 1)
 
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from lakehouse.contract.pipeline import Product, load_pipeline
 from lakehouse.contract.settings import conf_dir
 from lakehouse.errors import BadProduct
-from lakehouse.operators import Operator, operator_of
 from lakehouse.operators.aggregate import Aggregate
+from lakehouse.operators.base import Operator
+from lakehouse.operators.registry import operator_of
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 SQL = """

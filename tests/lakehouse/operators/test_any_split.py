@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lakehouse.contract.lake import Lake
-from lakehouse.gold.store import BatchMark, ProductStore
-from lakehouse.operators import Operator, operator_of
-from lakehouse.operators.base import prepared
+from lakehouse.gold.mark import BatchMark
+from lakehouse.gold.store import ProductStore
+from lakehouse.operators.base import Operator
+from lakehouse.operators.registry import operator_of
 from lakehouse.replay import digest
 from tests.lakehouse.operators.partials import OPERATORS, Event
 
@@ -32,7 +33,7 @@ events = st.lists(
 def taken(operator: Operator, held: pa.Table | None, raw: pa.Table) -> pa.Table:
     """What the store does with a batch, without a table."""
     operator.describe(raw.schema)
-    partial = prepared(operator, raw)
+    partial = operator.prepare(raw) if raw.num_rows else raw
     if held is None:
         return operator.merge(None, partial)
     touched = set(partial["window_start"].to_pylist())
@@ -98,13 +99,13 @@ def test_repeated_batches_and_restarts_do_not_matter(name: str, stream: list[Eve
 
 @pytest.mark.parametrize("name", ["distinct", "reservoir", "sql"])
 def test_a_build_of_many_panes_is_merged_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lakehouse.operators import grouped, reservoir, sliding
+    from lakehouse.operators import rows, sketched, windows
 
     made = random.Random(1)
     stream = [Event(n, made.randrange(3_000), made.choice("ab"), made.randrange(30)) for n in range(600)]
     make, partial = OPERATORS[name]
     operator = operator_of(make("20 seconds"))
     whole = shown(taken(operator, None, partial(stream, 20)))
-    for module in (grouped, reservoir, sliding):
+    for module in (rows, sketched, windows):
         monkeypatch.setattr(module, "_MOST", 10)
     assert shown(taken(operator, None, partial(stream, 20))) == whole

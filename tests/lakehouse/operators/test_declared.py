@@ -9,7 +9,7 @@ import pytest
 
 from lakehouse.contract.pipeline import Product
 from lakehouse.errors import BadProduct
-from lakehouse.operators import operator_of
+from lakehouse.operators.registry import operator_of
 from tests.lakehouse.operators.partials import product
 
 

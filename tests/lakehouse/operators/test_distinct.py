@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lakehouse.contract.pipeline import Product
-from lakehouse.operators import Operator, operator_of
-from lakehouse.operators.base import TIMESTAMP
+from lakehouse.operators.base import TIMESTAMP, Operator
+from lakehouse.operators.registry import operator_of
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 PARTIAL = pa.schema(

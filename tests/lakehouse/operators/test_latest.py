@@ -15,8 +15,8 @@ from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline import Product
 from lakehouse.contract.rows import Fold
 from lakehouse.errors import BadProduct
-from lakehouse.operators import operator_of
-from lakehouse.operators.latest import Latest
+from lakehouse.operators.registry import operator_of
+from lakehouse.operators.rows import Latest
 
 PRODUCT = Product(
     "gold",

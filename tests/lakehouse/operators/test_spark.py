@@ -24,7 +24,7 @@ from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, load_pipeline
 from lakehouse.contract.settings import Settings, load_settings
 from lakehouse.live import LiveProducts
-from lakehouse.operators import operator_of
+from lakehouse.operators.registry import operator_of
 from lakehouse.replay import verify
 from lakehouse.silver.conform import conform
 from lakehouse.sketches.bloom import BloomFilter

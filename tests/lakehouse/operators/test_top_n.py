@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from lakehouse.contract.pipeline import Product
 from lakehouse.errors import BadProduct
-from lakehouse.operators import Operator, operator_of
-from lakehouse.operators.base import TIMESTAMP, prepared
+from lakehouse.operators.base import TIMESTAMP, Operator
+from lakehouse.operators.registry import operator_of
 from lakehouse.sketches.kinds import Answer, Question, merged_of
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
@@ -53,7 +53,7 @@ def partial(batch: list[Event], lg_k: int = 10) -> pa.Table:
 def taken(operator: Operator, rows: pa.Table | None, batch: pa.Table) -> pa.Table:
     """Rows of the product with those of a batch."""
     assert operator.schema is not None
-    return operator.merge(rows, prepared(operator, batch) if batch.num_rows else operator.schema.empty_table())
+    return operator.merge(rows, operator.prepare(batch) if batch.num_rows else operator.schema.empty_table())
 
 
 def split(batch: list[Event], cuts: list[int]) -> list[list[Event]]:

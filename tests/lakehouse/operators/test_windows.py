@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lakehouse.contract.pipeline import Product
-from lakehouse.operators import operator_of
 from lakehouse.operators.base import TIMESTAMP
+from lakehouse.operators.registry import operator_of
 from lakehouse.operators.windows import pane_ms, spread
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)

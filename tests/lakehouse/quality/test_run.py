@@ -19,7 +19,8 @@ from lakehouse.contract.lake import Lake, UnknownTable
 from lakehouse.contract.pipeline import Pipeline, load_pipeline
 from lakehouse.contract.pipeline.expectations import GX_TYPES
 from lakehouse.errors import QualityProblem
-from lakehouse.gold.store import BatchMark, ProductStore
+from lakehouse.gold.mark import BatchMark
+from lakehouse.gold.store import ProductStore
 from lakehouse.quality.engine import Finding, _class_name
 from lakehouse.quality.notes import accept, accepted, note_unknown_fields, noted_unknown_fields, unknown_fields
 from lakehouse.quality.run import QualityRun, TableCheck, check_tables, gate

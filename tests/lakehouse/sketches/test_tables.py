@@ -15,7 +15,8 @@ from jobs.cli import app
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.lake import Lake
 from lakehouse.errors import BadSketch
-from lakehouse.gold.store import BatchMark, ProductStore
+from lakehouse.gold.mark import BatchMark
+from lakehouse.gold.store import ProductStore
 from lakehouse.sketches.kinds import Question, inner_product, merged_of
 from lakehouse.sketches.tables import SketchTable, Span, is_held
 from tests.lakehouse.operators.partials import OPERATORS, START, Event

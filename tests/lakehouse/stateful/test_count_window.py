@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Product
 from lakehouse.errors import BadProduct
-from lakehouse.gold.stateful import StateStore, store_of
-from lakehouse.gold.store import BatchMark
-from lakehouse.operators import operator_of
+from lakehouse.gold.mark import BatchMark
+from lakehouse.gold.state_store import StateStore, store_of
 from lakehouse.operators.base import TIMESTAMP
+from lakehouse.operators.registry import operator_of
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 PARTIAL = pa.schema(

@@ -20,8 +20,8 @@ from river import drift
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Product
-from lakehouse.gold.stateful import StateStore, store_of
-from lakehouse.gold.store import BatchMark
+from lakehouse.gold.mark import BatchMark
+from lakehouse.gold.state_store import StateStore, store_of
 from lakehouse.operators.base import TIMESTAMP
 from tests.recordings import RECORDINGS
 
@@ -186,7 +186,7 @@ def test_a_state_can_run_no_code(tmp_path: Path) -> None:
     evil = pa.array([pickle.dumps(_Evil())], pa.binary())
     rows = rows.set_column(rows.schema.get_field_index("state"), "state", evil)
     with pytest.raises(pickle.UnpicklingError, match="exec"):
-        made.keeps.advance(rows, numbered([("a", 1.0)], 1), None)
+        made.operator.advance(rows, numbered([("a", 1.0)], 1), None)
 
 
 def test_an_unknown_parameter_is_refused() -> None:

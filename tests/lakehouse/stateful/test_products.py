@@ -10,7 +10,7 @@ from deltalake import DeltaTable
 from pyspark.sql import SparkSession
 
 from lakehouse.errors import BadProduct
-from lakehouse.gold.stateful import store_of
+from lakehouse.gold.state_store import store_of
 from tests.lakehouse.examples.play import START_MS, Event, Example, at
 from tests.lakehouse.lakes import eventually
 

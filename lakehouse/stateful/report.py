@@ -1,4 +1,4 @@
-"""What products remember, read beside their writer and without Spark."""
+"""What products remember, read without Spark while their writer runs or not."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, Product
 from lakehouse.contract.pipeline.product import STATEFUL
-from lakehouse.gold.stateful import StateStore, store_of
-from lakehouse.stateful.joinindex import LEFT, JoinIndex
+from lakehouse.gold.state_store import StateStore, store_of
+from lakehouse.stateful.join_index import LEFT, JoinIndex
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -49,8 +49,8 @@ def stateful_products(pipeline: Pipeline) -> list[Product]:
     return [product for product in pipeline.products.values() if product.operator in STATEFUL]
 
 
-def look(lake: Lake, pipeline: Pipeline, product: Product) -> StateFacts | None:
-    """What the product remembers; None where its table is not there yet."""
+def report(lake: Lake, pipeline: Pipeline, product: Product) -> StateFacts | None:
+    """What the product remembers; None if its table does not exist yet."""
     store = store_of(product, lake.table(product.layer, product.name), pipeline.name)
     if not store.table.exists():
         return None
@@ -59,7 +59,7 @@ def look(lake: Lake, pipeline: Pipeline, product: Product) -> StateFacts | None:
     clock = None if micros is None else _at(micros)
     if isinstance(store, StateStore):
         rows = _rows(store.table.path)
-        live = int(store.keeps.live(rows, micros).sum()) if rows.num_rows else 0
+        live = int(store.operator.live(rows, micros).sum()) if rows.num_rows else 0
         return StateFacts(product.name, product.operator, live, rows.num_rows - live, 0, clock)
     folder = lake.state / "joins" / product.name
     index = JoinIndex(folder, product, readonly=True)

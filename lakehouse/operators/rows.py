@@ -1,42 +1,74 @@
-"""A uniform random sample of the events of a window.
-
-Each event gets a priority, SHA-256 of the product's seed and the event's id; the ``n`` smallest of a window are its
-sample (bottom-k, Cohen and Kaplan, "Summarizing data using bottom-k sketches", PODC 2007). All events are as likely to
-be drawn, without replacement; and unlike Vitter's reservoir, the draw does not depend on the order or the batches they
-come in: a replay draws the same.
-"""
+"""Products whose rows are rows of their input: the latest of each key, and a uniform sample of each window."""
 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 from sqlglot import exp
 
 from lakehouse.contract.pipeline import Product
+from lakehouse.contract.rows import LATEST, Fold
 from lakehouse.errors import BadProduct
-from lakehouse.operators.base import WINDOW_END, WINDOW_START, plain_type
-from lakehouse.operators.grouped import check_names
+from lakehouse.operators.base import WINDOW_END, WINDOW_START, Operator, check_names, codes, plain_fields
 from lakehouse.operators.sql import parse
 from lakehouse.operators.windows import input_sql, spread_and_merged, windowed
 
+TIE = "tie"  # the column with the hash
 _MOST = 500_000  # rows that are made at once
 _ID, _PRIORITY, _SEEN = "event_id", "priority", "seen"
 _MULTIPLIES = (exp.Lateral, exp.Explode, exp.Inline, exp.Unnest, exp.SetOperation)
 _GENERATORS = {"inline", "inline_outer", "explode_outer", "posexplode", "posexplode_outer", "stack", "json_tuple"}
 
 
-class Reservoir:
-    """``n`` rows a window: the columns of the input, and ``priority``.
+class Latest(Operator):
+    """One row a key: the columns of the input, and ``tie``. The system of record.
+
+    Of two rows with the same key and version the one with the greater 64-bit hash of its columns is kept: an arbitrary
+    choice, but the same in every order, in every replay and after any repetition. Taking the maximum is associative,
+    commutative and idempotent. A deletion is a row like any other, with a column of the user's own that says so.
+
+    For many keys store it with ``storage = "append"``: a batch adds its own keys' latest rows, and readers and
+    maintenance fold them (lakehouse.contract.rows). ``upsert`` rewrites the table with each batch: for small ones.
+    """
+
+    def __init__(self, product: Product) -> None:
+        self._product = product
+        self.key: tuple[str, ...] = product.by
+        self.order: tuple[str, ...] = (product.version, TIE)
+
+    def partial_sql(self) -> str:
+        key = ", ".join(f"`{name}`" for name in self.key)
+        version = f"`{self._product.version}`"
+        there = " AND ".join(f"`{name}` IS NOT NULL" for name in (*self.key, self._product.version))
+        rows = f"SELECT *, xxhash64(*) AS {TIE} FROM ({input_sql(self._product)}) WHERE {there}"  # noqa: S608 - a checked pipeline
+        best = f"max_by(struct(*), struct({version}, {TIE})) AS millrace_latest"
+        return f"SELECT inline(array(millrace_latest)) FROM (SELECT {best} FROM ({rows}) GROUP BY {key})"  # noqa: S608
+
+    def describe(self, partial: pa.Schema) -> None:
+        if absent := [name for name in (*self.key, self._product.version) if name not in partial.names]:
+            raise BadProduct(self._product.name, f"its SQL has no column {absent[0]}", "Select it, or name another")
+        if partial.names.count(TIE) > 1:
+            raise BadProduct(self._product.name, f"its SQL has a column {TIE!r}", f"Call it otherwise: … AS {TIE}_of")
+        self.schema = pa.schema(plain_fields(partial))
+        self.fold = {name: LATEST for name in partial.names if name not in self.key}
+
+    def merge(self, old: pa.Table | None, partial: pa.Table) -> pa.Table:
+        return Fold(self.key, self.fold, self.order).arrow(self._stacked(old, partial))
+
+
+class Reservoir(Operator):
+    """``n`` rows a window, a uniform random sample: the columns of the input, and ``priority``.
+
+    The priority of an event is SHA-256 of the product's seed and the event's id; the ``n`` smallest of a window are its
+    sample (bottom-k, Cohen and Kaplan, "Summarizing data using bottom-k sketches", PODC 2007). All events are as likely
+    to be drawn, without replacement. Unlike Vitter's reservoir, the draw does not depend on the order or the batches
+    they come in: a replay draws the same.
 
     ``seen``, in the row of the smallest priority, is the number of events that the sample is drawn from.
     """
 
-    fold: dict[str, str] = {}  # noqa: RUF012 - of the protocol, never written to
-    counts: str | None = None
-    schema: pa.Schema | None = None
-    unit: tuple[str, ...] = (WINDOW_START,)
+    unit = (WINDOW_START,)
 
     def __init__(self, product: Product) -> None:
         self._product = product
@@ -50,18 +82,18 @@ class Reservoir:
         drawn = f"min_by(struct({others}), {_PRIORITY}, {self._product.n}) AS millrace_drawn, count(*) AS {_SEEN}"
         columns = ", ".join([WINDOW_START, WINDOW_END, *([by] if by else []), _SEEN])
         priority = f"substr(sha2(concat({self._product.seed}, ':', `{_ID}`), 256), 1, 32) AS {_PRIORITY}"
-        drawable = f"(SELECT *, {priority} FROM {input_sql(self._product)})"  # noqa: S608 - a checked pipeline
+        drawable = f"SELECT *, {priority} FROM ({input_sql(self._product)})"  # noqa: S608 - a checked pipeline
         inner = windowed(self._product, drawn, where=f"`{_ID}` IS NOT NULL", source=drawable)
         return f"SELECT {columns}, inline(millrace_drawn) FROM ({inner})"  # noqa: S608 - a checked pipeline
 
     def describe(self, partial: pa.Schema) -> None:
         check_names(self._product, partial.names)
-        self.schema = pa.schema([pa.field(field.name, plain_type(field.type)) for field in partial])
+        self.schema = pa.schema(plain_fields(partial))
 
     def prepare(self, partial: pa.Table) -> pa.Table:
         # Spark says `seen` in each row of a pane; it counts once.
         first = np.zeros(partial.num_rows, bool)
-        first[np.unique(_codes(partial, self._group), return_index=True)[1]] = True
+        first[np.unique(codes(partial, self._group), return_index=True)[1]] = True
         seen = pc.if_else(pa.array(first), partial[_SEEN], pa.scalar(None, pa.int64()))
         rows = partial.set_column(partial.schema.get_field_index(_SEEN), _SEEN, seen)
         if not self._product.slide:
@@ -69,10 +101,8 @@ class Reservoir:
         return spread_and_merged(rows, self._product.window_ms, self._product.slide_ms, self.merge, most=_MOST)
 
     def merge(self, old: pa.Table | None, partial: pa.Table) -> pa.Table:
-        assert self.schema is not None, "describe() comes first"
-        tables = [table.select(self.schema.names).cast(self.schema) for table in (old, partial) if table is not None]
-        rows = pa.concat_tables(tables).combine_chunks()
-        groups = _codes(rows, self._group)
+        rows = self._stacked(old, partial).combine_chunks()
+        groups = codes(rows, self._group)
         seen = np.zeros(len(groups), np.int64)
         np.add.at(seen, groups, rows[_SEEN].fill_null(0).to_numpy())
         by_priority = pa.table({"group": groups, _PRIORITY: rows[_PRIORITY]})
@@ -83,17 +113,7 @@ class Reservoir:
         drawn = place < self._product.n
         found = rows.take(pa.array(order[drawn]))
         totals = pa.array(seen[groups[drawn]], mask=place[drawn] != 0)
-        return found.set_column(found.schema.get_field_index(_SEEN), self.schema.field(_SEEN), totals)
-
-
-def _codes(rows: pa.Table, names: list[str]) -> npt.NDArray[np.int64]:
-    """A number from 0 for each combination of the columns' values."""
-    codes = np.zeros(rows.num_rows, np.int64)
-    for name in names:
-        encoded = rows[name].combine_chunks().dictionary_encode(null_encoding="encode")
-        codes = codes * max(1, len(encoded.dictionary)) + encoded.indices.to_numpy()
-        codes = np.unique(codes, return_inverse=True)[1].astype(np.int64)
-    return codes
+        return found.set_column(found.schema.get_field_index(_SEEN), rows.schema.field(_SEEN), totals)
 
 
 def _check(product: Product) -> None:

@@ -15,11 +15,11 @@ from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.contract.settings import conf_dir
-from lakehouse.gold.stateful import store_of
-from lakehouse.gold.store import BatchMark
-from lakehouse.stateful.joinindex import JoinIndex
-from lakehouse.stateful.look import join_key, look, remembered, stateful_products
-from tests.lakehouse.stateful.test_joinindex import SCHEMA
+from lakehouse.gold.mark import BatchMark
+from lakehouse.gold.state_store import store_of
+from lakehouse.stateful.join_index import JoinIndex
+from lakehouse.stateful.report import join_key, remembered, report, stateful_products
+from tests.lakehouse.stateful.test_join_index import SCHEMA
 
 AT = datetime(2026, 1, 1, 12, tzinfo=UTC)
 MICROS = int(AT.timestamp() * 1e6)
@@ -49,7 +49,7 @@ def shop(tmp_path: Path) -> Lake:
 def test_sessions(shop: Lake) -> None:
     pipeline = load_pipeline(conf_dir() / "pipelines" / "clickstream")
     (product,) = stateful_products(pipeline)
-    facts = look(shop, pipeline, product)
+    facts = report(shop, pipeline, product)
     assert facts is not None
     assert (facts.live, facts.settled, facts.clock) == (2, 1, AT)
     found = remembered(shop, pipeline, product, {"visitor": "u1"})
@@ -63,7 +63,7 @@ def test_a_join(tmp_path: Path) -> None:
     lake = Lake(tmp_path)
     pipeline = load_pipeline(conf_dir() / "pipelines" / "ads")
     product = pipeline.products["click_through"]
-    assert look(lake, pipeline, product) is None
+    assert report(lake, pipeline, product) is None
     index = JoinIndex(lake.state / "joins" / "click_through", product)
     rows = [
         {"side": side, "join_key": join_key(["i1"]), "at": AT, "dedupe_key": bytes([side]) * 16, "body": body}

@@ -13,9 +13,9 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
 from ingest.simulate.scenes import SCENES
+from lakehouse.batch import slices
 from lakehouse.contract.settings import conf_dir
 from lakehouse.silver.conform import conform
-from lakehouse.slices import slices
 from tests.lakehouse.examples.play import START_MS, Example
 
 pytestmark = pytest.mark.spark

@@ -1,7 +1,7 @@
 """What a join remembers: every event of both sides by join key and time, on disk.
 
-LMDB: entries change and go, and are read in order. Each event carries the number of the batch that
-entered it, so that entering a batch again tells the same changes: what the join was before this batch, what it is now.
+LMDB: entries change and go, and are read in order. Each event carries the number of the step that
+entered it, so that entering a step again tells the same changes: what the join was before this step, what it is now.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAP_BYTES = 1 << 40  # address space, not disk
 LEFT, RIGHT = 0, 1
 _BIAS = 1 << 63  # times before 1970 sort before later ones
 _KEY = struct.Struct(">16sBQ16s")
-_BATCH = struct.Struct(">q")
+_STEP = struct.Struct(">q")
 _TIMED = struct.Struct(">QB16s16s")
 _POSITION = b"\x00position"
 _LAST = b"\xff" * 16
@@ -29,12 +29,12 @@ _FIRST = b"\x00" * 16
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class PairChange:
     """A row that the join gained or lost.
 
     Attributes:
         left: the left event's columns as JSON.
-        right: the right one's, or None where the left one stands alone.
+        right: the right one's; None if the left one stands alone.
         sign: 1 or -1.
     """
 
@@ -44,19 +44,19 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class JoinEntry:
     """One event that is remembered.
 
     Attributes:
         side: :data:`LEFT` or :data:`RIGHT`.
         at: its time, microseconds since the epoch.
-        batch: the batch that entered it.
+        step: the step that entered it.
         body: its columns as JSON.
     """
 
     side: int
     at: int
-    batch: int
+    step: int
     body: str
 
 
@@ -64,7 +64,7 @@ class JoinIndex:
     """Both sides of one join.
 
     Args:
-        folder: where it lies; created where absent.
+        folder: where it lies; created if absent.
         product: how the sides belong together; a retention bounds what is remembered.
     """
 
@@ -95,19 +95,19 @@ class JoinIndex:
         with self._env.begin() as txn:
             return int(txn.stat(self._events)["entries"])
 
-    def enter(self, rows: pa.Table, batch: int, position: str, *, changes: bool = True) -> list[Change]:
-        """Remember a batch's events and tell what they change.
+    def enter(self, rows: pa.Table, step: int, position: str, *, changes: bool = True) -> list[PairChange]:
+        """Remember a step's events and tell what they change.
 
         Args:
             rows: columns ``side``, ``join_key`` (16 bytes, or null: equal to nothing), ``at`` (timestamp),
                 ``dedupe_key`` (16 bytes) and ``body`` (JSON); each event once.
-            batch: its number; a batch that is entered again must have the same rows.
-            position: kept with the entries in one transaction.
+            step: its number, higher than those before; a step that is entered again must have the same rows.
+            position: stored with the entries in one transaction.
             changes: whether to tell.
         """
         keys = self._keys(rows)
         bodies = rows["body"].to_pylist()
-        mark = _BATCH.pack(batch)
+        mark = _STEP.pack(step)
         with self._env.begin(write=True) as txn:
             for key, body in zip(keys, bodies, strict=True):
                 if key is not None:
@@ -116,24 +116,16 @@ class JoinIndex:
                         join_key, side, at, dedupe_key = _KEY.unpack(key)
                         txn.put(_TIMED.pack(at, side, join_key, dedupe_key), b"", db=self._by_time)
             txn.put(_POSITION, position.encode())
-            return list(self._changes(txn, [key for key in keys if key is not None], batch)) if changes else []
+            return list(self._changes(txn, [key for key in keys if key is not None], step)) if changes else []
 
-    def lookup(self, join_key: bytes) -> list[Entry]:
+    def lookup(self, join_key: bytes) -> list[JoinEntry]:
         """Everything that is remembered of a key, left events first, by time."""
         found = []
         with self._env.begin() as txn:
             for key, value in _between(txn.cursor(self._events), join_key + b"\x00", join_key + b"\x02"):
                 _, side, at, _ = _KEY.unpack(key)
-                found.append(Entry(side, at - _BIAS, *_parts(value)))
+                found.append(JoinEntry(side, at - _BIAS, *_parts(value)))
         return found
-
-    def sides(self) -> tuple[int, int]:
-        """How many events are remembered of each side; looks at all of them."""
-        counts = [0, 0]
-        with self._env.begin() as txn:
-            for key in txn.cursor(self._events).iternext(values=False):
-                counts[key[16]] += 1
-        return counts[0], counts[1]
 
     def forget(self, before: int) -> int:
         """Remove events that happened before this time (microseconds since the epoch); returns how many."""
@@ -165,7 +157,7 @@ class JoinIndex:
                 keys.append(_KEY.pack(join_key or dedupe_key, side, at + _BIAS, dedupe_key))
         return keys
 
-    def _changes(self, txn: lmdb.Transaction, keys: list[bytes], batch: int) -> Iterator[Change]:
+    def _changes(self, txn: lmdb.Transaction, keys: list[bytes], step: int) -> Iterator[PairChange]:
         for key in sorted(self._lefts(txn, keys)):
             join_key, _, at, _ = _KEY.unpack(key)
             entered, left = _parts(bytes(txn.get(key, b"", db=self._events)))
@@ -178,10 +170,10 @@ class JoinIndex:
                     _KEY.pack(join_key, RIGHT, upto, _LAST),
                 )
             ]
-            before = self._of([n for n, (b, _) in enumerate(rights) if b < batch]) if entered < batch else []
+            before = self._of([n for n, (b, _) in enumerate(rights) if b < step]) if entered < step else []
             now = self._of(list(range(len(rights))))
-            yield from (Change(left, _body(rights, n), -1) for n in before if n not in now)
-            yield from (Change(left, _body(rights, n), 1) for n in now if n not in before)
+            yield from (PairChange(left, _body(rights, n), -1) for n in before if n not in now)
+            yield from (PairChange(left, _body(rights, n), 1) for n in now if n not in before)
 
     def _lefts(self, txn: lmdb.Transaction, keys: list[bytes]) -> set[bytes]:
         """Left events among ``keys``, and those that its right ones may belong to."""
@@ -213,7 +205,7 @@ def _between(cursor: lmdb.Cursor, low: bytes, high: bytes) -> Iterator[tuple[byt
 
 
 def _parts(value: bytes) -> tuple[int, str]:
-    return _BATCH.unpack_from(value)[0], value[_BATCH.size :].decode()
+    return _STEP.unpack_from(value)[0], value[_STEP.size :].decode()
 
 
 def _body(rights: list[tuple[int, str]], number: int | None) -> str | None:

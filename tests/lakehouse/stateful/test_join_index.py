@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lakehouse.contract.pipeline import Product
 from lakehouse.operators.base import TIMESTAMP
-from lakehouse.stateful.joinindex import LEFT, RIGHT, JoinIndex
+from lakehouse.stateful.join_index import LEFT, RIGHT, JoinIndex
 
 START = datetime(1970, 1, 1, 0, 0, 30, tzinfo=UTC)  # times around 0
 SCHEMA = pa.schema(
@@ -108,7 +108,7 @@ def test_changes_add_up_to_the_join(
             for change in changes:
                 total[change.left, change.right] += change.sign
             assert {pair: count for pair, count in total.items() if count} == dict(joined(named[:b], kind, match))
-        assert sum(index.sides()) == len(index) == sum(key is not None or side == LEFT for side, key, _ in found)
+        assert len(index) == sum(key is not None or side == LEFT for side, key, _ in found)
         index.close()
 
 
@@ -116,7 +116,7 @@ def test_what_is_remembered_can_be_looked_up_and_forgotten(tmp_path: Path) -> No
     index = JoinIndex(tmp_path, product("inner", "all", retention="1 hour"))
     index.enter(rows([(1, (LEFT, 7, -40)), (2, (RIGHT, 7, -35)), (3, (LEFT, 7, 0)), (4, (LEFT, 8, -40))]), 3, "q/3")
     found = index.lookup(bytes([207]) * 16)
-    assert [(entry.side, entry.at, entry.batch, entry.body) for entry in found] == [
+    assert [(entry.side, entry.at, entry.step, entry.body) for entry in found] == [
         (LEFT, -10_000_000, 3, "1"),
         (LEFT, 30_000_000, 3, "3"),
         (RIGHT, -5_000_000, 3, "2"),
@@ -126,7 +126,7 @@ def test_what_is_remembered_can_be_looked_up_and_forgotten(tmp_path: Path) -> No
     assert index.lookup(bytes([208]) * 16) == []
     index.close()
     other = JoinIndex(tmp_path, product("inner", "all", retention="1 hour"), readonly=True)
-    assert other.sides() == (1, 1)
+    assert len(other) == 2
     other.close()
 
 

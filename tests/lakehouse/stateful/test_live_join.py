@@ -16,12 +16,12 @@ from deltalake import DeltaTable
 from pyspark.sql import SparkSession
 
 from ingest.simulate.scenes import SCENES
-from lakehouse.contract.faults import JOIN_CRASH_POINTS
+from lakehouse.contract.faults import JOIN_BUILD_CRASH_POINTS, JOIN_CRASH_POINTS
 from lakehouse.errors import BadProduct, QueryFailed
-from lakehouse.stateful import joinquery
+from lakehouse.stateful import live_join
 from lakehouse.stateful.join import Join
-from lakehouse.stateful.joinindex import JoinIndex
-from lakehouse.stateful.look import remembered
+from lakehouse.stateful.join_index import JoinIndex
+from lakehouse.stateful.report import remembered
 from tests.lakehouse.examples.play import START_MS, Event, Example
 from tests.lakehouse.examples.test_ads import click_through, rates, time_to_click
 
@@ -72,19 +72,22 @@ def test_aborted_at_every_step_and_with_state_lost(
         sent.extend(events)
         example.write(events)
 
-    for point in JOIN_CRASH_POINTS:
-
-        def abort(name: str, at: str = point) -> None:
-            if name == at:
+    @contextlib.contextmanager
+    def aborted(point: str) -> Iterator[None]:
+        def abort(name: str) -> None:
+            if name == point:
                 raise AbortedError(f"at {name}")
 
-        send(60)
         with monkeypatch.context() as patched:
-            patched.setattr(joinquery, "crash_point", abort)
-            with pytest.raises(QueryFailed, match=point), example.running(spark) as driver:
-                send(60)
-                example.wait(driver, alive=False)
-                raise AssertionError("it went on")
+            patched.setattr(live_join, "crash_point", abort)
+            yield
+
+    for point in JOIN_CRASH_POINTS:
+        send(60)
+        with aborted(point), pytest.raises((QueryFailed, AbortedError), match=point), example.running(spark) as driver:
+            send(60)
+            example.wait(driver, alive=False)
+            raise AssertionError("it went on")
     with example.running(spark) as driver:
         example.wait(driver)
     assert_exact(example, sent)
@@ -92,18 +95,21 @@ def test_aborted_at_every_step_and_with_state_lost(
     losses = [
         state / "joins" / "click_through",
         state / "seen" / "join-click_through",
-        state / "checkpoints" / "join-time_to_click",
-        example.lake.table("gold", "click_through").path,
+        example.lake.table("gold", "time_to_click").path,
+        state / "readers",
     ]
     for lost in losses:
         shutil.rmtree(lost)
     send(60)
+    for point in JOIN_BUILD_CRASH_POINTS:
+        with aborted(point), pytest.raises(AbortedError, match=point), example.running(spark):
+            raise AssertionError("it started")
     with example.running(spark) as driver:
         example.wait(driver)
         assert_exact(example, sent)
     product = example.pipeline.products["click_through"]
-    index = JoinIndex(joinquery.index_folder(example.lake, "click_through"), product)
-    assert index.sides() == tuple(len({str(e) for s, e in sent if s == name}) for name in ("impressions", "clicks"))
+    index = JoinIndex(live_join.index_folder(example.lake, "click_through"), product)
+    assert len(index) == len({f"{source} {event}" for source, event in sent})
     index.close()
     clicked = next(e["impression_id"] for source, e in sent if source == "clicks")
     found = remembered(example.lake, example.pipeline, product, {"impression_id": clicked})

@@ -11,21 +11,20 @@ import time
 import uuid
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
-from deltalake import CommitProperties, Transaction
 from deltalake.transaction import AddAction, RemoveAction
 
 from lakehouse.contract.lake import TableRef
 from lakehouse.contract.pipeline import Product
 from lakehouse.errors import BadProduct
-from lakehouse.gold.store import BatchMark, ProductStore
+from lakehouse.gold.mark import BatchMark
+from lakehouse.gold.store import ProductStore
 from lakehouse.operators.base import WINDOW_START, plain
-from lakehouse.stateful.base import Keeps, among, keeps, times
+from lakehouse.stateful.base import StatefulOperator, among, times
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -37,13 +36,14 @@ def store_of(product: Product, table: TableRef, pipeline: str, declaration: str 
         BadProduct: the product cannot be kept as it is declared.
     """
     store = ProductStore(product, table, pipeline, declaration)
-    if product.retention and not keeps(store.operator) and WINDOW_START not in store.operator.key:
+    stateful = isinstance(store.operator, StatefulOperator)
+    if product.retention and not stateful and WINDOW_START not in store.operator.key:
         raise BadProduct(
             product.name,
             "retention removes windows, and it has none",
             f"Group by window(…) and select window.start AS {WINDOW_START}",
         )
-    return StateStore(product, table, pipeline, declaration) if keeps(store.operator) else store
+    return StateStore(product, table, pipeline, declaration) if stateful else store
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +62,12 @@ class _File:
 
 
 class StateStore(ProductStore):
-    """The one writer of the table of a product whose operator is one of :class:`~lakehouse.stateful.base.Keeps`."""
+    """The one writer of the table of a product that remembers."""
+
+    operator: StatefulOperator
 
     def __init__(self, product: Product, table: TableRef, pipeline: str, declaration: str = "") -> None:
         super().__init__(product, table, pipeline, declaration)
-        self.keeps = cast(Keeps, self.operator)
         self._live: pa.Table | None = None
         self._live_files: list[_File] = []
         self._settled: list[_File] = []
@@ -76,14 +77,14 @@ class StateStore(ProductStore):
     def apply(self, partial: pa.Table, mark: BatchMark) -> int:
         """Go on from the rows that are held and commit; see :meth:`ProductStore.apply`."""
         delta = self._ensure(partial.schema)
-        if self.holds(mark.query, mark.batch):
+        if self.holds(mark.application, mark.transaction):
             return delta.version()
         self._load()
         partial = plain(partial)
         held, opened = self._called_back(partial)
-        rows = self.keeps.advance(held, partial, mark.clock)
+        rows = self.operator.advance(held, partial, mark.clock)
         unchanged = not opened and held is not None and rows.equals(held)
-        live = self.keeps.live(rows, mark.clock)
+        live = self.operator.live(rows, mark.clock)
         if unchanged and bool(live.all()):
             self._write_files([], [], mark)
         else:
@@ -98,35 +99,29 @@ class StateStore(ProductStore):
             self._write(self._empty(), mark, predicate=None, mode="overwrite", evolve=True)
         self._load(anew=True)
         partial = plain(rows)
-        full = self.keeps.advance(None, partial, mark.clock)
-        self._replace_files(full, self.keeps.live(full, mark.clock), [*self._live_files, *self._settled], mark)
-        configuration = self._configuration()  # last: a crash before this builds it once more
-        if any(delta.metadata().configuration.get(key) != value for key, value in configuration.items()):
-            delta.alter.set_table_properties(configuration, raise_if_not_exists=False)
-            self._version = delta.version()
+        full = self.operator.advance(None, partial, mark.clock)
+        self._replace_files(full, self.operator.live(full, mark.clock), [*self._live_files, *self._settled], mark)
+        self._declare(delta)
+        self._version = delta.version()
         return delta.version()
 
-    def results(self, rows: pa.Table, build: pa.Table, clock: int | None) -> tuple[pa.Table, pa.Table]:
-        """Rows of the table, and those that a batch build gives at ``clock``, as far as both are sure to be whole.
-
-        Args:
-            rows: all rows of the table.
-            build: what the operator's SQL gave for all of bronze.
-        """
-        again = self.keeps.advance(None, plain(build), clock)
+    def results(self, rows: pa.Table, partial: pa.Table, clock: int | None) -> tuple[pa.Table, pa.Table]:
+        """See :meth:`ProductStore.results`."""
+        self.operator.describe(partial.schema)
+        again = self.operator.advance(None, plain(partial), clock)
         live = rows.select(again.schema.names).cast(again.schema)
         horizon = self.horizon(clock)
         if horizon is None:
             return live, again
-        whole = [found.filter(pa.array(self.keeps.comparable(found, horizon))) for found in (live, again)]
+        whole = [found.filter(pa.array(self.operator.comparable(found, horizon))) for found in (live, again)]
         return whole[0], whole[1]
 
     def _load(self, anew: bool = False) -> None:
-        """Learn which files there are, and the rows that are live, unless nobody was here since our last commit."""
+        """Learn which files there are, and the rows that are live, unless the last commit was our own."""
         delta = self._open()
         if delta.version() == self._version and not anew:
             return
-        assert self.keeps.schema is not None
+        assert self.operator.schema is not None
         mark = self.mark()
         self._clock = mark.clock if mark else None
         adds = pa.table(delta.get_add_actions(flatten=True)).to_pylist()
@@ -134,9 +129,9 @@ class StateStore(ProductStore):
             self._live, self._live_files = None, []
             self._settled = [_File(add["path"], int(add["size_bytes"]), 0) for add in adds]
             return
-        whole = delta.to_pyarrow_table().cast(self.keeps.schema)
-        keys = self.keeps.key
-        alive = whole.filter(pa.array(self.keeps.live(whole, self._clock))) if whole.num_rows else whole
+        whole = delta.to_pyarrow_table().cast(self.operator.schema)
+        keys = self.operator.key
+        alive = whole.filter(pa.array(self.operator.live(whole, self._clock))) if whole.num_rows else whole
         self._live, self._live_files, self._settled = alive, [], []
         for add in adds:
             rows = self._rows(add["path"])
@@ -149,7 +144,7 @@ class StateStore(ProductStore):
 
     def _called_back(self, partial: pa.Table) -> tuple[pa.Table | None, list[_File]]:
         """The rows to go on from, and the settled files among them that have to be written anew."""
-        reach = self.keeps.reach(partial, self._clock)
+        reach = self.operator.reach(partial, self._clock)
         if reach is None:
             return self._live, []
         opened: list[_File] = []
@@ -157,7 +152,7 @@ class StateStore(ProductStore):
         for file in self._settled:
             if file.last > reach:
                 rows = self._rows(file.path)
-                if bool(self.keeps.called_back(rows, partial).any()):
+                if bool(self.operator.called_back(rows, partial).any()):
                     opened.append(file)
                     tables.append(rows)
         return (pa.concat_tables(tables) if tables else None), opened
@@ -168,7 +163,7 @@ class StateStore(ProductStore):
         settled = [file for file in self._settled if file.path not in gone]
         horizon = self.horizon(mark.clock)
         if horizon is not None:
-            keep = live | (times(rows[self.keeps.ends]) > horizon)
+            keep = live | (times(rows[self.operator.ends]) > horizon)
             rows, live = rows.filter(pa.array(keep)), live[keep]
             old = [*old, *(file for file in settled if file.last <= horizon)]
             settled = [file for file in settled if file.last > horizon]
@@ -182,12 +177,12 @@ class StateStore(ProductStore):
     def _new_file(self, rows: pa.Table) -> AddAction:
         name = f"part-{uuid.uuid4()}.zstd.parquet"
         pq.write_table(rows, self.table.path / name, compression="zstd")
-        ends = times(rows[self.keeps.ends])
+        ends = times(rows[self.operator.ends])
         stats = {
             "numRecords": rows.num_rows,
-            "minValues": {self.keeps.ends: _millis(int(ends.min()), 0)},
-            "maxValues": {self.keeps.ends: _millis(int(ends.max()), 1)},  # readers know milliseconds: not too little
-            "nullCount": {self.keeps.ends: 0},
+            "minValues": {self.operator.ends: _millis(int(ends.min()), 0)},
+            "maxValues": {self.operator.ends: _millis(int(ends.max()), 1)},  # readers know milliseconds: not too little
+            "nullCount": {self.operator.ends: 0},
         }
         size = (self.table.path / name).stat().st_size
         return AddAction(name, size, {}, int(time.time() * 1000), True, json.dumps(stats))
@@ -199,26 +194,21 @@ class StateStore(ProductStore):
             *added,
             *(RemoveAction(file.path, True, now, file.size, {}) for file in removed),
         ]
-        properties = CommitProperties(
-            custom_metadata=mark.to_metadata(),
-            app_transactions=[Transaction(mark.query, mark.batch)],
-            max_commit_retries=0,  # one writer: a conflict means that there is another, and must be heard
-        )
-        delta.create_write_transaction(actions, "append", delta.schema(), commit_properties=properties)
+        delta.create_write_transaction(actions, "append", delta.schema(), commit_properties=mark.commit_properties())
         delta.update_incremental()
-        self._batches[mark.query] = mark.batch
+        self._transactions[mark.application] = mark.transaction
         self._version, self._clock = delta.version(), mark.clock
 
     def _rows(self, path: str) -> pa.Table:
-        assert self.keeps.schema is not None
+        assert self.operator.schema is not None
         return (
             pq.read_table(self.table.path / path, partitioning=None)
-            .select(self.keeps.schema.names)
-            .cast(self.keeps.schema)
+            .select(self.operator.schema.names)
+            .cast(self.operator.schema)
         )
 
     def _last(self, rows: pa.Table) -> int:
-        return int(times(rows[self.keeps.ends]).max()) if rows.num_rows else 0
+        return int(times(rows[self.operator.ends]).max()) if rows.num_rows else 0
 
 
 def _millis(micros: int, more: int) -> str:
