@@ -208,7 +208,7 @@ class SparkSettings:
     master: str = "local[4]"
     driver_memory: str = "2g"
     batch_interval_ms: int = 600
-    max_offsets_per_trigger: int = 200_000
+    max_offsets_per_trigger: int = 100_000
     max_bytes_per_trigger: str = "48m"
     rehearse: bool = True
     conf: dict[str, str] = field(default_factory=dict)
