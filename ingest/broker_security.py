@@ -69,7 +69,7 @@ class Secrets:
 
     def itself(self) -> ClientSecurity:
         """How the broker logs in to itself, on the inner listener; it may do everything."""
-        return ClientSecurity("SSL", ca_file=str(self.ca), cert_file=str(self.broker), key_file=str(self.broker))
+        return ClientSecurity("SSL", ca_file=str(self.ca), cert_file=str(self.broker))
 
     def make(self) -> None:
         """Create what is absent or about to expire.

@@ -37,6 +37,7 @@ HELD_BACK = "held back behind an event that is sent again"
 WARN, ALARM = "warn", "alarm"
 
 _REQUEST_BYTES = 64 * 1024 * 1024  # above the broker's limit: what it refuses goes to the failed store
+_BATCH_BYTES = 262_144  # of a producer; larger batches gain nothing measurable
 _HEADER_BYTES = 8_192  # more than key and headers have
 _BATCH_OVERHEAD = 100  # of a batch (61 bytes) and of its record
 _POLL_S = 0.01  # while events are in flight
@@ -255,7 +256,7 @@ class KafkaPublisher:
                 "enable.idempotence": True,
                 "enable.gapless.guarantee": True,
                 "linger.ms": self._settings.linger_ms,
-                "batch.size": min(self._settings.batch_bytes, smallest),  # a larger batch fails with all its events
+                "batch.size": min(_BATCH_BYTES, smallest),  # a larger batch fails with all its events
                 "message.max.bytes": _REQUEST_BYTES,
                 "message.timeout.ms": 0,  # unlimited
                 "partitioner": "murmur2_random",  # the same partition for a key as with the Java clients

@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_S = 10.0
 _FILE_POLL_S = 1.0
+_WATCH_S = 0.02  # between looks at a table that a sender waits for; a look reads one file name
+MAX_WAITERS = 1_000  # senders that wait for an answer at a time; each costs a timer and a request
 _GC_YOUNG = 50_000  # default 700: a batch has more events, and all of them live until Kafka has them
 _GC_OLDER = 50
 
@@ -105,12 +107,12 @@ class CollectorNode:
         self._sources = SourceSet(settings, options, self._file, EventSinks(self._log, self._delivery, recent))
         for source in declared.values():
             self._sources.add(source)
-        gate = SenderGate(keys, max_connections=collect.max_connections, rejects_per_s=collect.rejects_per_s)
+        gate = SenderGate(keys, max_connections=collect.max_connections)
         self._requests = RequestIntake(self._sources.intakes, self._not_ready, gate, Signer.of_lake(lake.state))
-        self._tables = ProductTables(lake, collect.watch_ms / 1000)
-        answers = Answers(self._sources.get, recent, self._tables, collect.max_waiters)
+        self._tables = ProductTables(lake, _WATCH_S)
+        answers = Answers(self._sources.get, recent, self._tables, MAX_WAITERS)
         self._responder = Responder(answers, pipeline, self._requests)
-        self._streams = Streams(self._requests, pipeline, self._tables, collect.max_streams, self._until_ready)
+        self._streams = Streams(self._requests, pipeline, self._tables, collect.max_connections, self._until_ready)
         self._stats = NodeStats(options.node, self._log, self._delivery, self._sources, self._requests)
 
     # --- sources at run time

@@ -52,6 +52,7 @@ from ingest.stats import NodeStats
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem
 from lakehouse.contract.settings import CollectSettings
 
+REQUEST_TIMEOUT_S = 20.0  # for head and body; a slow phone sends an event in less
 _BACKLOG = 2_048
 _CHECK_S = 1.0  # between two checks of the time limits
 
@@ -164,7 +165,7 @@ class HttpServer:
 
     async def _watch(self) -> None:
         """Cut off slow and idle connections, all with one timer."""
-        request_s, idle_s = self._settings.request_timeout_s, self._settings.idle_timeout_s
+        request_s, idle_s = REQUEST_TIMEOUT_S, self._settings.idle_timeout_s
         while True:
             await asyncio.sleep(min(_CHECK_S, request_s / 4))
             for connection in list(self._server.server_state.connections):

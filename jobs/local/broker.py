@@ -31,8 +31,7 @@ from lakehouse.maintain.backlog import Ask, Backlog
 def embedded(settings: Settings, *, die_with_parent: bool = False) -> EmbeddedBroker:
     """The lake's own broker, whether it runs or not."""
     folder = Lake(settings.lake).broker()
-    kafka = settings.kafka
-    return EmbeddedBroker(folder, heap_mb=kafka.heap_mb, die_with_parent=die_with_parent, secure=kafka.secure)
+    return EmbeddedBroker(folder, die_with_parent=die_with_parent, secure=settings.kafka.secure)
 
 
 def resolve_kafka(settings: Settings, user: str) -> Settings:

@@ -23,8 +23,7 @@ class ClientSecurity:
         user: name to log in with; of the SASL protocols.
         password_file: holds the password and nothing else.
         ca_file: PEM file of the authority that signed the broker's certificate; empty: those the system trusts.
-        cert_file: PEM file of the client's own certificate; empty: none.
-        key_file: PEM file of its private key.
+        cert_file: PEM file of the client's private key and certificate, in this order; empty: none.
     """
 
     protocol: str = "PLAINTEXT"
@@ -33,7 +32,6 @@ class ClientSecurity:
     password_file: str = ""
     ca_file: str = ""
     cert_file: str = ""
-    key_file: str = ""
 
     def __post_init__(self) -> None:
         one_of("kafka.protocol", self.protocol, PROTOCOLS)
@@ -44,8 +42,6 @@ class ClientSecurity:
                 key="kafka.user, kafka.password_file",
                 remedy="Name the user, and a file with the password in it",
             )
-        if bool(self.cert_file) != bool(self.key_file):
-            raise ConfigError("go together", key="kafka.cert_file, kafka.key_file", remedy="Set both, or none")
         if not self.tls and (self.ca_file or self.cert_file):
             raise ConfigError(
                 f"{self.protocol} has no use for certificates", key="kafka.protocol", remedy="Set SSL or SASL_SSL"
@@ -91,14 +87,8 @@ class ClientSecurity:
                 "sasl_plain_username": self.user,
                 "sasl_plain_password": self.read_password(),
             }
-        for name, file in (
-            ("ssl_cafile", self.ca_file),
-            ("ssl_certfile", self.cert_file),
-            ("ssl_keyfile", self.key_file),
-        ):
-            if file:
-                options[name] = file
-        return options
+        files = {"ssl_cafile": self.ca_file, "ssl_certfile": self.cert_file}
+        return options | {name: file for name, file in files.items() if file}
 
     def for_librdkafka(self) -> dict[str, str]:
         """Settings of librdkafka (confluent-kafka); none for PLAINTEXT."""
@@ -111,21 +101,15 @@ class ClientSecurity:
                 "sasl.username": self.user,
                 "sasl.password": self.read_password(),
             }
-        for name, file in (
-            ("ssl.ca.location", self.ca_file),
-            ("ssl.certificate.location", self.cert_file),
-            ("ssl.key.location", self.key_file),
-        ):
-            if file:
-                options[name] = file
-        return options
+        files = {
+            "ssl.ca.location": self.ca_file,
+            "ssl.certificate.location": self.cert_file,
+            "ssl.key.location": self.cert_file,
+        }
+        return options | {name: file for name, file in files.items() if file}
 
     def for_java(self) -> dict[str, str]:
-        """Settings of the Java client, as Spark's reader takes them behind ``kafka.``; none for PLAINTEXT.
-
-        Raises:
-            ConfigError: there is a client certificate: the Java client wants it and its key in one file.
-        """
+        """Settings of the Java client, as Spark's reader takes them behind ``kafka.``; none for PLAINTEXT."""
         options: dict[str, str] = {}
         if self.protocol != "PLAINTEXT":
             options["security.protocol"] = self.protocol
@@ -140,12 +124,6 @@ class ClientSecurity:
         if self.ca_file:
             options |= {"ssl.truststore.type": "PEM", "ssl.truststore.location": self.ca_file}
         if self.cert_file:
-            if self.cert_file != self.key_file:
-                raise ConfigError(
-                    "must be the same file for Spark",
-                    key="kafka.cert_file, kafka.key_file",
-                    remedy="Join them: key first",
-                )
             options |= {"ssl.keystore.type": "PEM", "ssl.keystore.location": self.cert_file}
         return options
 

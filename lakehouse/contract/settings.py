@@ -22,23 +22,18 @@ class KafkaSettings:
 
     Attributes:
         bootstrap: ``host:port`` of a broker that runs elsewhere; empty: the embedded one.
-        heap_mb: heap of the embedded broker in MiB.
         linger_ms: how long a producer gathers a batch.
-        batch_bytes: the largest batch of a producer.
         secure: TLS, passwords and access rules on the embedded broker.
         protocol: ``PLAINTEXT``, ``SSL``, ``SASL_SSL`` or ``SASL_PLAINTEXT``: how to talk to a broker elsewhere.
         mechanism: of SASL: ``SCRAM-SHA-512``, ``SCRAM-SHA-256`` or ``PLAIN``.
         user: of SASL.
         password_file: file of the user's password.
         ca_file: PEM file of the authority that signed the broker's certificate.
-        cert_file: PEM file of a client certificate.
-        key_file: PEM file of its private key.
+        cert_file: PEM file of a client certificate, with its private key in front.
     """
 
     bootstrap: str = ""
-    heap_mb: int = 320
     linger_ms: int = 20
-    batch_bytes: int = 262_144
     secure: bool = False
     protocol: str = "PLAINTEXT"
     mechanism: str = "SCRAM-SHA-512"
@@ -46,7 +41,6 @@ class KafkaSettings:
     password_file: str = ""
     ca_file: str = ""
     cert_file: str = ""
-    key_file: str = ""
 
     @property
     def security(self) -> ClientSecurity:
@@ -62,7 +56,6 @@ class KafkaSettings:
             self.password_file,
             self.ca_file,
             self.cert_file,
-            self.key_file,
         )
 
     def secured_by(self, security: ClientSecurity) -> KafkaSettings:
@@ -80,16 +73,11 @@ class CollectSettings:
         keys: file of the API keys; empty: ``_millrace/keys.toml`` in the lake.
         allow_anonymous: bind another address than a loopback one although there are no keys.
         max_connections: connections by HTTP and WebSocket at a time.
-        request_timeout_s: the longest that a request may take to come in.
         idle_timeout_s: a connection without a request is closed after this.
-        rejects_per_s: refused events a second that are kept of each source; beyond that they are counted only.
         protocol: how events are logged: ``hml``, ``rbml`` or ``sbml``.
         log_bytes: bound of the message log on disk; when it is full the collector pushes back.
         group_commit_ms: the longest an event waits for its group to be made durable.
         backoff_max_s: the longest pause before a reconnect.
-        watch_ms: how often a table that somebody waits for is looked at.
-        max_waiters: senders that wait for an answer at a time.
-        max_streams: publish/subscribe connections of one node.
     """
 
     host: str = "127.0.0.1"
@@ -97,23 +85,18 @@ class CollectSettings:
     keys: str = ""
     allow_anonymous: bool = False
     max_connections: int = 20_000
-    request_timeout_s: float = 20.0
     idle_timeout_s: float = 75.0
-    rejects_per_s: int = 1_000
     protocol: str = "hml"
     log_bytes: int = 1_073_741_824
     group_commit_ms: int = 5
     backoff_max_s: float = 10.0
-    watch_ms: int = 20
-    max_waiters: int = 1_000
-    max_streams: int = 10_000
 
     def __post_init__(self) -> None:
         one_of("collect.protocol", self.protocol, ("hml", "rbml", "sbml"))
         if self.max_connections < 1:
             raise ConfigError("must be at least 1", key="collect.max_connections")
-        if self.request_timeout_s <= 0 or self.idle_timeout_s <= 0:
-            raise ConfigError("must be more than 0", key="collect.request_timeout_s, collect.idle_timeout_s")
+        if self.idle_timeout_s <= 0:
+            raise ConfigError("must be more than 0", key="collect.idle_timeout_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +109,6 @@ class ServeSettings:
         poll_ms: how often the tail looks for a new version.
         ring_frames: frames kept per channel for subscribers that lag.
         ring_bytes: bytes kept per channel for subscribers that lag.
-        filter_ring_bytes: the same for each filter on a channel.
         max_filters: distinct filters that one process keeps up to date.
         slow_after_ms: a subscriber this far behind is told so.
         cut_after_ms: a subscriber that reads nothing for this long is cut.
@@ -141,14 +123,8 @@ class ServeSettings:
         max_sql: statements of ``/v1/sql`` and reads of older versions that run at a time, each of the two.
         sql_timeout_s: the longest that a statement runs.
         sql_memory_mb: memory of a statement in MiB.
-        sql_rows: rows of an answer at most.
-        sql_bytes: bytes of an answer at most.
-        max_webhooks: webhooks of a lake.
         webhook_private: let webhooks call addresses that the public internet does not reach.
-        webhook_attempts: how often a delivery is tried before it is a dead letter.
-        webhook_timeout_s: the longest that one attempt takes.
         webhook_backoff_ms: pause after the first failed attempt at most; it doubles with each one, up to five minutes.
-        webhook_log: deliveries, and as many dead letters, that are kept of each webhook.
     """
 
     host: str = "127.0.0.1"
@@ -156,7 +132,6 @@ class ServeSettings:
     poll_ms: int = 15
     ring_frames: int = 1_024
     ring_bytes: int = 16_777_216
-    filter_ring_bytes: int = 1_048_576
     max_filters: int = 2_000
     slow_after_ms: int = 5_000
     cut_after_ms: int = 30_000
@@ -171,17 +146,11 @@ class ServeSettings:
     max_sql: int = 4
     sql_timeout_s: float = 10.0
     sql_memory_mb: int = 512
-    sql_rows: int = 100_000
-    sql_bytes: int = 67_108_864
-    max_webhooks: int = 100
     webhook_private: bool = False
-    webhook_attempts: int = 8
-    webhook_timeout_s: float = 10.0
     webhook_backoff_ms: int = 1_000
-    webhook_log: int = 1_000
 
     def __post_init__(self) -> None:
-        for name in ("processes", "max_sql", "sql_memory_mb", "sql_rows", "sql_bytes", "webhook_attempts"):
+        for name in ("processes", "max_sql", "sql_memory_mb"):
             if getattr(self, name) < 1:
                 raise ConfigError("must be at least 1", key=f"serve.{name}")
 
@@ -220,15 +189,11 @@ class QuerySettings:
 
     Attributes:
         max_queries: queries of a lake, and as many alerts.
-        max_sql_bytes: length of a query's SQL.
-        max_columns: columns of a query.
         max_view_rows: rows of a view; more make it fail, alone.
         max_base_rows: rows of a product that a view or an alert looks at.
     """
 
     max_queries: int = 16
-    max_sql_bytes: int = 16_384
-    max_columns: int = 100
     max_view_rows: int = 20_000
     max_base_rows: int = 500_000
 

@@ -20,7 +20,7 @@ from lakehouse.bronze.readers import reader_file
 from lakehouse.contract.faults import crash_point
 from lakehouse.contract.lake import PROPERTY_PIPELINE, Lake
 from lakehouse.contract.pipeline import Pipeline, View
-from lakehouse.contract.pipeline.added import OWNER, Declared, QuerySpec, State
+from lakehouse.contract.pipeline.added import MAX_COLUMNS, OWNER, Declared, QuerySpec, State
 from lakehouse.contract.pipeline.folder import Alert, in_order
 from lakehouse.contract.settings import Settings
 from lakehouse.derived.alerts import AlertBook, Watcher
@@ -189,7 +189,7 @@ class Derivations:
             keeper = self._keepers.get(view.name)
             if keeper is None:
                 owner = self._pipeline.name if view.name in self._pipeline.views else OWNER
-                limits = {"max_rows": self._settings.max_view_rows, "max_columns": self._settings.max_columns}
+                limits = {"max_rows": self._settings.max_view_rows, "max_columns": MAX_COLUMNS}
                 keeper = self._keepers[view.name] = ViewKeeper(
                     view, self._lake.table(view.layer, view.name), owner, **limits
                 )

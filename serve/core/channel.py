@@ -33,6 +33,7 @@ from serve.views.view import LiveView, RowsView, SubscriberView, filter_errors, 
 _T = TypeVar("_T")
 
 NOT_SERVED = "its pipeline declares that it has no channel; query it with SQL"
+_FILTER_RING_BYTES = 1_048_576  # of a filter; a filter passes a part of its table, and there may be thousands
 SLICE_ROWS = 1_000  # of a snapshot, built before others get their turn: 1 to 3 ms
 INLINE_ROWS = 2_000  # tables up to this size are not sliced
 _HISTORY = 256  # recent changes kept as rows, to serve a new view from an older position without reading files
@@ -171,7 +172,7 @@ class ViewStream:
 
     def _new_ring(self) -> Ring:
         settings = self.channel.settings
-        size = settings.ring_bytes if self.view.id == WHOLE else min(settings.filter_ring_bytes, settings.ring_bytes)
+        size = settings.ring_bytes if self.view.id == WHOLE else min(_FILTER_RING_BYTES, settings.ring_bytes)
         return Ring(self.head, max_frames=settings.ring_frames, max_bytes=size)
 
 

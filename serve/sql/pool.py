@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 TIMEOUT = 4408
 _START_S = 60.0
+MAX_ROWS = 100_000  # of an answer; a page shows fewer, and history and tables are there for more
+MAX_BYTES = 67_108_864  # of an answer, which the server holds in memory
 _WAITING = 4  # waiting statements, for each worker
 _ROOT = Path(__file__).parents[2]
 
@@ -79,8 +81,8 @@ class Workers:
             sql,
             principal,
             as_of,
-            min(rows or serve.sql_rows, serve.sql_rows),
-            serve.sql_bytes,
+            min(rows or MAX_ROWS, MAX_ROWS),
+            MAX_BYTES,
             serve.sql_memory_mb,
             serve.sql_timeout_s,
             arrow,

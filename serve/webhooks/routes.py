@@ -23,6 +23,7 @@ from serve.webhooks.runner import WebhookFleet, secret_of
 from serve.webhooks.store import Webhook, WebhookDelivery, WebhookStore
 
 _MAX_BODY = 32_768
+MAX_WEBHOOKS = 100  # of a lake; each keeps a task and a connection
 _MAX_LISTED = 1_000
 
 
@@ -74,8 +75,8 @@ async def add(request: Request) -> Response:
         wanted.select,
     )
     store = await fleet.store()
-    if not await asyncio.to_thread(store.add, hook, now if new.start == "now" else new.start, settings.max_webhooks):
-        raise RequestError(4409, "full", f"the lake has {settings.max_webhooks} webhooks, which is the bound")
+    if not await asyncio.to_thread(store.add, hook, now if new.start == "now" else new.start, MAX_WEBHOOKS):
+        raise RequestError(4409, "full", f"the lake has {MAX_WEBHOOKS} webhooks, which is the bound")
     fleet.changed()
     shown = _shown(hook) | {"secret": secret_text(secret_of(hub.seal, hook.id))}
     return json_response(shown, 201, Location=f"/v1/webhooks/{hook.id}")

@@ -47,6 +47,9 @@ log = logging.getLogger(__name__)
 # Only for open connections. The webhook's state shows the text of an `error`; it is not posted at each attempt.
 _SKIPPED = frozenset({"resumed", "slow", "heartbeat", "error"})
 WINDOW = 16
+MAX_ATTEMPTS = 8  # a few minutes to half an hour; after that the delivery is a dead letter, which can be fetched
+_TIMEOUT_S = 10.0  # of one attempt
+_KEPT = 1_000  # deliveries, and as many dead letters, of each webhook
 _LONGEST_S = 300.0
 _MOVED_S = 1.0  # between stored positions, while nothing has to be delivered
 _PAUSE_S = 5.0  # before joining again
@@ -316,7 +319,7 @@ class WebhookRunner:
         else:
             self._counts["failed"] += 1
             log.info("webhook %s: attempt %d failed: %s", hook.id, attempts, outcome.error)
-            if attempts >= self._settings.webhook_attempts:
+            if attempts >= MAX_ATTEMPTS:
                 one = replace(one, state=DEAD)
                 self._counts["dead"] += 1
         settled = one.state != FAILING and one.position
@@ -387,7 +390,7 @@ class WebhookFleet:
     async def store(self) -> WebhookStore:
         """The store, created when a webhook is first added."""
         if self._made is None:
-            self._made = await asyncio.to_thread(WebhookStore, self._folder, self._settings.webhook_log)
+            self._made = await asyncio.to_thread(WebhookStore, self._folder, _KEPT)
         return self._made
 
     def changed(self) -> None:
@@ -436,7 +439,7 @@ class WebhookFleet:
 
     async def _call(self, hook: Webhook, store: WebhookStore) -> None:
         settings = self._settings
-        caller = WebhookCaller(settings.webhook_timeout_s, private=settings.webhook_private, trust=self._trust)
+        caller = WebhookCaller(_TIMEOUT_S, private=settings.webhook_private, trust=self._trust)
         async with caller:
             await WebhookRunner(hook, self._context, store, caller).run()
 

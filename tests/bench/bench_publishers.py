@@ -45,7 +45,7 @@ def serve(folder: Path, bootstrap: str, core: int) -> None:
     async def run() -> None:
         stop = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-        collect = CollectSettings(port=0, max_connections=50_000, max_streams=50_000, idle_timeout_s=3600)
+        collect = CollectSettings(port=0, max_connections=50_000, idle_timeout_s=3600)
         settings = Settings(lake=folder, kafka=KafkaSettings(bootstrap=bootstrap), collect=collect)
         node = CollectorNode(settings, Pipeline({"clicks": source_of(TOPIC)}))
         await node.run(stop, lambda url: print(url, flush=True))

@@ -96,7 +96,7 @@ class Place:
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     settings = settings_of(tmp_path_factory.mktemp("lake"))
-    settings = dataclasses.replace(settings, kafka=KafkaSettings(secure=True, heap_mb=192))
+    settings = dataclasses.replace(settings, kafka=KafkaSettings(secure=True))
     broker = embedded(settings, die_with_parent=True)
     broker.start(timeout_s=180)
     try:

@@ -38,6 +38,8 @@ from lakehouse.contract.sql.spark import (
 from lakehouse.contract.tomlfile import build, read_toml, toml_text
 
 OWNER = "@queries"  # in the property millrace.pipeline of a table that a query made
+_MAX_SQL_BYTES = 16_384  # of a query; parsing takes milliseconds up to here
+MAX_COLUMNS = 100  # of a query or view; a wider result is a mistake in most cases
 STARTS = ("now", "start")
 RESERVED = (QUARANTINE, ALERTS, WARNINGS, QUALITY, LOADS)
 SQL_COLUMNS = ("event_id", "source", "tenant", "received_at", "event_time", "origin", "weight")
@@ -204,12 +206,12 @@ def checked_query(
         raise QueryRefused("quota", f"there are {quotas.max_queries} queries already", "Remove one: millrace query rm")
     if spec.start not in STARTS:
         raise QueryRefused("option", f"from {spec.start!r} is not known", f"Use one of: {', '.join(STARTS)}")
-    tree = parse_query(spec.sql, max_bytes=quotas.max_sql_bytes)
+    tree = parse_query(spec.sql, max_bytes=_MAX_SQL_BYTES)
     derived = [*pipeline.products, *pipeline.views, *(name for name, query in declared.items() if not query.removed)]
     relation = check_relations(tree, [*pipeline.sources, *derived])
     if spec.relation not in ("", relation):
         raise QueryRefused("relation", f"its SQL reads {relation!r}, not {spec.relation!r}", "Leave the source out")
-    names = outputs(tree, limit=quotas.max_columns)
+    names = outputs(tree, limit=MAX_COLUMNS)
     spec = replace(spec, relation=relation, created=spec.created or datetime.now(UTC).isoformat(timespec="seconds"))
     if relation in pipeline.sources:
         check_functions(tree, SOURCE_FUNCTIONS)

@@ -26,7 +26,7 @@ async def test_every_case_passes(broker: EmbeddedBroker, tmp_path: Path, monkeyp
     monkeypatch.setattr(stream, "StreamProtocol", Echo)
     monkeypatch.setattr(stream, "MAX_MESSAGE_BYTES", LARGEST)
     pipeline = pipeline_of("autobahn", "http")
-    async with running_node(settings_of(tmp_path, max_streams=40), pipeline, broker.bootstrap) as url:
+    async with running_node(settings_of(tmp_path, max_connections=40), pipeline, broker.bootstrap) as url:
         # It compresses nothing, so the cases of RFC 7692 have nothing to look at.
         found = await fuzzed(url.replace("http", "ws", 1) + stream.PATH, tmp_path, ("*",), COMPRESSION)
     assert found["OK, OK"] >= 280, found

@@ -88,14 +88,13 @@ CALLBACK_PORTS: list[int] = []
 @asynccontextmanager
 async def node(broker: EmbeddedBroker, folder: Path, respond: str, **options: Any) -> AsyncIterator[Node]:
     topic = f"respond-{next(_NUMBERS)}"
-    settings = settings_of(folder, **{k: v for k, v in options.items() if k == "max_waiters"})
-    pipeline = answering(topic, respond, **{k: v for k, v in options.items() if k != "max_waiters"})
-    async with running_node(settings, pipeline, broker.bootstrap) as url:
+    async with running_node(settings_of(folder), answering(topic, respond, **options), broker.bootstrap) as url:
         yield Node(url, Lake(folder), broker.bootstrap, topic)
 
 
-async def test_at_once(broker: EmbeddedBroker, tmp_path: Path) -> None:
-    async with node(broker, tmp_path, "sync", max_waiters=2) as here:
+async def test_at_once(broker: EmbeddedBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ingest.node.MAX_WAITERS", 2)
+    async with node(broker, tmp_path, "sync") as here:
         first, second = (asyncio.create_task(here.send(n)) for n in (1, 8))  # one key
         await here.take_up({"k1": 5, "k2": 6}, 2)
         for task in (first, second):

@@ -66,7 +66,7 @@ class Node:
 @pytest_asyncio.fixture
 async def node(broker: EmbeddedBroker, tmp_path: Path) -> AsyncIterator[Node]:
     topic = f"roads-{next(_NUMBERS)}"
-    async with running_node(settings_of(tmp_path, max_streams=40), roads(topic), broker.bootstrap) as url:
+    async with running_node(settings_of(tmp_path, max_connections=40), roads(topic), broker.bootstrap) as url:
         yield Node(url, tmp_path, broker.bootstrap, topic)
 
 

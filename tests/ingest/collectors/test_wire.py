@@ -375,8 +375,9 @@ async def test_a_client_that_does_not_read_its_answers_is_not_read_any_more(tmp_
         await eventually(lambda: served.gate.connections == 0)
 
 
-async def test_slow_clients_are_cut_off(tmp_path: Path) -> None:
-    slow = CollectSettings(port=0, request_timeout_s=1.0, idle_timeout_s=1.0)
+async def test_slow_clients_are_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ingest.collectors.http.REQUEST_TIMEOUT_S", 1.0)
+    slow = CollectSettings(port=0, idle_timeout_s=1.0)
     async with serving(tmp_path, settings=slow) as served:
         heads = [
             b"POST /v1/clicks HTT",  # plain so far

@@ -25,7 +25,7 @@ from lakehouse.contract.settings import load_settings
 
 @pytest.mark.broker
 def test_tending_does_not_wait_for_the_broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stack = Stack(load_settings({}, lake=tmp_path / "lake", kafka__heap_mb=256))
+    stack = Stack(load_settings({}, lake=tmp_path / "lake"))
     (tmp_path / "lake" / "_millrace" / "run").mkdir(parents=True)
     start, held = EmbeddedBroker.start, threading.Event()
 

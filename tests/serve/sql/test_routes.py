@@ -29,9 +29,10 @@ async def post(client: httpx.AsyncClient, sql: str, **more: Any) -> httpx.Respon
     return await client.post("/v1/sql", json={"sql": sql, **more}, timeout=60)
 
 
-async def test_a_statement_over_http(root: Path) -> None:
+async def test_a_statement_over_http(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve.sql.pool.MAX_ROWS", 10)
     top_topics(root).overwrite(topics(0, [5, 4, 3]), [window(0)])
-    async with serving(root, sql_rows=10) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
+    async with serving(root) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         answer = (await post(client, "SELECT rank, count FROM top_topics ORDER BY rank LIMIT 1")).json()
         assert answer == {
             "columns": [{"name": "rank", "type": "int32"}, {"name": "count", "type": "int64"}],

@@ -64,6 +64,7 @@ async def test_a_connection_serves_the_name_whose_certificate_it_has_shown(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cert, key = certificate(tmp_path)  # for 127.0.0.1, not for other.example, which has the same address
+    monkeypatch.setattr("serve.webhooks.runner.MAX_ATTEMPTS", 1)
     monkeypatch.setattr(httpx, "create_ssl_context", lambda **_: ssl.create_default_context(cafile=cert))
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(cert, key)
@@ -72,7 +73,7 @@ async def test_a_connection_serves_the_name_whose_certificate_it_has_shown(
     product = top_topics(root)
     async with (
         receiving(server) as good,
-        serving(root, webhook_private=True, webhook_attempts=1) as url,
+        serving(root, webhook_private=True) as url,
         httpx.AsyncClient(base_url=url, timeout=60) as client,
     ):
         made = await added(client, good)

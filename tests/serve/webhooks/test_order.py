@@ -41,9 +41,12 @@ def shape(receiver: Receiver) -> list[tuple[str, list[int]]]:
     return [(message["type"], counts(message)) for message in receiver.taken]
 
 
-async def test_parts_that_are_too_large_are_dead_letters_and_the_changes_come(root: Path) -> None:
+async def test_parts_that_are_too_large_are_dead_letters_and_the_changes_come(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve.webhooks.runner.MAX_ATTEMPTS", 2)
     product = two_parts(root)
-    async with hooked(root, webhook_attempts=2) as (client, receiver):
+    async with hooked(root) as (client, receiver):
         receiver.most = 100_000
         made = await added(client, receiver)
         await until(lambda: len(receiver.requests) == 4)
@@ -153,14 +156,17 @@ async def test_what_fails_on_our_side_is_told_once_and_tried_again(
 
 
 @pytest.mark.parametrize("large", [True, False], ids=["in a snapshot", "at its end"])
-async def test_what_is_tried_again_ends_with_the_key_that_asked_for_it(root: Path, large: bool) -> None:
+async def test_what_is_tried_again_ends_with_the_key_that_asked_for_it(
+    root: Path, large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve.webhooks.runner.MAX_ATTEMPTS", 100_000)
     if large:
         two_parts(root)
     else:
         top_topics(root).overwrite(topics(0, [1]), [window(0)])
     file = KeyFile(Lake(root).state / "readers.toml", ReaderKey)
     key = file.new(ReaderKey("0" * 64, "mine"))
-    async with hooked(root, webhook_attempts=100_000) as (client, receiver):
+    async with hooked(root) as (client, receiver):
         receiver.always = 500
         client.headers["Authorization"] = f"Bearer {key}"
         made = await added(client, receiver)

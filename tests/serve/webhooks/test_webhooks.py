@@ -74,10 +74,13 @@ async def test_a_snapshot_and_then_every_change_signed_and_in_order(root: Path) 
         assert 'millrace_serve_webhook_deliveries_total{outcome="delivered"} 6.0' in metrics
 
 
-async def test_what_is_not_taken_is_tried_again_and_then_a_dead_letter(root: Path) -> None:
+async def test_what_is_not_taken_is_tried_again_and_then_a_dead_letter(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve.webhooks.runner.MAX_ATTEMPTS", 3)
     product = top_topics(root)
     product.overwrite(topics(0, [1]), [window(0)])
-    async with hooked(root, webhook_attempts=3) as (client, receiver):
+    async with hooked(root) as (client, receiver):
         made = await added(client, receiver, **{"from": "now"})
         receiver.answers = [500, 302]  # a redirect is not followed
         product.overwrite(topics(0, [2]), [window(0)])
@@ -164,13 +167,16 @@ async def test_what_is_refused(root: Path, body: dict[str, Any], code: str) -> N
         assert answer.json()["code"] == code, answer.text
 
 
-async def test_a_key_sees_its_own_webhooks_and_its_rows_and_ends_with_them(root: Path) -> None:
+async def test_a_key_sees_its_own_webhooks_and_its_rows_and_ends_with_them(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve.webhooks.routes.MAX_WEBHOOKS", 1)
     product = rsvps_by_city(root)
     product.append([city(0, "Berlin", 1), city(0, "Bonn", 2)])
     file = KeyFile(Lake(root).state / "readers.toml", ReaderKey)
     mine = file.new(ReaderKey("0" * 64, "mine", rows={"*": "city = 'Bonn'"}))
     other = {"Authorization": "Bearer " + file.new(ReaderKey("0" * 64, "other"))}
-    async with hooked(root, max_webhooks=1) as (client, receiver):
+    async with hooked(root) as (client, receiver):
         client.headers["Authorization"] = f"Bearer {mine}"
         made = await added(client, receiver, table="rsvps_by_city")
         [snapshot] = await receiver.wait(1)
