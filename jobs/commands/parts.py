@@ -83,10 +83,10 @@ def demo(
     as_json: Annotated[bool, typer.Option("--json", help="Print only the figures at the end.")] = False,
 ) -> None:
     """Play a stream through all of Millrace and show its results; print one JSON object at the end."""
-    from jobs.demo.playing import Options
+    from jobs.demo.playing import DemoOptions
     from jobs.demo.show import demo as run_demo
 
-    options = Options(seconds, rate, input, browser=not no_browser, quiet=as_json, live=live)
+    options = DemoOptions(seconds, rate, input, browser=not no_browser, quiet=as_json, live=live)
     raise typer.Exit(run_demo(chosen_settings(), options))
 
 

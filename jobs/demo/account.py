@@ -235,7 +235,7 @@ WARM_S = 20.0  # events sent later than this after the first count as "after war
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class DemoResult:
     """One demo, counted.
 
     Attributes:

@@ -20,7 +20,7 @@ from lakehouse.contract.pipeline.source import STREAM_KINDS
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class DemoOptions:
     """What the command line asks for.
 
     Attributes:
@@ -41,7 +41,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class PlayProgress:
     """How far a playing is.
 
     Attributes:
@@ -67,7 +67,7 @@ class Playing:
         options: what to play.
     """
 
-    def __init__(self, pipeline: Pipeline, settings_pipeline: str, options: Options) -> None:
+    def __init__(self, pipeline: Pipeline, settings_pipeline: str, options: DemoOptions) -> None:
         self._pipeline = pipeline
         self._name = settings_pipeline
         self._options = options
@@ -91,7 +91,7 @@ class Playing:
             command += ["--input", str(options.input)]
         return command
 
-    def progress(self) -> Progress | None:
+    def progress(self) -> PlayProgress | None:
         """How far the player is; None while it does not answer."""
         sent: dict[str, int] = {}
         done = True
@@ -101,12 +101,12 @@ class Playing:
                 return None
             sent[name] = int(status["sent"])
             done = done and bool(status["done"])
-        return Progress(sent, done)
+        return PlayProgress(sent, done)
 
-    async def halt(self, stack: Stack) -> Progress | None:
+    async def halt(self, stack: Stack) -> PlayProgress | None:
         """Tell the player to end where it is; how far it is once it has sent what was due."""
         told = False
-        progress: Progress | None = None
+        progress: PlayProgress | None = None
         for _ in range(150):
             progress = await asyncio.to_thread(self.progress)
             if progress.done if progress is not None else told:
@@ -140,7 +140,7 @@ class Playing:
         return f"{base}/{path}?play={self._play}&source={source.name}{start}"
 
 
-def _played(pipeline: Pipeline, options: Options) -> list[str]:
+def _played(pipeline: Pipeline, options: DemoOptions) -> list[str]:
     """Sources that the player plays: the first, or those of the scene."""
     first = next(iter(pipeline.sources))
     scene = SCENES.get(pipeline.name)

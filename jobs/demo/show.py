@@ -24,7 +24,7 @@ from rich.console import Console
 
 from jobs.demo.account import (
     Account,
-    Outcome,
+    DemoResult,
     Push,
     covers,
     end_offsets,
@@ -34,7 +34,7 @@ from jobs.demo.account import (
     take_account,
 )
 from jobs.demo.board import Board, Figures
-from jobs.demo.playing import Options, Playing, Progress, source_stats, upstream_problems
+from jobs.demo.playing import DemoOptions, Playing, PlayProgress, source_stats, upstream_problems
 from jobs.local.stack import Stack
 from jobs.local.supervise import Child
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem
@@ -50,7 +50,7 @@ RETRY_S = 0.3  # pause before a reconnect at most: both ends are ours, and are a
 
 
 @dataclass
-class Seen:
+class DemoRecord:
     """What the demo has seen so far."""
 
     began: float = field(default_factory=time.time)
@@ -67,7 +67,7 @@ class Show:
         shown: the product on the board.
     """
 
-    def __init__(self, settings: Settings, pipeline: Pipeline, options: Options, console: Console) -> None:
+    def __init__(self, settings: Settings, pipeline: Pipeline, options: DemoOptions, console: Console) -> None:
         self.settings = settings
         self.pipeline = pipeline
         self.options = options
@@ -79,7 +79,7 @@ class Show:
             raise ConfigError("no product of the pipeline has a channel", key="products", file=pipeline.path)
         self.shown: Product = next(iter(self.watched.values()))
         self.sources = self.playing.sources if self.playing else list(pipeline.sources)
-        self.seen = Seen()
+        self.seen = DemoRecord()
         self.before: dict[str, dict[str, int]] = {}
 
     async def play(self) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class Show:
         acknowledged = sum(
             found.get("acknowledged", 0) - self.before[name].get("acknowledged", 0) for name, found in counts.items()
         )
-        return Outcome(
+        return DemoResult(
             self.pipeline.name,
             None if self.playing is None else progress.total,
             acknowledged,
@@ -167,9 +167,9 @@ class Show:
                 if table == self.shown.name:
                     board.pushed(message, now)
 
-    async def _until_played(self, board: Board) -> Progress:
+    async def _until_played(self, board: Board) -> PlayProgress:
         """Tend the parts until the input is played, the time is over, or Ctrl-C; how far it is then."""
-        progress = Progress()
+        progress = PlayProgress()
         began = None
         while not self.seen.stopping:
             await asyncio.to_thread(self.stack.tend)
@@ -179,7 +179,7 @@ class Show:
                 told = await asyncio.to_thread(self.playing.progress)
                 progress = told if told is not None else progress
             else:
-                progress = Progress({"": new})
+                progress = PlayProgress({"": new})
             if began is None and progress.total:
                 began = time.monotonic()
             board.show(Figures(progress.total, new, sum(s.get("in_log", 0) for s in found.values())))
@@ -193,7 +193,7 @@ class Show:
             return await self.playing.halt(self.stack) or progress
         return progress
 
-    async def _until_arrived(self, lake: Lake, progress: Progress) -> bool:
+    async def _until_arrived(self, lake: Lake, progress: PlayProgress) -> bool:
         """Wait until all that was sent has reached the subscriber; False if it did not in time."""
         if self.playing is None:  # nobody tells a live stream to end, so reading ends
             await asyncio.to_thread(self.stack.supervisor.stop, "collect")
@@ -233,7 +233,7 @@ class Show:
                     return False
         return True
 
-    def _accounts(self, lake: Lake, progress: Progress, since_us: int) -> list[Account]:
+    def _accounts(self, lake: Lake, progress: PlayProgress, since_us: int) -> list[Account]:
         """The account of each source."""
         found = []
         for name in self.sources:
@@ -247,10 +247,10 @@ class Show:
         return found
 
 
-__all__ = ["Options", "demo", "percentiles", "run_demo"]
+__all__ = ["DemoOptions", "demo", "percentiles", "run_demo"]
 
 
-async def run_demo(settings: Settings, options: Options, console: Console) -> dict[str, Any]:
+async def run_demo(settings: Settings, options: DemoOptions, console: Console) -> dict[str, Any]:
     """Run the demo to its end; returns its figures.
 
     Raises:
@@ -277,7 +277,7 @@ async def run_demo(settings: Settings, options: Options, console: Console) -> di
 
 
 @contextlib.contextmanager
-def _signals(seen: Seen) -> Iterator[None]:
+def _signals(seen: DemoRecord) -> Iterator[None]:
     """Ctrl-C ends the playing; a second one, during the wait for the last events, ends that."""
     loop = asyncio.get_running_loop()
 
@@ -293,7 +293,7 @@ def _signals(seen: Seen) -> Iterator[None]:
             loop.remove_signal_handler(number)
 
 
-def demo(settings: Settings, options: Options) -> int:
+def demo(settings: Settings, options: DemoOptions) -> int:
     """The command: board and messages on standard error, one JSON object as the last line of standard output."""
     console = Console(stderr=True)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s", stream=sys.stderr)

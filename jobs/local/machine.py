@@ -38,7 +38,7 @@ _PACKAGES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class MachineCheck:
     """One thing that was looked at.
 
     Attributes:
@@ -56,7 +56,7 @@ class Check:
     optional: bool = False
 
 
-def checks() -> list[Check]:
+def checks() -> list[MachineCheck]:
     """Look at everything; takes about a second."""
     found = [_python(), _attempt("Java", _java), *_packages(), *_configuration()]
     found += [_jars(set_name) for set_name in JAR_SETS]
@@ -70,20 +70,20 @@ def checks() -> list[Check]:
     return [*found, _browser()]
 
 
-def _attempt(name: str, look: Callable[[], str]) -> Check:
+def _attempt(name: str, look: Callable[[], str]) -> MachineCheck:
     """The check of something that says its problem by raising."""
     try:
-        return Check(name, True, look())
+        return MachineCheck(name, True, look())
     except EnvironmentProblem as error:
-        return Check(name, False, error.problem, error.remedy)
+        return MachineCheck(name, False, error.problem, error.remedy)
     except MillraceError as error:
-        return Check(name, False, str(error), "Correct the file")
+        return MachineCheck(name, False, str(error), "Correct the file")
 
 
-def _python() -> Check:
+def _python() -> MachineCheck:
     version = ".".join(map(str, sys.version_info[:3]))
     ok = (3, 11) <= sys.version_info[:2] < (3, 13)
-    return Check("Python", ok, version, "" if ok else "Use Python 3.11 or 3.12")
+    return MachineCheck("Python", ok, version, "" if ok else "Use Python 3.11 or 3.12")
 
 
 def _java() -> str:
@@ -91,15 +91,15 @@ def _java() -> str:
     return f"{java.major} ({java.path})"
 
 
-def _packages() -> Iterator[Check]:
+def _packages() -> Iterator[MachineCheck]:
     for extra, names in _PACKAGES.items():
         missing = [name for name in names if importlib.util.find_spec(name) is None]
         detail = f"missing: {', '.join(missing)}" if missing else f"{len(names)} found"
         remedy = f"pip install 'millrace[{extra}]'" if missing else ""
-        yield Check(f"packages for {extra}", not missing, detail, remedy)
+        yield MachineCheck(f"packages for {extra}", not missing, detail, remedy)
 
 
-def _configuration() -> Iterator[Check]:
+def _configuration() -> Iterator[MachineCheck]:
     def settings() -> str:
         load_settings()
         return str(conf_dir())
@@ -118,25 +118,25 @@ def _pipeline(folder: Path) -> str:
     return f"sources: {', '.join(pipeline.sources)}; products: {', '.join(pipeline.products) or 'none'}"
 
 
-def _jars(set_name: str) -> Check:
+def _jars(set_name: str) -> MachineCheck:
     name = f"jars for {set_name}"
     try:
         missing, total = missing_jars(set_name), len(locked_jars(set_name))
     except ConfigError as error:
-        return Check(name, False, str(error), "Correct the file")
+        return MachineCheck(name, False, str(error), "Correct the file")
     if not missing:
-        return Check(name, True, f"{total} in {jars_dir()}")
+        return MachineCheck(name, True, f"{total} in {jars_dir()}")
     remedy = f"They are fetched on first use; or now: python -m lakehouse.contract.jars {set_name}"
-    return Check(name, False, f"{len(missing)} of {total} are not in {jars_dir()}", remedy, optional=True)
+    return MachineCheck(name, False, f"{len(missing)} of {total} are not in {jars_dir()}", remedy, optional=True)
 
 
-def _memory() -> Check:
+def _memory() -> MachineCheck:
     free = _free_memory()
     if free is None:
-        return Check("memory", True, "cannot be told on this system")
+        return MachineCheck("memory", True, "cannot be told on this system")
     ok = free >= MEMORY_BYTES
     remedy = "" if ok else f"Have {MEMORY_BYTES / GIB:.0f} GiB free, or lower MILLRACE_SPARK_DRIVER_MEMORY"
-    return Check("memory", ok, f"{free / GIB:.1f} GiB free", remedy, optional=True)
+    return MachineCheck("memory", ok, f"{free / GIB:.1f} GiB free", remedy, optional=True)
 
 
 def _free_memory() -> int | None:
@@ -154,7 +154,7 @@ def _free_memory() -> int | None:
         return free  # no limit
 
 
-def _disk(lake: Path) -> Check:
+def _disk(lake: Path) -> MachineCheck:
     folder = lake.absolute()
     while not folder.exists():
         folder = folder.parent
@@ -166,10 +166,10 @@ def _disk(lake: Path) -> Check:
     elif free < DISK_BYTES:
         remedy = f"Have {DISK_BYTES / GIB:.0f} GiB free, or set MILLRACE_LAKE to a folder on another disk"
     detail = f"{free / GIB:.1f} GiB free for {lake.absolute()}" + ("" if writable else ", which cannot be written")
-    return Check("disk", not remedy, detail, remedy, optional=writable)
+    return MachineCheck("disk", not remedy, detail, remedy, optional=writable)
 
 
-def _ports(settings: Settings) -> Iterator[Check]:
+def _ports(settings: Settings) -> Iterator[MachineCheck]:
     wanted = (
         ("serving", settings.serve.host, settings.serve.port, "Set MILLRACE_SERVE_PORT, or stop what listens there"),
         ("collecting", settings.collect.host, settings.collect.port, "Set MILLRACE_COLLECT_PORT, or stop what listens"),
@@ -178,7 +178,7 @@ def _ports(settings: Settings) -> Iterator[Check]:
     for what, host, port, remedy in wanted:
         free = port == 0 or _is_free(host, port)
         detail = f"{host}:{port} is {'free' if free else 'taken, perhaps by Millrace itself'}"
-        yield Check(f"port for {what}", free, detail, "" if free else remedy, optional=True)
+        yield MachineCheck(f"port for {what}", free, detail, "" if free else remedy, optional=True)
 
 
 def _is_free(host: str, port: int) -> bool:
@@ -191,25 +191,27 @@ def _is_free(host: str, port: int) -> bool:
     return True
 
 
-def _kafka(bootstrap: str) -> Check:
+def _kafka(bootstrap: str) -> MachineCheck:
     host, _, port = bootstrap.split(",")[0].rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=3).close()
     except (OSError, ValueError) as error:
         remedy = "Start it, or unset MILLRACE_KAFKA to use the embedded broker"
-        return Check("Kafka", False, f"{bootstrap}: {error}", remedy)
-    return Check("Kafka", True, f"{bootstrap} answers")
+        return MachineCheck("Kafka", False, f"{bootstrap}: {error}", remedy)
+    return MachineCheck("Kafka", True, f"{bootstrap} answers")
 
 
-def _browser() -> Check:
+def _browser() -> MachineCheck:
     name = "Chromium for browser tests"
     for command in ("chromium", "chromium-browser", "google-chrome"):
         if path := shutil.which(command):
-            return Check(name, True, path, optional=True)
+            return MachineCheck(name, True, path, optional=True)
     installed = _playwright_browser()
     if installed is not None and installed.exists():
-        return Check(name, True, str(installed), optional=True)
-    return Check(name, False, "not found", "apt-get install chromium, or: playwright install chromium", optional=True)
+        return MachineCheck(name, True, str(installed), optional=True)
+    return MachineCheck(
+        name, False, "not found", "apt-get install chromium, or: playwright install chromium", optional=True
+    )
 
 
 def _playwright_browser() -> Path | None:

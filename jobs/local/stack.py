@@ -44,7 +44,7 @@ DRIVER = "lakehouse.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StackPart:
     """A part of a stack.
 
     Attributes:
@@ -67,7 +67,7 @@ class Part:
         return self.pid is not None
 
 
-def parts(lake: Lake) -> list[Part]:
+def parts(lake: Lake) -> list[StackPart]:
     """The parts that a supervisor started here, whether they run or not."""
     folder = lake.state / "run"
     addresses, driver = _read(folder / ADDRESSES), _read(folder / DRIVER)
@@ -83,7 +83,7 @@ def parts(lake: Lake) -> list[Part]:
             remarks = "" if ready or alive is None else "not ready yet"
         elif name == FEEDS or name.startswith(INBOX):
             remarks = _loaded(folder / metrics_file(name))
-        found.append(Part(name, alive, address, metrics, remarks))
+        found.append(StackPart(name, alive, address, metrics, remarks))
     return found
 
 

@@ -17,7 +17,7 @@ from ingest.simulate.scenes import SCENES
 from ingest.simulate.server import Play, play_pipeline, scene_players
 from jobs.commands.parts import upstream_urls
 from jobs.demo.account import covers, followed
-from jobs.demo.playing import Options, Playing
+from jobs.demo.playing import DemoOptions, Playing
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline import Pipeline, load_pipeline
 from lakehouse.contract.settings import conf_dir
@@ -41,7 +41,7 @@ async def played(pipeline: Pipeline, port: int, **options: object) -> AsyncItera
 
 async def test_every_source_of_a_scene_is_played(tmp_path: Path) -> None:
     pipeline = shipped("ads")
-    playing = Playing(pipeline, "ads", Options())
+    playing = Playing(pipeline, "ads", DemoOptions())
     assert playing.sources == ["impressions", "clicks"]
     upstreams = playing.upstreams()
     assert len({url.partition("play=")[2].partition("&")[0] for url in upstreams.values()}) == 1
@@ -77,11 +77,11 @@ def test_shares_are_as_the_scene_mixes_them() -> None:
 
 def test_where_the_stream_is_read_by_the_kind_of_collector() -> None:
     pipeline = shipped("wikipedia")
-    (url,) = Playing(pipeline, "wikipedia", Options()).upstreams().values()
+    (url,) = Playing(pipeline, "wikipedia", DemoOptions()).upstreams().values()
     assert url.startswith("http://127.0.0.1:") and "/sse?play=" in url and url.endswith("&source=edits&from=0")
-    (url,) = Playing(shipped("meetup"), "meetup", Options()).upstreams().values()
+    (url,) = Playing(shipped("meetup"), "meetup", DemoOptions()).upstreams().values()
     assert url.startswith("ws://127.0.0.1:") and "/stream?play=" in url
-    file = Playing(shipped("ads"), "ads", Options(input=Path("x.jsonl")))
+    file = Playing(shipped("ads"), "ads", DemoOptions(input=Path("x.jsonl")))
     assert file.sources == ["impressions"], "a recording is of the first source"
     assert file.command()[-2:] == ["--input", "x.jsonl"]
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from jobs.local.machine import Check, checks
+from jobs.local.machine import MachineCheck, checks
 from lakehouse.contract.settings import conf_dir
 
 
-def find(found: list[Check], name: str) -> Check:
+def find(found: list[MachineCheck], name: str) -> MachineCheck:
     return next(check for check in found if check.name == name)
 
 

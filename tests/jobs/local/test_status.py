@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from jobs.cli import app
-from jobs.local.stack import ADDRESSES, DRIVER, PARTS, Part, parts, write_note
+from jobs.local.stack import ADDRESSES, DRIVER, PARTS, StackPart, parts, write_note
 from lakehouse.contract.lake import Lake
 
 ME = os.getpid()
@@ -40,16 +40,16 @@ def lake(tmp_path: Path, ended: int) -> Lake:
 
 def test_parts(lake: Lake) -> None:
     assert parts(lake) == [
-        Part("lakehouse", ME, "", "http://127.0.0.1:4/metrics"),
-        Part("serve", ME, "http://127.0.0.1:1", "http://127.0.0.1:1/metrics"),
-        Part("collect", None, "http://127.0.0.1:2", "http://127.0.0.1:2/metrics"),
-        Part("broker", None, "h:3"),
+        StackPart("lakehouse", ME, "", "http://127.0.0.1:4/metrics"),
+        StackPart("serve", ME, "http://127.0.0.1:1", "http://127.0.0.1:1/metrics"),
+        StackPart("collect", None, "http://127.0.0.1:2", "http://127.0.0.1:2/metrics"),
+        StackPart("broker", None, "h:3"),
     ]
 
 
 def test_a_driver_that_was_started_again_is_not_ready_yet(lake: Lake, ended: int) -> None:
     write_note(lake.state / "run" / DRIVER, {"pid": ended, "metrics": "http://127.0.0.1:4/metrics"})
-    assert parts(lake)[0] == Part("lakehouse", ME, remarks="not ready yet")
+    assert parts(lake)[0] == StackPart("lakehouse", ME, remarks="not ready yet")
 
 
 def test_the_command(lake: Lake, tmp_path: Path) -> None:
