@@ -126,7 +126,7 @@ def _jars(set_name: str) -> MachineCheck:
         return MachineCheck(name, False, str(error), "Correct the file")
     if not missing:
         return MachineCheck(name, True, f"{total} in {jars_dir()}")
-    remedy = f"They are fetched on first use; or now: python -m lakehouse.contract.jars {set_name}"
+    remedy = "They are fetched on first use; or now: millrace prepare"
     return MachineCheck(name, False, f"{len(missing)} of {total} are not in {jars_dir()}", remedy, optional=True)
 
 

@@ -20,7 +20,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -242,19 +241,3 @@ def _ivy_module(jars: Sequence[Jar]) -> str:
   </dependencies>
 </ivy-module>
 """
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Fetch the named sets, or all: ``python -m lakehouse.contract.jars [spark|kafka ...]``."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    try:
-        for set_name in arguments or JAR_SETS:
-            logger.info("%s: %d jars in %s", set_name, len(jar_paths(set_name)), jars_dir())
-    except (ConfigError, EnvironmentProblem) as error:
-        logger.error("%s", error)  # a problem for a person to mend, not a traceback
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

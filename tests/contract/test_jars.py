@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem
-from lakehouse.contract.jars import JAR_SETS, jar_paths, locked_jars, main, missing_jars
+from lakehouse.contract.jars import JAR_SETS, jar_paths, locked_jars, missing_jars
 
 JARS = {"org.example:alpha:1.0": b"alpha" * 5_000, "org.example.deep:beta_2.13:4.2.0": b"beta" * 7_000}
 
@@ -125,7 +125,7 @@ def test_offline_says_what_to_do(setup: Setup, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_two_processes_at_once_fetch_once(setup: Setup) -> None:
-    command = [sys.executable, "-m", "lakehouse.contract.jars", "kafka"]
+    command = [sys.executable, "-c", "from lakehouse.contract.jars import jar_paths; jar_paths('kafka')"]
     both = [subprocess.Popen(command, stderr=subprocess.PIPE) for _ in range(2)]
     said = [process.communicate(timeout=300)[1] for process in both]
     assert [process.returncode for process in both] == [0, 0], said
@@ -133,9 +133,9 @@ def test_two_processes_at_once_fetch_once(setup: Setup) -> None:
     assert missing_jars("kafka") == []
 
 
-def test_main_reports_problems_without_a_traceback(setup: Setup, caplog: pytest.LogCaptureFixture) -> None:
-    assert main(["flink"]) == 1
-    assert "spark, kafka" in caplog.text
+def test_a_set_that_does_not_exist() -> None:
+    with pytest.raises(ConfigError, match="spark, kafka"):
+        jar_paths("flink")
 
 
 @pytest.mark.parametrize("line", ["kafka org.example:alpha:1.0", "flink org.example:alpha:1.0 " + "0" * 64])
