@@ -7,11 +7,10 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 from typer.core import TyperGroup
 
 from jobs.commands import care, collecting, load, machine, parts, query, tables
-from jobs.console import choose, err
+from jobs.console import choose, print_problems
 from jobs.local.supervise import follow_parent
 from lakehouse.contract.errors import MillraceError
 
@@ -95,6 +94,7 @@ for _command in (
     care.replay,
     machine.kafka,
     machine.doctor,
+    machine.check,
     machine.prepare,
 ):
     app.command(epilog=_EPILOG)(_command)
@@ -110,7 +110,7 @@ def main() -> None:
     try:
         app()
     except MillraceError as error:
-        err.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
+        print_problems([error])
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -9,15 +9,16 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from lakehouse.contract.envelope import LOG_FIELDS
-from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.errors import ConfigError, MillraceError
 from lakehouse.contract.java import LOG_VARIABLE
 from lakehouse.contract.settings import Settings, load_settings
 
@@ -63,6 +64,21 @@ def chosen_pipeline() -> tuple[Settings, Pipeline]:
 def print_json(value: Any) -> None:
     """One JSON value on standard output."""
     sys.stdout.write(json.dumps(value) + "\n")
+
+
+def print_problems(found: Iterable[MillraceError]) -> None:
+    """One message each, as :func:`jobs.cli.main` prints an error."""
+    for problem in found:
+        err.print(f"[bold red]error:[/] {escape(str(problem))}", highlight=False, soft_wrap=True)
+
+
+def refuse_to_start(settings: Settings, *, ports: bool) -> None:
+    """Print what ``millrace check`` finds, and end with status 1 if it finds anything."""
+    from jobs.local.machine import before_start
+
+    if found := before_start(settings, ports=ports):
+        print_problems(found)
+        raise typer.Exit(1)
 
 
 def stopped_by_signals() -> threading.Event:

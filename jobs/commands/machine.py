@@ -1,4 +1,4 @@
-"""``kafka``, ``doctor`` and ``prepare``: the broker, its topics, and what this machine has."""
+"""``kafka``, ``doctor``, ``check`` and ``prepare``: the broker, its topics, and what this machine has."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from jobs.console import JsonOption, chosen_pipeline, chosen_settings, err, out, print_json
+from jobs.console import JsonOption, chosen_pipeline, chosen_settings, err, out, print_json, print_problems
+from lakehouse.contract.errors import ConfigError
 
 
 class KafkaAction(StrEnum):
@@ -101,6 +102,34 @@ def doctor(as_json: JsonOption = False) -> None:
             table.add_row("[green]ok[/]" if check.ok else "[red]no[/]", check.name, check.detail, check.remedy)
         out.print(table)
     raise typer.Exit(0 if all(check.ok or check.optional for check in found) else 1)
+
+
+def check(
+    pipeline: Annotated[
+        str | None, typer.Argument(help="Folder below conf/pipelines, or a path; default: that of the settings.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Find what is wrong before anything starts: files, types, SQL, ports, Java, lake, Kafka. Exit status 1: some is.
+
+    It starts nothing, needs no Java, and changes nothing. up, demo and run begin with it.
+    """
+    from jobs.local.machine import before_start
+
+    try:
+        settings = chosen_settings()
+        found = before_start(dataclasses.replace(settings, pipeline=pipeline or settings.pipeline))
+    except ConfigError as error:
+        found = [error]
+    if as_json:
+        names = ("file", "line", "key", "problem", "remedy")
+        rows = [{name: getattr(problem, name, None) for name in names} for problem in found]
+        print_json([{**row, "file": str(row["file"]) if row["file"] else None} for row in rows])
+    else:
+        print_problems(found)
+        if not found:
+            err.print("nothing is wrong", highlight=False)
+    raise typer.Exit(1 if found else 0)
 
 
 def prepare(

@@ -25,11 +25,13 @@ from jobs.console import (
     log_to_stderr,
     out,
     print_json,
+    refuse_to_start,
     run_async,
     stopped_by_signals,
 )
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.lake import Lake
+from lakehouse.contract.pipeline import load_pipeline
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,8 +54,9 @@ def up(
     """Run everything, supervised: broker, collector, Spark driver, server and loaders. Ctrl-C stops all of it."""
     from jobs.local.stack import Stack, inbox_folders
 
-    settings, pipeline = chosen_pipeline()
-    folders = inbox_folders(inbox or [], list(pipeline.sources))
+    settings = chosen_settings()
+    refuse_to_start(settings, ports=True)
+    folders = inbox_folders(inbox or [], list(load_pipeline(settings.pipeline_folder()).sources))
     log_to_stderr()
     stack = Stack(settings, upstream=upstream or "", feeds=True, inboxes=folders, watch=True)
     stop = stopped_by_signals()
@@ -87,7 +90,9 @@ def demo(
     from jobs.demo.show import demo as run_demo
 
     options = DemoOptions(seconds, rate, input, browser=not no_browser, quiet=as_json, live=live)
-    raise typer.Exit(run_demo(chosen_settings(), options))
+    settings = chosen_settings()
+    refuse_to_start(settings, ports=False)
+    raise typer.Exit(run_demo(settings, options))
 
 
 def collect(
@@ -126,10 +131,13 @@ def run(
 ) -> None:
     """Run the pipeline's Spark queries in one driver: Kafka to bronze to products."""
     from jobs.local.stack import DRIVER, write_note
+    from jobs.local.supervise import is_supervised
     from jobs.run_pipeline import run_stages
     from lakehouse.stages import Stages
 
     settings = chosen_settings()
+    if not is_supervised():  # else the supervisor has done it
+        refuse_to_start(settings, ports=False)
     note = Lake(settings.lake).state / "run" / DRIVER
 
     def started(metrics: str) -> None:

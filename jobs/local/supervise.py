@@ -132,7 +132,9 @@ class Supervisor:
 
 def follow_parent() -> None:
     """End this process, cleanly, when the supervisor that started it ends; without one, nothing happens."""
+    global _supervised
     parent = os.environ.pop(PARENT_VARIABLE, "")
+    _supervised = bool(parent)
     if not parent or sys.platform != "linux":
         return
     import ctypes
@@ -140,6 +142,14 @@ def follow_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     if os.getppid() != int(parent):
         raise SystemExit("the supervisor ended while this part was starting")
+
+
+_supervised = False
+
+
+def is_supervised() -> bool:
+    """Whether a supervisor started this process."""
+    return _supervised
 
 
 def _stop(name: str, process: subprocess.Popen[bytes]) -> None:

@@ -91,11 +91,13 @@ class QueryRefused(StatementError):
     Attributes:
         code: for programs: ``name``, ``taken``, ``sql``, ``relation``, ``function``, ``column``, ``key``, ``quota``,
             ``option`` or ``unknown``.
+        line: of the SQL, 1-based; 0: not known.
     """
 
-    def __init__(self, code: str, problem: str, remedy: str = "") -> None:
+    def __init__(self, code: str, problem: str, remedy: str = "", line: int = 0) -> None:
         super().__init__(problem, remedy)
         self.code = code
+        self.line = line
 
 
 class FilterError(StatementError):

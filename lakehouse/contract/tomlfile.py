@@ -89,31 +89,51 @@ def build(cls: type[T], values: Mapping[str, Any], *, file: Path, at: str = "") 
         if name not in fields:
             near = difflib.get_close_matches(name, fields, n=1)
             remedy = f"Did you mean {near[0]!r}?" if near else f"Known keys: {', '.join(sorted(fields))}"
-            raise ConfigError("unknown key", key=key, remedy=remedy, file=file, line=line_of(file, name))
+            raise ConfigError("unknown key", key=key, remedy=remedy, file=file, line=line_of(file, key))
         arguments[fields[name].name] = _convert(hints[fields[name].name], value, file=file, key=key)
     for name, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and field.name not in arguments:
-            raise ConfigError(f"key {name!r} is missing", key=at, remedy=f"Add {name} = …", file=file)
+            raise ConfigError(
+                f"key {name!r} is missing", key=at, remedy=f"Add {name} = …", file=file, line=line_of(file, at)
+            )
     try:
         return cls(**arguments)
     except ConfigError as error:  # a check in __post_init__ knows the key, not the file
         key = ".".join(part for part in (at, error.key) if part)
-        last = error.key.rsplit(".", 1)[-1]
-        raise ConfigError(
-            error.problem, key=key, remedy=error.remedy, file=error.file or file, line=error.line or line_of(file, last)
-        ) from None
+        line = error.line or line_of(file, key)
+        raise ConfigError(error.problem, key=key, remedy=error.remedy, file=error.file or file, line=line) from None
 
 
 def line_of(file: Path, key: str) -> int | None:
-    """The first line of the file that sets ``key``, 1-based, or None."""
+    """The line of the file that sets the dotted ``key``, 1-based; else that of the table nearest above it, or None."""
     if not key or not file.is_file():
         return None
-    pattern = re.compile(rf"\s*(\[+.*\b{re.escape(key)}\]+|{re.escape(key)}\s*=)")
+    steps = re.sub(r"\[\d+\]", "", key).split(".")
+    places = [int(number) for number in re.findall(r"\[(\d+)\]", key)]
+    found, best, table, seen = None, 0, [""], 0
     for number, line in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
-        if pattern.match(line):
-            return number
-    return None
+        if header := re.match(r"\s*(\[+)\s*([^\]#]+?)\s*\]", line):
+            table = [step.strip(" '\"") for step in header[2].split(".")]
+            seen += header[1] == "[[" and table == steps[: len(table)]
+            path = table
+        elif setting := re.match(r"""\s*([A-Za-z0-9_."'-]+)\s*=""", line):
+            path = [*table, *(step.strip("'\"") for step in setting[1].split("."))]
+            path = path[path[0] == "" :]
+        else:
+            continue
+        in_place = not places or seen == places[0] + 1 or not seen
+        if in_place and len(path) > best and path == steps[: len(path)]:
+            found, best = number, len(path)
+    if best < len(steps) and len(steps) == 1:
+        return _first_line_of(file, steps[0])
+    return found
+
+
+def _first_line_of(file: Path, key: str) -> int | None:
+    pattern = re.compile(rf"\s*(\[+.*\b{re.escape(key)}\]+|{re.escape(key)}\s*=)")
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((number for number, line in enumerate(lines, 1) if pattern.match(line)), None)
 
 
 def _convert(hint: Any, value: Any, *, file: Path, key: str) -> Any:
@@ -143,7 +163,7 @@ def _convert(hint: Any, value: Any, *, file: Path, key: str) -> Any:
         key=key,
         remedy=f"Give a {wanted}",
         file=file,
-        line=line_of(file, key.rsplit(".", 1)[-1]),
+        line=line_of(file, key),
     )
 
 

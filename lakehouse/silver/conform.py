@@ -48,7 +48,7 @@ def payload_schema(source: Source) -> StructType:
         assert isinstance(schema, StructType)
     except Exception as error:  # noqa: BLE001 - the parser's exceptions have no common base that is public
         raise ConfigError(
-            f"not a Spark DDL schema: {str(error).splitlines()[0]}", key=f"sources.{source.name}.schema"
+            f"not a Spark DDL schema: {str(error).strip().splitlines()[0]}", key=f"sources.{source.name}.schema"
         ) from None
     taken = {*ENVELOPE_COLUMNS, *_HIDDEN, _CORRUPT, *source.enrich} & set(schema.fieldNames())
     if taken:

@@ -271,6 +271,7 @@ def load_pipeline(folder: Path) -> Pipeline:
     except ConfigError as error:
         if error.key.startswith("views."):  # a view is written as a product
             error.key = f"products.{error.key.removeprefix('views.')}"
+            error.line = line_of(path, error.key)
         raise
 
 
@@ -280,7 +281,8 @@ def _check_keys(pipeline: Pipeline, products: dict[str, Any], file: Path) -> Non
         try:
             check_keys(product.operator, products[name])
         except ConfigError as error:
-            key, line = f"products.{name}.{error.key}", line_of(file, error.key)
+            key = f"products.{name}.{error.key}"
+            line = line_of(file, key)
             raise ConfigError(error.problem, key=key, remedy=error.remedy, file=file, line=line) from None
 
 
@@ -296,4 +298,5 @@ def _sql(path: Path, *, key: str, file: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path.name} cannot be read: {error.strerror}", key=key, file=file) from None
+        problem, remedy = f"{path.name} cannot be read: {error.strerror}", "Write the file, or name another"
+        raise ConfigError(problem, key=key, remedy=remedy, file=file, line=line_of(file, key)) from None

@@ -6,6 +6,7 @@ no parser of SQL here: a collector that judges no SQL does not load one (17 MB).
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -56,6 +57,37 @@ def parse_ddl(text: str) -> Mapping[str, Field]:
         return _fields(tokens, end="")
     except (IndexError, ValueError):
         return {}
+
+
+_TYPES = (
+    *(*_INTEGERS, "BOOLEAN", "FLOAT", "REAL", "DOUBLE", "DECIMAL", "DEC", "NUMERIC", "STRING", "CHAR", "CHARACTER"),
+    *(
+        "VARCHAR",
+        "BINARY",
+        "DATE",
+        "TIME",
+        "TIMESTAMP",
+        "TIMESTAMP_NTZ",
+        "TIMESTAMP_LTZ",
+        "INTERVAL",
+        "VOID",
+        "VARIANT",
+    ),
+    *("ARRAY", "MAP", "STRUCT", "GEOMETRY", "GEOGRAPHY"),
+)
+
+
+def unknown_type(fields: Mapping[str, Field]) -> tuple[str, str] | None:
+    """The first type that Spark does not have, as it is written, and the nearest one that it has (or nothing)."""
+    for one in fields.values():
+        while one.element is not None:
+            one = one.element
+        if one.declared.removesuffix(" COLLATE") not in _TYPES:
+            word = one.text.split()[0]
+            return word, next(iter(difflib.get_close_matches(word.upper(), _TYPES, n=1)), "")
+        if found := unknown_type(one.fields):
+            return found
+    return None
 
 
 def find_field(fields: Mapping[str, Field], path: tuple[str, ...]) -> Field | None:

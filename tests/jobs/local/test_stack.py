@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import signal
+import socket
 import threading
 import time
 import urllib.request
@@ -115,8 +116,13 @@ def test_a_pipeline_that_changes_is_followed(tmp_path: Path, monkeypatch: pytest
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     (tmp_path / "pipeline.toml").write_text(PIPELINE.replace("URL", "http://127.0.0.1:1"))
     arguments = ["up", "--lake", str(tmp_path / "lake"), "--pipeline", str(tmp_path)]
+    arguments += ["--set", "serve.port=0", "--set", "collect.port=0"]
     try:
-        found = CliRunner().invoke(app, arguments, env={"MILLRACE_KAFKA_BOOTSTRAP": "127.0.0.1:1"})
+        with socket.socket() as kafka:
+            kafka.bind(("127.0.0.1", 0))
+            kafka.listen()
+            bootstrap = f"127.0.0.1:{kafka.getsockname()[1]}"
+            found = CliRunner().invoke(app, arguments, env={"MILLRACE_KAFKA_BOOTSTRAP": bootstrap})
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
