@@ -49,7 +49,7 @@ def test_the_shipped_pipeline() -> None:
         (SOURCE + 'retention = "long"', "sources.clicks.retention", 6, "not a duration"),
         (SOURCE + 'event_id = "id"', "sources.clicks.event_id", 6, "names no field"),
         (SOURCE + 'topc = "x"', "sources.clicks.topc", 6, "unknown key"),
-        (SOURCE + 'collectors = [{kind = "pigeon"}]', "sources.clicks.collectors[0].kind", None, "not known"),
+        (SOURCE + 'collectors = [{kind = "pigeon"}]', "sources.clicks.collectors[0].kind", 6, "not known"),
         (SOURCE.replace('"clicks"', '"a b"'), "sources.clicks.topic", 3, "no Kafka topic"),
         (SOURCE.replace(".clicks", ".Clicks"), "sources.Clicks", 2, "not a table name"),
         (SOURCE.replace(".clicks", ".quarantine"), "sources.quarantine", 2, "taken"),
