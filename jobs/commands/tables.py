@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from jobs.local.broker import Topics
     from lakehouse.sketches.kinds import Answer, Question
     from lakehouse.sketches.tables import SketchTable, Span
+    from serve.client import Subscription
 
 
 def sql(
@@ -55,6 +57,15 @@ def sql(
     err.print(f"{found.num_rows} rows", style="dim")
 
 
+class Transport(StrEnum):
+    """How the server is asked for changes."""
+
+    auto = "auto"
+    websocket = "websocket"
+    sse = "sse"
+    poll = "poll"
+
+
 def subscribe(
     table: Annotated[str, typer.Argument(help="Name of the table.")],
     url: Annotated[str, typer.Option(help="Base URL of the server.")] = "http://127.0.0.1:8400",
@@ -62,18 +73,38 @@ def subscribe(
         Path | None, typer.Option(help="Keep the position in this file, and resume from it.")
     ] = None,
     count: Annotated[int | None, typer.Option(help="End after this many messages.", min=1)] = None,
+    key: Annotated[str, typer.Option(help="API key; better in the environment.", envvar="MILLRACE_KEY")] = "",
+    where: Annotated[str, typer.Option(help="Only rows that fulfil this SQL condition.")] = "",
+    columns: Annotated[str, typer.Option(help="Only these columns and the key's, separated by commas.")] = "",
+    select: Annotated[str, typer.Option(help="A live aggregate instead of rows: SELECT … GROUP BY ….")] = "",
+    transport: Annotated[
+        Transport, typer.Option(help="How to connect; auto takes the first that gets through.")
+    ] = Transport.auto,
 ) -> None:
     """Follow a table: print a snapshot and then each change, one JSON object a line."""
-    run_async(lambda stop: _print_changes(stop, table, url, position_file, count))
-
-
-async def _print_changes(stop: asyncio.Event, table: str, url: str, file: Path | None, count: int | None) -> None:
-    from serve.client import FileStore, Snapshot
+    from serve.client import ClientOptions, FileStore, SlowNotice, TableQuery
     from serve.client import subscribe as connect
+
+    def warn(notice: SlowNotice) -> None:
+        err.print(f"too slow: {notice.behind} messages or {notice.behind_ms / 1000:.0f} s behind", style="yellow")
+
+    subscription = connect(
+        url,
+        table,
+        FileStore(position_file) if position_file else None,
+        key=key,
+        query=TableQuery(where, tuple(filter(None, columns.split(","))), select),
+        options=ClientOptions(transport=transport.value, on_slow=warn),
+    )
+    run_async(lambda stop: _print_changes(stop, subscription, count))
+
+
+async def _print_changes(stop: asyncio.Event, subscription: Subscription, count: int | None) -> None:
+    from serve.client import Snapshot
 
     async def follow() -> None:
         seen = 0
-        async with connect(url, table, FileStore(file) if file else None) as messages:
+        async with subscription as messages:
             async for message in messages:
                 kind = "snapshot" if isinstance(message, Snapshot) else "change"
                 line = orjson.dumps({"type": kind, **dataclasses.asdict(message)})

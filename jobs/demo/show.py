@@ -41,7 +41,7 @@ from lakehouse.contract.errors import ConfigError, EnvironmentProblem
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, Product, load_pipeline
 from lakehouse.contract.settings import Settings
-from serve.client import RetryPolicy, Snapshot, subscribe
+from serve.client import ClientOptions, Snapshot, subscribe
 
 READY_S = 180.0
 CONNECT_S = 30.0
@@ -157,7 +157,8 @@ class Show:
 
     async def _follow(self, table: str, board: Board) -> None:
         pushes = self.seen.pushes.setdefault(table, [])
-        async with subscribe(self.stack.address.serve, table, retry=RetryPolicy(longest_s=RETRY_S)) as subscription:
+        options = ClientOptions(wait_for_table=True, longest_s=RETRY_S)
+        async with subscribe(self.stack.address.serve, table, options=options) as subscription:
             async for message in subscription.reader():
                 now = time.time() * 1000
                 pushes.append(Push(now, dict(message.through or {})))

@@ -300,7 +300,7 @@ def child_arguments(settings: Settings) -> list[str]:
 
 
 _SHORT = {"kafka": "kafka__bootstrap"}
-_NOT_SETTINGS = {"conf", "jars_dir", "maven_url", "shared_data", "crash_at", "parent", "mark", "log"}
+_NOT_SETTINGS = {"conf", "key", "jars_dir", "maven_url", "shared_data", "crash_at", "parent", "mark", "log"}
 
 
 def _assignment(text: str) -> tuple[str, str]:

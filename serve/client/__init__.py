@@ -6,48 +6,67 @@
         async for message in topics:
             ...  # a Snapshot replaces what you hold, a Change is applied to it
 
-Asking for the next message says that the one before is processed.
+Asking for the next message says that the one before is processed. :class:`SyncSubscription` is for programs without
+asyncio.
 
 Errors::
 
     MillraceError
     └── ClientError
-        ├── Refused       the server will not serve this request: another table, or no position
-        └── BadMessage    the server said something that is not of the protocol
+        ├── Refused              the server will not serve this request; it has a code and a detail
+        │   ├── NoSuchTable      no such table, or none that the key may read
+        │   ├── Unauthorized     no key, or an unknown or revoked one
+        │   ├── Forbidden        not from here, or not with this key
+        │   └── BadFilter        the condition, columns or aggregate
+        └── BadMessage           the server said something that is not of the protocol
 """
 
 from __future__ import annotations
 
 from serve.client.subscription import (
-    BadMessage,
     Change,
-    ClientError,
+    ClientOptions,
     FileStore,
     MemoryStore,
     Message,
     PositionStore,
-    Refused,
-    RetryPolicy,
+    SlowNotice,
     Snapshot,
     Subscription,
     TableQuery,
     TableView,
     subscribe,
 )
+from serve.client.sync import SyncSubscription
+from serve.client.transports import (
+    BadFilter,
+    BadMessage,
+    ClientError,
+    Forbidden,
+    NoSuchTable,
+    Refused,
+    Unauthorized,
+)
 
 __all__ = [
+    "BadFilter",
     "BadMessage",
     "Change",
     "ClientError",
+    "ClientOptions",
     "FileStore",
+    "Forbidden",
     "MemoryStore",
     "Message",
+    "NoSuchTable",
     "PositionStore",
     "Refused",
-    "RetryPolicy",
+    "SlowNotice",
     "Snapshot",
     "Subscription",
+    "SyncSubscription",
     "TableQuery",
     "TableView",
+    "Unauthorized",
     "subscribe",
 ]

@@ -14,59 +14,34 @@ import random
 import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import aclosing
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, TypeAlias
-from urllib.parse import urlencode, urlsplit, urlunsplit
+from urllib.parse import urlsplit, urlunsplit
 
 import orjson
-from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
-from lakehouse.contract.errors import MillraceError
+from serve.client.transports import (
+    TRANSPORTS,
+    BadMessage,
+    ClientError,
+    ConnectionLost,
+    Forbidden,
+    NoSuchTable,
+    Refused,
+    StreamRequest,
+    TransportBlocked,
+    raise_refusal,
+    receive,
+)
 
 log = logging.getLogger(__name__)
 
-_MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _MOVES = {"snapshot", "resumed", "change"}
-_REFUSALS = {4400, 4404}
-_SILENCE_S = 60.0  # without a heartbeat for this long, the connection is dead
 
 JsonRow: TypeAlias = Mapping[str, Any]
-
-
-class ClientError(MillraceError):
-    """Base of the client library's errors."""
-
-
-class Refused(ClientError):
-    """The server refuses this request; asking again does not help.
-
-    Attributes:
-        code: machine-readable, e.g. ``no_such_table``; or the close code as text.
-        detail: why.
-    """
-
-    def __init__(self, code: str, detail: str) -> None:
-        super().__init__(code, detail)
-        self.code = code
-        self.detail = detail
-
-    def __str__(self) -> str:
-        return f"{self.code}: {self.detail}"
-
-
-class BadMessage(ClientError):
-    """A message that is not of the protocol.
-
-    Attributes:
-        problem: what is wrong with it.
-    """
-
-    def __init__(self, problem: str) -> None:
-        super().__init__(problem)
-        self.problem = problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,22 +107,21 @@ class Assembler:
         self._deletes: list[JsonRow] = []
         self._reason = ""
 
-    def received(self, text: str | bytes) -> tuple[Mapping[str, Any], Message | None]:
-        """Content of one text message, and the snapshot or change that it completes. Raises BadMessage."""
+    def received(self, content: Mapping[str, Any]) -> Message | None:
+        """Take one message; the snapshot or change that it completes. Raises BadMessage."""
         try:
-            content = orjson.loads(text)
             kind = content["type"]
             if kind == "snapshot":
-                return content, self._snapshot(content)
+                return self._snapshot(content)
             if kind == "change":
-                return content, self._change(content)
+                return self._change(content)
             if kind == "resumed":
                 self.key = tuple(content["key"])
             elif kind == "expired":
                 self._reason = content["reason"]
-        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-            raise BadMessage(f"{error!r} in {text[:80]!r}") from None
-        return content, None
+        except (KeyError, TypeError) as error:
+            raise BadMessage(f"{error!r} in {str(content)[:80]!r}") from None
+        return None
 
     def _snapshot(self, content: Mapping[str, Any]) -> Snapshot | None:
         if content["first"]:
@@ -295,39 +269,66 @@ class TableQuery:
 
 
 @dataclass(frozen=True, slots=True)
-class RetryPolicy:
-    """When to connect again.
+class SlowNotice:
+    """The server says that this subscriber is too slow.
 
     Attributes:
-        wait_for_table: whether a table that does not exist is waited for.
-        longest_s: longest pause between two attempts.
-        jitter: 0 to 1, scales each pause.
+        behind: messages that it lags by.
+        behind_ms: age of the oldest of them.
+        cut_in_ms: time until the server ends a connection that takes nothing.
     """
 
-    wait_for_table: bool = True
+    behind: int
+    behind_ms: int
+    cut_in_ms: int
+
+
+def _ignore(notice: SlowNotice) -> None:
+    """The default of :attr:`ClientOptions.on_slow`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientOptions:
+    """How to connect.
+
+    Attributes:
+        transport: ``websocket``, ``sse`` or ``poll``; ``auto``: the first of them that gets through.
+        wait_for_table: whether a table that does not exist is waited for; else NoSuchTable is raised.
+        longest_s: longest pause between two attempts.
+        jitter: 0 to 1, scales each pause.
+        queue: messages held for readers; when it is full nothing is read, and the server says how far behind.
+        on_slow: called when the server says that this subscriber is too slow, once until it has caught up.
+    """
+
+    transport: str = "auto"
+    wait_for_table: bool = False
     longest_s: float = 10.0
     jitter: Callable[[], float] = random.random
+    queue: int = 256
+    on_slow: Callable[[SlowNotice], None] = _ignore
 
 
 class Subscription:
     """A subscription: enter it with ``async with``, read it with ``async for``.
 
-    Several tasks may read it: each message goes to one of them.
+    It reconnects until it is left, or until the server gives a final answer, which every reader gets as
+    :class:`Refused`. Several tasks may read it: each message goes to one of them.
 
     Args:
         url: the server, e.g. ``http://127.0.0.1:8400`` (``ws`` and ``https`` are taken too).
         table: name of the table.
         store: where the position is kept; None: the first message of every run is a snapshot.
+        key: API key, sent in a header.
         query: what of the table is wanted.
-        retry: when to connect again.
-        queue: messages held for readers; when it is full the socket is not read, and the server says how far behind.
+        options: how to connect.
 
     Attributes:
         table: name of the table.
-        connects: connections made so far.
-        slow_notices: how often the server said that we lag.
+        transport: the transport in use.
+        connects: connections over which messages came.
         gaps: how often a change was missing and was requested again.
         lag_ms: age of the newest event in the table as of the last heartbeat; None if unknown.
+        slow: the server's last notice that we are too slow; None when we have caught up since.
     """
 
     def __init__(
@@ -336,20 +337,23 @@ class Subscription:
         table: str,
         store: PositionStore | None = None,
         *,
+        key: str = "",
         query: TableQuery = TableQuery(),
-        retry: RetryPolicy = RetryPolicy(),
-        queue: int = 256,
+        options: ClientOptions = ClientOptions(),
     ) -> None:
+        if options.transport not in ("auto", *TRANSPORTS):
+            raise ClientError(f"{options.transport!r} is no transport: auto, {', '.join(TRANSPORTS)}")
         self.table = table
         self.connects = 0
-        self.slow_notices = 0
         self.gaps = 0
         self.lag_ms: int | None = None
-        self._url = _endpoint(url)
-        self._wanted = query.parameters()
+        self.slow: SlowNotice | None = None
+        self._request = StreamRequest(_base(url), {"table": table, **query.parameters()}, key, lambda: self._processed)
+        self._transports = TRANSPORTS if options.transport == "auto" else (options.transport,)
+        self.transport = self._transports[0]
         self._store = store
-        self._retry = retry
-        self._queue: asyncio.Queue[_Entry | None] = asyncio.Queue(maxsize=queue)
+        self._options = options
+        self._queue: asyncio.Queue[_Entry | None] = asyncio.Queue(maxsize=options.queue)
         self._open: deque[_Entry] = deque()  # received and not yet stored, in order
         self._received: str | None = None
         self._processed: str | None = None
@@ -427,51 +431,58 @@ class Subscription:
     # The connection
 
     async def _run(self) -> None:
-        attempt = 0
+        """Connect again and again. A blocked transport gives way to the next; the one that worked last is kept."""
+        attempt = blocked = 0
+        worked = self.transport
         try:
             while True:
-                before = self._received
+                before, connects = self._received, self.connects
                 try:
                     await self._connection()
-                except (OSError, InvalidHandshake, ConnectionClosed, TimeoutError) as error:
-                    log.info("%s: connection lost: %r", self.table, error)
+                except TransportBlocked as error:
+                    log.info("%s: %s does not get through: %s", self.table, self.transport, error)
+                    self.transport = self._after(self.transport)
+                    blocked += 1
+                    if blocked < len(self._transports):
+                        continue
+                    if 400 <= error.status < 500:
+                        raise (Forbidden if error.status == 403 else Refused)(
+                            f"http_{error.status}", str(error)
+                        ) from None
+                except ConnectionLost as error:
+                    log.info("%s: connection lost: %s", self.table, error)
+                    worked = self.transport = self.transport if self.connects > connects else worked
+                except NoSuchTable:
+                    if not self._options.wait_for_table:
+                        raise
+                blocked = 0
                 attempt = 0 if self._received != before else attempt + 1
-                pause = min(self._retry.longest_s, 0.05 * 2 ** min(attempt, 12))
-                await asyncio.sleep(pause * (0.5 + self._retry.jitter() / 2))
+                pause = min(self._options.longest_s, 0.05 * 2 ** min(attempt, 12))
+                await asyncio.sleep(pause * (0.5 + self._options.jitter() / 2))
         except Exception as error:  # noqa: BLE001 - whatever it is, the readers must hear of it
             self._failure = error
             await self._queue.put(None)
 
+    def _after(self, transport: str) -> str:
+        return self._transports[(self._transports.index(transport) + 1) % len(self._transports)]
+
     async def _connection(self) -> None:
-        query = {"table": self.table, **self._wanted} | ({"from": self._received} if self._received else {})
-        async with connect(
-            f"{self._url}?{urlencode(query)}",
-            max_size=_MAX_MESSAGE_BYTES,
-            max_queue=16,
-            compression=None,
-            ping_interval=None,
-            close_timeout=1,
-        ) as connection:
-            self.connects += 1
-            assembler, reached = Assembler(), self._received
-            refusal: Refused | None = None
-            try:
-                while True:
-                    async with asyncio.timeout(_SILENCE_S):
-                        text = await connection.recv()
-                    content, message = assembler.received(text)
-                    if not self._follows(content, reached):
-                        return
-                    reached = content["position"] if content["type"] in _MOVES else reached
-                    if message is not None:
-                        await self._take(message)
-                    elif content["type"] == "error":
-                        refusal = Refused(content["code"], content["detail"])
-                    else:
-                        await self._heed(connection, content)
-            except ConnectionClosed as closed:
-                self._check_refusal(closed, refusal)
-                raise
+        """Take messages until the connection ends or a change is missing."""
+        resume = {"from": self._received} if self._received else {}
+        request = replace(self._request, query={**self._request.query, **resume})
+        assembler, reached, first = Assembler(), self._received, True
+        async with aclosing(receive(self.transport, request)) as contents:
+            async for content in contents:
+                self.connects += first
+                first = False
+                message = assembler.received(content)
+                if not self._follows(content, reached):
+                    return
+                reached = content["position"] if content["type"] in _MOVES else reached
+                if message is not None:
+                    await self._take(message)
+                else:
+                    self._heed(content)
 
     def _follows(self, content: Mapping[str, Any], reached: str | None) -> bool:
         """Whether a change starts where the last message ended. If not, the missing part is requested again."""
@@ -491,24 +502,22 @@ class Subscription:
         self._open.append(entry)
         await self._queue.put(entry)
 
-    async def _heed(self, connection: ClientConnection, content: Mapping[str, Any]) -> None:
+    def _heed(self, content: Mapping[str, Any]) -> None:
         match content:
-            case {"type": "heartbeat", "behind": int(behind), "lag_ms": lag}:
+            case {"type": "heartbeat", "behind": int(behind)}:
                 self._server_behind = behind
-                self.lag_ms = lag if isinstance(lag, int) else None
-                if self._processed is not None:
-                    await connection.send(orjson.dumps({"type": "ack", "position": self._processed}).decode())
-            case {"type": "slow", "behind": int(behind)}:
+                self.lag_ms = content.get("lag_ms", self.lag_ms)
+                self.slow = self.slow if behind else None
+            case {"type": "slow", "behind": int(behind), "behind_ms": int(late), "cut_in_ms": int(cut)}:
                 self._server_behind = behind
-                self.slow_notices += 1
-                log.warning("%s: the server says we are %d messages behind", self.table, behind)
-
-    def _check_refusal(self, closed: ConnectionClosed, refusal: Refused | None) -> None:
-        code = closed.rcvd.code if closed.rcvd is not None else 0
-        if code == 4404 and self._retry.wait_for_table:
-            return
-        if code in _REFUSALS:
-            raise refusal or Refused(str(code), closed.rcvd.reason if closed.rcvd else "")
+                is_new, self.slow = self.slow is None, SlowNotice(behind, late, cut)
+                if is_new:  # each long poll says it again
+                    log.warning("%s: the server says we are %d messages behind", self.table, behind)
+                    self._options.on_slow(self.slow)
+            case {"type": "error", "code": str(code), "detail": str(detail)}:
+                raise_refusal(code, detail)
+            case {"type": "close", "detail": str(detail)}:
+                raise ConnectionLost(detail)
 
 
 class _SubscriptionReader:
@@ -534,9 +543,10 @@ subscribe = Subscription
 """``async with subscribe(URL, TABLE) as messages``"""
 
 
-def _endpoint(url: str) -> str:
+def _base(url: str) -> str:
+    """The server's address with the scheme of HTTP. Raises ClientError."""
     parts = urlsplit(url)
-    scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)
-    if scheme not in ("ws", "wss") or not parts.netloc:
+    scheme = {"ws": "http", "wss": "https"}.get(parts.scheme, parts.scheme)
+    if scheme not in ("http", "https") or not parts.netloc:
         raise ClientError(f"{url!r} is no address of a server, such as http://127.0.0.1:8400")
-    return urlunsplit((scheme, parts.netloc, parts.path.rstrip("/") + "/v1/subscribe", "", ""))
+    return urlunsplit((scheme, parts.netloc, parts.path.rstrip("/"), "", ""))

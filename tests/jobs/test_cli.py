@@ -18,6 +18,11 @@ from typer.testing import CliRunner
 
 from jobs.cli import app
 from lakehouse.contract.jars import jar_paths
+from lakehouse.contract.keys import KeyFile
+from lakehouse.contract.lake import Lake
+from serve.access import ReaderKey
+from tests.serve.conftest import Spawned
+from tests.serve.lakes import top_topics, topics, window
 
 ROOT = Path(__file__).parents[2]
 
@@ -125,6 +130,28 @@ def test_subscribe_to_a_server_that_is_not_there_can_be_stopped() -> None:
             assert process.wait(20) == 0
         finally:
             process.kill()
+
+
+def test_subscribe_has_a_key_a_filter_and_a_transport_and_ends_on_a_final_answer(tmp_path: Path) -> None:
+    root = tmp_path / "lake"
+    product = top_topics(root)
+    product.overwrite(topics(0, [3, 2]), [window(0)])
+    key = KeyFile(Lake(root).state / "readers.toml", ReaderKey).new(ReaderKey("0" * 64))
+    server = Spawned(root, poll_ms=5)
+    try:
+        ask = ("subscribe", "top_topics", "--url", server.url, "--count", "1")
+        wanted = ("--where", "count > 2", "--columns", "count")
+        for transport in ("auto", "poll"):
+            done = millrace(*ask, "--transport", transport, *wanted, MILLRACE_KEY=key)
+            assert [row["count"] for row in json.loads(done.stdout)["rows"]] == [3], done.stderr
+        done = millrace(*ask, "--key", key, "--select", "SELECT sum(count) AS n")
+        assert json.loads(done.stdout)["rows"] == [{"n": 5}]
+        for options, says in (([], "unauthorized"), (["--key", key, "--where", "x >"], "bad_filter")):
+            done = millrace(*ask, *options)
+            assert (done.returncode, done.stdout) == (1, "")
+            assert done.stderr.splitlines()[-1].startswith(f"error: {says}: ")
+    finally:
+        server.close()
 
 
 def test_kafka_status_without_a_broker(tmp_path: Path) -> None:

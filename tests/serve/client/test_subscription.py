@@ -16,11 +16,11 @@ from jobs.local.stack import free_port
 from serve.client import (
     Change,
     ClientError,
+    ClientOptions,
     FileStore,
     MemoryStore,
     Message,
     Refused,
-    RetryPolicy,
     Snapshot,
     TableQuery,
     TableView,
@@ -89,7 +89,7 @@ async def test_the_server_is_killed_and_every_change_is_applied_once(root: Path,
     product = top_topics(root)
     port = free_port()
     spawned.append(Spawned(root, poll_ms=5, port=port))
-    async with subscribe(spawned[0].url, "top_topics", retry=RetryPolicy(jitter=lambda: 0.0)) as subscription:
+    async with subscribe(spawned[0].url, "top_topics", options=ClientOptions(jitter=lambda: 0.0)) as subscription:
         reader = aiter(subscription)
         assert isinstance(await anext(reader), Snapshot)
         seen = []
@@ -187,7 +187,10 @@ async def test_several_readers_share_one_subscription(root: Path) -> None:
 
 async def test_a_reader_knows_that_it_is_too_slow(root: Path) -> None:
     product = top_topics(root)
-    async with serving(root, heartbeat_ms=50) as url, subscribe(url, "top_topics", queue=2) as subscription:
+    async with (
+        serving(root, heartbeat_ms=50) as url,
+        subscribe(url, "top_topics", options=ClientOptions(queue=2)) as subscription,
+    ):
         reader = aiter(subscription)
         await anext(reader)
         await wait_until(lambda: subscription.lag_ms is None and subscription.keeping_up)
@@ -198,20 +201,6 @@ async def test_a_reader_knows_that_it_is_too_slow(root: Path) -> None:
         for _ in range(4):
             await anext(reader)
         await wait_until(lambda: subscription.keeping_up and subscription.lag_ms is not None)
-
-
-async def test_a_table_that_is_not_there_yet(root: Path) -> None:
-    async with serving(root) as url:
-        async with subscribe(url, "top_topics", retry=RetryPolicy(wait_for_table=False)) as subscription:
-            with pytest.raises(Refused) as refused:
-                await anext(aiter(subscription))
-            assert refused.value.code == "no_such_table"
-        async with subscribe(url, "top_topics", retry=RetryPolicy(jitter=lambda: 0.0)) as subscription:
-            first = asyncio.ensure_future(anext(aiter(subscription)))
-            await wait_until(lambda: subscription.connects >= 2)
-            top_topics(root)
-            async with asyncio.timeout(60):
-                assert isinstance(await first, Snapshot)
 
 
 async def test_a_void_position_gives_a_snapshot_that_says_why(root: Path) -> None:
