@@ -62,8 +62,11 @@ def run_stages(
     with ThreadPoolExecutor(1) as starting:
         session = starting.submit(build_session, settings, f"millrace-{pipeline.name}")
         # Imported while the JVM starts.
+        from pyspark.errors import AnalysisException
+
         from jobs.local.broker import asking
         from jobs.metrics import serve_metrics
+        from lakehouse.errors import QueryFailed
         from lakehouse.maintain.caretaker import Caretaker
         from lakehouse.prepared import start_workers
         from lakehouse.stream import run
@@ -92,6 +95,9 @@ def run_stages(
                 started=tell,
                 accept_loss=accept_loss,
             )
+    except AnalysisException as error:  # ParseException is one too
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise QueryFailed(f"of pipeline {pipeline.name}", error.getCondition() or "", lines[0]) from None
     finally:
         spark.stop()
 

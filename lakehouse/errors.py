@@ -85,6 +85,17 @@ class ExpectationHalt(LakehouseError):
         )
 
 
+_OF_THE_SQL = (
+    "PARSE_",
+    "UNRESOLVED_",
+    "DATATYPE_MISMATCH",
+    "MISSING_GROUP_BY",
+    "MISSING_AGGREGATION",
+    "WRONG_NUM_ARGS",
+)
+"""How conditions of Spark begin that the SQL of a pipeline causes, whatever the events are."""
+
+
 class QueryFailed(LakehouseError):
     """A streaming query stopped by itself.
 
@@ -96,6 +107,7 @@ class QueryFailed(LakehouseError):
 
     def __init__(self, query: str, condition: str, detail: str) -> None:
         super().__init__(detail)
+        self.is_configuration = condition.startswith(_OF_THE_SQL)
         self.query = query
         self.condition = condition
         self.detail = detail
@@ -153,6 +165,8 @@ class QueryError(NamedProblem):
 
 class BadProduct(NamedProblem):
     """A product that cannot be kept up to date."""
+
+    is_configuration = True
 
     label = "product "
 

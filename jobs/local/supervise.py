@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lakehouse.contract.errors import EnvironmentProblem
+from lakehouse.contract.errors import EnvironmentProblem, MillraceError
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.settings import Settings, child_arguments
 
@@ -35,7 +35,15 @@ BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 HEALTHY_S = 30.0  # a child that ran this long starts its back-off anew
 STOP_S = 20.0
 PARENT_VARIABLE = "MILLRACE_PARENT"
+REFUSED = 78
+"""Exit status of a part that a restart does not help (EX_CONFIG of sysexits.h)."""
 MARK_VARIABLE = "MILLRACE_MARK"
+
+
+class PartRefused(MillraceError):
+    """A part ended with a configuration error, whose message this is."""
+
+    is_configuration = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +88,11 @@ class Supervisor:
         return process.pid if process is not None and process.poll() is None else None
 
     def tend(self) -> None:
-        """Look after every child once: notice ends, start what is due."""
+        """Look after every child once: notice ends, start what is due.
+
+        Raises:
+            PartRefused: a child ended with a configuration error, so that starting it again is of no use.
+        """
         for child in self._children:
             process = self._running.get(child.name)
             if process is not None and process.poll() is not None:
@@ -122,6 +134,8 @@ class Supervisor:
     def _ended(self, child: Child, process: subprocess.Popen[bytes]) -> None:
         del self._running[child.name]
         _clear_group(process.pid)
+        if process.returncode == REFUSED:
+            raise PartRefused(self.last_words(child.name).removeprefix("error: ") or f"{child.name} refused to start")
         if self._now() - self._since[child.name] >= HEALTHY_S:
             self._failures[child.name] = 0
         pause = BACKOFF_S[min(self._failures[child.name], len(BACKOFF_S) - 1)]

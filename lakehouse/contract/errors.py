@@ -22,7 +22,13 @@ from pathlib import Path
 
 
 class MillraceError(Exception):
-    """Base of all errors raised on purpose; the CLI prints it without a traceback."""
+    """Base of all errors raised on purpose; the CLI prints it without a traceback.
+
+    Attributes:
+        is_configuration: whether a restart ends in the same way until a person changes something.
+    """
+
+    is_configuration = False
 
 
 class ConfigError(MillraceError):
@@ -35,6 +41,8 @@ class ConfigError(MillraceError):
         remedy: what to write instead.
         line: line number in ``file``, 1-based, where known.
     """
+
+    is_configuration = True
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ import pytest
 from pyspark.sql import SparkSession
 
 from lakehouse.contract.jars import jar_paths
+from lakehouse.contract.sql.spark import SPARK_FUNCTIONS
 from lakehouse.session import JVM_OPTIONS
 
 pytestmark = pytest.mark.spark
@@ -35,3 +36,8 @@ def test_bronze_columns_without_repeated_values_have_no_dictionary(spark: SparkS
     assert spark.sparkContext is not None
     hadoop = spark.sparkContext._jsc.hadoopConfiguration()
     assert hadoop.get("parquet.enable.dictionary#payload") == "false"
+
+
+def test_check_knows_the_functions_of_spark(spark: SparkSession) -> None:
+    shown = {row[0] for row in spark.sql("SHOW SYSTEM FUNCTIONS").collect()}
+    assert {name for name in shown if name.isidentifier()} <= SPARK_FUNCTIONS

@@ -11,13 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from pyspark.sql import SparkSession
 
 from jobs.local.machine import before_start
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.settings import conf_dir, load_settings
 from lakehouse.contract.sql.ddl import parse_ddl
-from lakehouse.contract.sql.spark import SPARK_FUNCTIONS, check_spark_query
+from lakehouse.contract.sql.spark import check_spark_query
 
 ROOT = Path(__file__).parents[3]
 PIPELINE = '''
@@ -156,12 +155,6 @@ def test_what_spark_takes_is_not_refused(sql: str) -> None:
     check_spark_query(sql, "t", columns)
 
 
-@pytest.mark.spark
-def test_the_list_of_functions_is_sparks(spark: SparkSession) -> None:
-    shown = {row[0] for row in spark.sql("SHOW SYSTEM FUNCTIONS").collect()}
-    assert {name for name in shown if name.isidentifier()} <= SPARK_FUNCTIONS
-
-
 def millrace(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "jobs.cli", *arguments],
@@ -214,6 +207,18 @@ def test_a_machine_that_does_not_fit_starts_nothing(
     assert "Traceback" not in done.stderr
     assert "ready" not in done.stderr
     assert not (tmp_path / "lake").is_dir(), "nothing was started"
+
+
+@pytest.mark.spark
+@pytest.mark.broker
+def test_what_only_spark_finds_stops_up_with_the_error_itself(tmp_path: Path) -> None:
+    folder = write(tmp_path / "rides", sql=SQL.replace("count_if(rider.age > 30)", "sum(rider)"))
+    ports = ("--set", "serve.port=0", "--set", "collect.port=0", "--lake", str(tmp_path / "lake"))
+    done = millrace("up", "--pipeline", str(folder), *ports)
+    assert done.returncode == 1, done.stderr
+    assert "DATATYPE_MISMATCH" in next(line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert "Traceback" not in done.stderr
+    assert ".log" not in done.stderr
 
 
 def test_a_port_in_use_starts_nothing(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs.local.supervise import BACKOFF_S, HEALTHY_S, Child, Supervisor
+from jobs.local.supervise import BACKOFF_S, HEALTHY_S, Child, PartRefused, Supervisor
 
 ROOT = Path(__file__).parents[3]
 RUNS = ("simulate", "--port", "0", "--rate", "0.1")  # until it is stopped
@@ -96,6 +96,14 @@ def test_a_child_that_ends_is_started_again_with_back_off(supervisor: Supervisor
     clock.now += BACKOFF_S[0] + 0.01
     supervisor.tend()
     assert supervisor.restarts["a"] == 4
+
+
+def test_a_child_that_refuses_its_configuration_is_not_started_again(supervisor: Supervisor, tmp_path: Path) -> None:
+    supervisor.start(Child("a", ("simulate", "--pipeline", "nothing"), tmp_path / "a.log"))
+    eventually(lambda: supervisor.pid("a") is None)
+    with pytest.raises(PartRefused, match=r"^configuration: pipeline: there is no pipeline 'nothing'\. Known: .*path$"):
+        supervisor.tend()
+    assert supervisor.restarts["a"] == 0
 
 
 def test_the_pause_has_an_upper_bound(supervisor: Supervisor, clock: Clock, tmp_path: Path) -> None:
