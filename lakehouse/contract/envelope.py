@@ -31,7 +31,6 @@ UPSTREAM_ID = "upstream_id"  # an extra header: the upstream's own name of the e
 ALWAYS: tuple[str, ...] = (EVENT_ID, SOURCE, TENANT, RECEIVED_AT, COLLECTOR, FINGERPRINT)
 HEADER_NAMES: tuple[str, ...] = (*ALWAYS, SUSPECT, REJECT, WEIGHT)
 
-DEFAULT_TENANT = "default"
 _BLANK = hashlib.blake2b(digest_size=16)
 
 

@@ -241,36 +241,21 @@ def binary(call: Callable[[Any, Any], Any], left: Getter, right: Getter) -> Gett
     return called
 
 
-def all_of(parts: list[Getter]) -> Getter:
-    """AND: one false value decides."""
+def combined(parts: list[Getter], *, decisive: bool) -> Getter:
+    """AND, where one False decides, or OR, where one True does."""
+    neutral = not decisive
 
-    def all_true(row: Any) -> bool | None:
-        known: bool | None = True
+    def value_of_all(row: Any) -> bool | None:
+        known: bool | None = neutral
         for part in parts:
             value = part(row)
-            if value is not True:
-                if value is False:
-                    return False
+            if value is not neutral:
+                if value is decisive:
+                    return decisive
                 known = None
         return known
 
-    return all_true
-
-
-def any_of(parts: list[Getter]) -> Getter:
-    """OR: one true value decides."""
-
-    def any_true(row: Any) -> bool | None:
-        known: bool | None = False
-        for part in parts:
-            value = part(row)
-            if value is not False:
-                if value is True:
-                    return True
-                known = None
-        return known
-
-    return any_true
+    return value_of_all
 
 
 def negated(part: Getter) -> Getter:
@@ -383,7 +368,7 @@ class _Compiler:
                 return constant(*self._literal(node))
             case exp.And() | exp.Or():
                 parts = [self._condition(part) for part in flat(node, type(node))]
-                return BOOL, (all_of if isinstance(node, exp.And) else any_of)(parts)
+                return BOOL, combined(parts, decisive=isinstance(node, exp.Or))
             case exp.Not():
                 return BOOL, negated(self._condition(node.this))
             case exp.Is():
