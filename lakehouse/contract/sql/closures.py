@@ -248,7 +248,7 @@ def combined(parts: list[Getter], *, decisive: bool) -> Getter:
     def value_of_all(row: Any) -> bool | None:
         known: bool | None = neutral
         for part in parts:
-            value = part(row)
+            value: bool | None = part(row)
             if value is not neutral:
                 if value is decisive:
                     return decisive
