@@ -23,10 +23,6 @@ _JUDGES = ("schema", "event_id", "event_time", "required")  # fields of a source
 _NO_ROWS = {"name", "channel", "confirm", "positions", "expectations", "trigger"}
 
 
-# Of an operator whose rows hold more than they once did: its tables are built again.
-_HOLDS = {"top_n": "unseen"}
-
-
 def source_declaration(source: Source) -> str:
     """Fingerprint of how a source's events are read, judged and told apart; 32 hexadecimal characters."""
     found = {name: _plain(getattr(source, name)) for name in _JUDGES}
@@ -44,8 +40,6 @@ def product_declaration(product: Product, source: Source) -> str:
     }
     if source.lateness:
         found["late"] = source.lateness  # holds for the product that says nothing else
-    if product.operator in _HOLDS:
-        found["holds"] = _HOLDS[product.operator]
     return _digest({**found, "sql": _tokens(product.sql), "of": source_declaration(source)})
 
 
