@@ -116,7 +116,7 @@ def build_session(settings: Settings, app: str, *, record_classes: Path | None =
         "spark.executor.extraJavaOptions": JVM_OPTIONS,
         **(_LOOPBACK if _on_this_machine(master) else {}),
         **_TUNED,
-        **({} if submitted else _quick_files(settings, paths)),
+        **({} if submitted else _one_process(settings, paths)),
         **settings.spark.conf,
     }
     for key, value in conf.items():
@@ -142,12 +142,17 @@ def _on_this_machine(master: str) -> bool:
     return master.startswith("local") or urlsplit(master).hostname in ("127.0.0.1", "localhost", "::1")
 
 
-def _quick_files(settings: Settings, jars: Sequence[Path]) -> dict[str, str]:
-    """The local file system that starts no processes, where the driver is all there is."""
+def _one_process(settings: Settings, jars: Sequence[Path]) -> dict[str, str]:
+    """What pays where the driver is all there is: no processes for files, no network for results of tasks."""
     if not settings.spark.master.startswith("local"):
         return {}
     jar = next(path for path in jars if path.name.startswith(_LOCAL_FILES_JAR))
-    return {"spark.driver.extraClassPath": str(jar), "spark.hadoop.fs.file.impl": _LOCAL_FILES}
+    return {
+        "spark.driver.extraClassPath": str(jar),
+        "spark.hadoop.fs.file.impl": _LOCAL_FILES,
+        # A larger result of a task would come by way of the block manager and a TCP connection of the driver to itself.
+        "spark.task.maxDirectResultSize": "100m",
+    }
 
 
 def _given_on_submit() -> dict[str, str]:
