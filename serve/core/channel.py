@@ -340,7 +340,7 @@ def channels_of(pipeline: Pipeline) -> dict[str, ChannelSpec]:
                 key=f"products.{name}.channel.where",
                 remedy="docs/protocol.md lists what a filter may hold",
                 file=pipeline.path,
-                line=line_of(pipeline.path, f"{name}.channel") or line_of(pipeline.path, name),
+                line=line_of(pipeline.path, f"products.{name}.channel"),
             ) from None
     return found
 
