@@ -251,7 +251,7 @@ class TopicReplaced(SourceProblem):
         return (
             f"source {self.source}: topic {self.topic} began anew ({self.detail}), so its offsets no longer say which "
             "events bronze has, and --accept-loss does not change that. Give the source another topic name, and copy "
-            "there, with its headers, what this one holds (docs/operations.md)"
+            "there, with its headers, what this one holds (docs/operations/running.md)"
         )
 
 

@@ -56,7 +56,7 @@ class Closing(Protocol):
     def principal(self) -> Principal: ...
 
     def close(self, code: int, reason: str) -> None:
-        """End it, with a code of docs/protocol.md."""
+        """End it, with a code of docs/reference/protocol.md."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -53,7 +53,7 @@ class RequestError(ServeError):
     """A subscriber asked for something that it cannot have.
 
     Attributes:
-        close: WebSocket close code (docs/protocol.md).
+        close: WebSocket close code (docs/reference/protocol.md).
         code: for programs, e.g. ``no_such_table``.
         detail: for people.
     """

@@ -111,7 +111,7 @@ class ProductFollower(Generic[S]):
 
     The node reads the tables itself instead of relaying from a server: subscribers want the latest rows of keys, which
     needs neither filters nor positions; one watch a product serves every connection; and collecting continues without a
-    server. docs/collecting.md weighs the alternatives.
+    server. docs/guide/collecting.md weighs the alternatives.
     """
 
     def __init__(

@@ -338,7 +338,7 @@ def channels_of(pipeline: Pipeline) -> dict[str, ChannelSpec]:
             raise ConfigError(
                 str(error),
                 key=f"products.{name}.channel.where",
-                remedy="docs/protocol.md lists what a filter may hold",
+                remedy="docs/reference/protocol.md lists what a filter may hold",
                 file=pipeline.path,
                 line=line_of(pipeline.path, f"products.{name}.channel"),
             ) from None

@@ -6,7 +6,7 @@ by the first columns of a key one in an index.
 
 What is not in memory is *read through*. Older versions come from the Delta log and the files of that version, as long
 as the table keeps them. An event of bronze is found by its id by a SQL worker, and the answer is cached until the table
-has a new version. A subscription can go on from the position of any answer. docs/serving.md explains these terms.
+has a new version. A subscription can go on from the position of any answer. docs/guide/serving.md explains these terms.
 """
 
 from __future__ import annotations

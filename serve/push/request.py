@@ -19,7 +19,7 @@ from serve.core.position import Seal
 from serve.errors import RequestError
 
 PARAMETERS = frozenset({"table", "from", "where", "columns", "select", "conflate", "window"})
-"""What a subscription takes; a transport may take more. See docs/protocol.md."""
+"""What a subscription takes; a transport may take more. See docs/reference/protocol.md."""
 _MAX_QUERY = 16_384
 _TRUTH = {"": False, "0": False, "false": False, "1": True, "true": True}
 _S = TypeVar("_S", bound=msgspec.Struct)

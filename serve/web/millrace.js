@@ -7,7 +7,7 @@
  *       onState: ({ state }) => console.log(state),
  *     });
  *
- * The protocol is docs/protocol.md; docs/dashboard.md tells what this module promises. No dependencies.
+ * The protocol is docs/reference/protocol.md; docs/guide/dashboard.md tells what this module promises. No dependencies.
  */
 
 import { Locked } from "./access.js";

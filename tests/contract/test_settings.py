@@ -27,7 +27,7 @@ def test_the_file_names_every_setting() -> None:
 
 @pytest.mark.parametrize(("key", "default"), list(leaves(Settings())), ids=lambda value: str(value))
 def test_the_page_names_every_setting(key: str, default: Any) -> None:
-    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if line.startswith(f"| `{key}` |")]
     assert len(rows) == 1
     _, _, shown, variable, meaning, _ = (cell.strip() for cell in rows[0].split("|"))
@@ -43,7 +43,7 @@ def test_the_page_names_every_setting(key: str, default: Any) -> None:
 
 
 def test_the_page_names_nothing_else() -> None:
-    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "configuration.md").read_text(encoding="utf-8")
     named = set(re.findall(r"^\| `([a-z_.]+)` \|", page, re.MULTILINE))
     assert named == {key for key, _ in leaves(Settings())}
 

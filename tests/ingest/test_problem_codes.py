@@ -19,7 +19,7 @@ def test_every_code_is_documented() -> None:
         re.findall(r'Refusal\(.*\d{3}, "([a-z-]+)"\)', (ROOT / "ingest/border/admission.py").read_text("utf-8"))
     )
     codes |= {"log-full", "log-unavailable", "not-ready"}
-    table = (ROOT / "docs/collecting.md").read_text(encoding="utf-8").partition("| code | status |")[2]
+    table = (ROOT / "docs/guide/collecting.md").read_text(encoding="utf-8").partition("| code | status |")[2]
     told = set(re.findall(r"`([a-z-]+)`", table.partition("\n\n")[0]))
     assert len(codes) > 25
     assert codes - told == set()

@@ -163,7 +163,7 @@ FUNCTIONS: dict[type[exp.Expr], Function | None] = {
     exp.Coalesce: None,  # about NULL: compiled below
     exp.Nullif: None,
 }
-"""By sqlglot's node: docs/protocol.md lists their names."""
+"""By sqlglot's node: docs/reference/protocol.md lists their names."""
 
 
 def like(pattern: str, escape: str | None, *, fold: bool) -> Callable[[str], bool]:

@@ -101,12 +101,12 @@ def check(tree: exp.Expr) -> None:
         if count > MAX_NODES:
             raise FilterError(f"it has more than {MAX_NODES} parts")
         if type(node) not in ALLOWED:
-            raise FilterError(f"{_named(node)} is not taken in a filter", "docs/protocol.md lists what is")
+            raise FilterError(f"{_named(node)} is not taken in a filter", "docs/reference/protocol.md lists what is")
         if isinstance(node, exp.Column) and node.table:
             raise FilterError(f"{node.sql()} is qualified", f"Write {node.name}")
         known = _ARGUMENTS.get(type(node), _PLAIN)
         if extra := [name for name, value in node.args.items() if value and name not in known]:
-            raise FilterError(f"{_named(node)} is not taken with {', '.join(extra)}", "docs/protocol.md lists what is")
+            raise FilterError(f"{_named(node)} is not taken with {', '.join(extra)}", "docs/reference/protocol.md lists what is")
     for depth, _ in _levels(tree):
         if depth > MAX_DEPTH:
             raise FilterError(f"it is nested too deeply, {MAX_DEPTH} levels are taken")

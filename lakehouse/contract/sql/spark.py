@@ -346,7 +346,7 @@ def check_functions(tree: exp.Expr, allowed: frozenset[str]) -> None:
             written = node.sql(dialect="spark").partition("(")[0].strip().lower()
             if written not in allowed:
                 raise QueryRefused(
-                    "function", f"the function {written} is not taken here", "docs/queries.md lists them"
+                    "function", f"the function {written} is not taken here", "docs/guide/queries.md lists them"
                 )
 
 

@@ -49,7 +49,7 @@ def test_a_view_has_one_too(tmp_path: Path) -> None:
 
 
 def test_every_key_is_in_the_docs() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "pipelines.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs" / "guide" / "pipelines.md").read_text(encoding="utf-8")
     table = text.split("[products.top_topics.channel]")[1].split("```")[0]
     assert [name for name in ("where", "columns") if f"\n{name} = " not in table] == []
     assert "`channel = false`" in text

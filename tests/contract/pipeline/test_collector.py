@@ -38,7 +38,7 @@ def test_a_kind_takes_its_options_and_no_others(kind: str) -> None:
 
 def test_every_kind_of_ours_is_tried_and_told() -> None:
     assert set(COLLECTOR_KINDS) == {kind for kind in GOOD if ":" not in kind}
-    text = (ROOT / "docs" / "patterns.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "guide" / "patterns.md").read_text(encoding="utf-8")
     for kind, options in GOOD.items():
         assert f"`{kind}`" in text or ":" in kind
         assert all(f"`{name}`" in text for name in options), kind

@@ -136,7 +136,7 @@ def test_what_is_no_filter_is_refused_at_the_start(root: Path, where: str) -> No
     assert caught.value.key == "products.top_topics.channel.where"
     assert caught.value.file == path / "pipeline.toml"
     assert caught.value.line == text.count("\n", 0, text.index("[products.top_topics.channel]")) + 1
-    assert "docs/protocol.md" in caught.value.remedy
+    assert "docs/reference/protocol.md" in caught.value.remedy
 
 
 def test_a_principal_s_condition_and_the_declared_one_both_hold(root: Path) -> None:

@@ -39,7 +39,7 @@ def test_every_message_is_described() -> None:
 
 
 def test_every_field_is_in_the_protocol() -> None:
-    page = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "protocol.md").read_text(encoding="utf-8")
     for name, (_, fields) in PUSHED.items():
         [row] = re.findall(rf"^\| `{name}` \| (.*)$", page, re.M)
         assert [field for field in fields if f"`{field}`" not in row] == []
@@ -104,7 +104,7 @@ async def test_answers_are_as_described(root: Path) -> None:
 
 
 def test_every_metric_is_described() -> None:
-    page = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "guide" / "serving.md").read_text(encoding="utf-8")
     source = Path(metrics.__file__).read_text(encoding="utf-8")
     names = set(re.findall(r'"millrace_serve_(\w+)"', source)) | set(re.findall(r'^ +\("(\w+)", "', source, re.M))
     names = {name.removeprefix("millrace_serve_") for name in names}
