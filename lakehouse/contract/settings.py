@@ -199,6 +199,35 @@ class QuerySettings:
 
 
 @dataclass(frozen=True, slots=True)
+class ControlSettings:
+    """The control plane, and how the other processes reach it.
+
+    Attributes:
+        url: of the control plane, e.g. ``http://127.0.0.1:8403``; empty: there is none, and key files say who may what.
+        key: file of the key that is shown to it; empty: ``_millrace/control/machine.key`` in the lake.
+        state: folder of the last good state; empty: ``_millrace/control/state`` in the lake.
+        refresh_ms: the longest pause between two looks at it.
+        host: address that ``millrace control`` binds.
+        port: port that it binds; 0: any free one.
+        database: URL of its database, e.g. ``postgresql://millrace@db/millrace``; empty: SQLite in the lake.
+        serve_url: where apps reach the servers; empty: ``serve.host`` and ``serve.port``.
+    """
+
+    url: str = ""
+    key: str = ""
+    state: str = ""
+    refresh_ms: int = 1_000
+    host: str = "127.0.0.1"
+    port: int = 8403
+    database: str = ""
+    serve_url: str = ""
+
+    def __post_init__(self) -> None:
+        if not 100 <= self.refresh_ms <= 60_000:
+            raise ConfigError("must be from 100 to 60,000", key="control.refresh_ms")
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """All settings of one process.
 
@@ -212,6 +241,7 @@ class Settings:
         serve: the serving tier.
         spark: the Spark driver.
         queries: queries and alerts of the run time.
+        control: the control plane.
     """
 
     lake: Path = Path("lake")
@@ -223,6 +253,12 @@ class Settings:
     serve: ServeSettings = field(default_factory=ServeSettings)
     spark: SparkSettings = field(default_factory=SparkSettings)
     queries: QuerySettings = field(default_factory=QuerySettings)
+    control: ControlSettings = field(default_factory=ControlSettings)
+
+    @property
+    def control_state(self) -> Path:
+        """Folder of the last good state of the control plane; sources of the run time are in ``sources`` in it."""
+        return Path(self.control.state) if self.control.state else self.lake / "_millrace" / "control" / "state"
 
     def pipeline_folder(self) -> Path:
         """The folder of the chosen pipeline.
