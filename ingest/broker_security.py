@@ -33,7 +33,7 @@ from kafka.admin import (
     UserScramCredentialUpsertion,
 )
 
-from lakehouse.contract.errors import EnvironmentProblem
+from lakehouse.contract.errors import EnvironmentProblem, install_extra
 from lakehouse.contract.kafkasecurity import ClientSecurity
 
 __all__ = ["BROKER_NAME", "USERS", "Grants", "Secrets"]
@@ -180,7 +180,7 @@ def _x509() -> Any:
         from cryptography import x509
     except ImportError:
         problem = "the package cryptography is not installed"
-        raise EnvironmentProblem(problem, "pip install 'millrace[secure]'") from None
+        raise EnvironmentProblem(problem, install_extra("secure")) from None
     return x509
 
 

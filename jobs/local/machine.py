@@ -24,7 +24,7 @@ from pathlib import Path
 
 from ingest import broker
 from lakehouse.contract.classdata import archive, making
-from lakehouse.contract.errors import ConfigError, EnvironmentProblem, MillraceError, QueryRefused
+from lakehouse.contract.errors import ConfigError, EnvironmentProblem, MillraceError, QueryRefused, install_extra
 from lakehouse.contract.jars import JAR_SETS, jar_paths, jars_dir, locked_jars, missing_jars
 from lakehouse.contract.java import find_java
 from lakehouse.contract.lake import Lake
@@ -301,7 +301,7 @@ def _packages() -> Iterator[MachineCheck]:
     for extra, names in _PACKAGES.items():
         missing = [name for name in names if importlib.util.find_spec(name) is None]
         detail = f"missing: {', '.join(missing)}" if missing else f"{len(names)} found"
-        remedy = f"pip install 'millrace[{extra}]'" if missing else ""
+        remedy = install_extra(extra) if missing else ""
         yield MachineCheck(f"packages for {extra}", not missing, detail, remedy)
 
 

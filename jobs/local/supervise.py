@@ -122,12 +122,12 @@ class Supervisor:
         child.log.parent.mkdir(parents=True, exist_ok=True)
         with child.log.open("ab") as out:
             self._running[child.name] = subprocess.Popen(
-                [sys.executable, "-m", "jobs.cli", *child.command],
+                [sys.executable, "-P", "-m", "jobs.cli", *child.command],  # -P: a user's folder may hold a `jobs` too
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
                 start_new_session=True,
-                env={**os.environ, **child.environment, PARENT_VARIABLE: str(os.getpid())},
+                env={**os.environ, **_same_code(), **child.environment, PARENT_VARIABLE: str(os.getpid())},
             )
         self._since[child.name] = self._now()
 
@@ -142,6 +142,12 @@ class Supervisor:
         self._failures[child.name] += 1
         self._due[child.name] = self._now() + pause
         log.warning("%s ended (%s); again in %.1f s. See %s", child.name, _how(process.returncode), pause, child.log)
+
+
+def _same_code() -> dict[str, str]:
+    """Where a child finds its modules: where this process found them."""
+    paths = [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def follow_parent() -> None:

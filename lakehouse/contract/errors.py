@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+DISTRIBUTION = "millrace-lakehouse"  # our name on PyPI, where `millrace` is another project's
+
 
 class MillraceError(Exception):
     """Base of all errors raised on purpose; the CLI prints it without a traceback.
@@ -87,6 +89,11 @@ class ProblemWithRemedy(MillraceError):
 
 class EnvironmentProblem(ProblemWithRemedy):
     """The machine lacks something, or another process holds it; the remedy is a command or a setting."""
+
+
+def install_extra(extra: str) -> str:
+    """The command that installs the packages of an extra."""
+    return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
 class StatementError(ProblemWithRemedy):

@@ -31,7 +31,7 @@ from xml.sax.saxutils import quoteattr
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from lakehouse.contract.errors import ConfigError, EnvironmentProblem
+from lakehouse.contract.errors import ConfigError, EnvironmentProblem, install_extra
 from lakehouse.contract.java import find_java, jvm_proxy_flags
 from lakehouse.contract.settings import conf_dir
 
@@ -208,7 +208,7 @@ def _ivy_jar() -> Path:
             return jar
     raise EnvironmentProblem(
         "jars are fetched by Apache Ivy, which comes with pyspark, and pyspark is not installed",
-        "Install millrace[lakehouse], or copy a filled jar folder from another machine and set MILLRACE_JARS_DIR to it",
+        f"{install_extra('lakehouse')}; or copy a filled jar folder here and set MILLRACE_JARS_DIR to it",
     )
 
 

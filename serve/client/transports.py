@@ -1,6 +1,6 @@
 """Three ways to the server's messages: WebSocket, server-sent events (SSE) and long polling.
 
-:func:`receive` yields the messages of docs/reference/protocol.md, whatever the wire form, and translates what goes wrong:
+:func:`receive` yields the messages of docs/reference/protocol.md, whatever the wire form, and translates errors:
 :class:`Refused` and :class:`BadMessage` are final, :class:`ConnectionLost` asks for another attempt, and
 :class:`TransportBlocked` asks for another transport.
 """

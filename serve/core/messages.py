@@ -1,4 +1,4 @@
-"""The server's messages (docs/reference/protocol.md), each with the position that it brings a subscriber to; WebSocket frames.
+"""The server's messages (docs/reference/protocol.md), each with the position that it leads to; WebSocket frames.
 
 A message's bytes are made once for each view and wire form, not once for each subscriber: a :class:`Codec` makes them.
 

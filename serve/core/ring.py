@@ -189,7 +189,7 @@ class Link(Protocol):
         """Write what :meth:`serve.core.hub.Hub.data_to_send` gives, until it gives nothing or the socket is full."""
 
     def close(self, code: int, reason: str) -> None:
-        """Send the reason, then close; abort if the other side does not take it. docs/reference/protocol.md has the codes."""
+        """Send the reason, then close; abort if the other side does not take it. Codes: docs/reference/protocol.md."""
 
     def buffered(self) -> int:
         """Bytes that the socket has not taken yet. When they shrink, the other side reads."""

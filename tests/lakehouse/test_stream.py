@@ -179,7 +179,7 @@ def made_again(place: Site) -> None:
 
 
 def copied(place: Site, topic: str) -> None:
-    """What docs/operations/running.md says to do: all records of the site's topic to another one, with their headers."""
+    """As docs/operations/running.md says: all records of the site's topic to another one, with their headers."""
     found = ends(place.bootstrap, place.topic)
     reader = KafkaConsumer(bootstrap_servers=place.bootstrap, auto_offset_reset="earliest", metrics_enabled=False)
     writer = KafkaProducer(bootstrap_servers=place.bootstrap, acks="all")

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import signal
-import subprocess
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 
 from ingest.simulate.generator import generate
 from tests.recordings import RECORDINGS
-from tests.system.worked_case import MILLRACE, Demo, Expected, check_tables, processes_of, wait_for
+from tests.system.worked_case import Demo, Expected, check_tables, processes_of, run, wait_for
 
 pytestmark = [pytest.mark.spark, pytest.mark.broker]
 
@@ -64,9 +63,7 @@ def check_figures(result: dict[str, Any], expected: Expected) -> None:
 
 
 def verify(lake: Path) -> None:
-    done = subprocess.run(
-        [*MILLRACE, "replay", "--verify", "--lake", str(lake), "--json"], capture_output=True, text=True, check=False
-    )
+    done = run(lake, "replay", "--verify")
     assert done.returncode == 0, done.stdout + done.stderr
     tables = {row["table"]: row for row in json.loads(done.stdout)}
     assert tables.keys() == {"rsvps_by_city", "top_topics", "members", "quarantine"}

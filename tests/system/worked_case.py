@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -19,8 +18,7 @@ from deltalake.exceptions import DeltaError
 from lakehouse.contract.errors import MillraceError
 from lakehouse.contract.lake import Lake
 from serve.sql.statement import run_sql
-
-MILLRACE = [sys.executable, "-m", "jobs.cli"]
+from tests.system.installed import millrace, user_environment
 
 # Valid: a JSON object with all that the pipeline requires. The same (rsvp_id, mtime) twice counts once.
 _EVENTS = """
@@ -98,7 +96,7 @@ class Expected:
 
 
 class Demo:
-    """One ``millrace demo`` process.
+    """One ``millrace demo`` process of the installed wheel, started where there is no checkout.
 
     Args:
         lake: where it keeps everything.
@@ -108,12 +106,12 @@ class Demo:
 
     def __init__(self, lake: Path, *arguments: str, rehearse: bool = True) -> None:
         self.lake = lake
-        command = [*MILLRACE, "demo", "--lake", str(lake), "--no-browser", "--json", *arguments]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("MILLRACE_")}
+        command = [str(millrace()), "demo", "--lake", str(lake), "--no-browser", "--json", *arguments]
+        environment = user_environment()
         if not rehearse:
             environment["MILLRACE_SPARK_REHEARSE"] = "false"
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=lake.parent
         )
 
     def result(self, timeout_s: float = 420.0) -> dict[str, Any]:
@@ -166,11 +164,21 @@ def wait_for(condition: Any, what: str, timeout_s: float = 240.0) -> None:
         time.sleep(0.1)
 
 
+def run(lake: Path, *command: str) -> subprocess.CompletedProcess[str]:
+    """A command of the installed wheel, with ``--json``."""
+    return subprocess.run(
+        [str(millrace()), *command, "--lake", str(lake), "--json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=user_environment(),
+        cwd=lake.parent,
+    )
+
+
 def sql(lake: Path, query: str) -> list[dict[str, Any]]:
     """Rows by ``millrace sql --json``."""
-    done = subprocess.run(
-        [*MILLRACE, "sql", "--lake", str(lake), "--json", query], capture_output=True, text=True, check=False
-    )
+    done = run(lake, "sql", query)
     assert done.returncode == 0, done.stderr
     rows: list[dict[str, Any]] = json.loads(done.stdout)
     return rows

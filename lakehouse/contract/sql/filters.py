@@ -106,7 +106,9 @@ def check(tree: exp.Expr) -> None:
             raise FilterError(f"{node.sql()} is qualified", f"Write {node.name}")
         known = _ARGUMENTS.get(type(node), _PLAIN)
         if extra := [name for name, value in node.args.items() if value and name not in known]:
-            raise FilterError(f"{_named(node)} is not taken with {', '.join(extra)}", "docs/reference/protocol.md lists what is")
+            raise FilterError(
+                f"{_named(node)} is not taken with {', '.join(extra)}", "docs/reference/protocol.md lists what is"
+            )
     for depth, _ in _levels(tree):
         if depth > MAX_DEPTH:
             raise FilterError(f"it is nested too deeply, {MAX_DEPTH} levels are taken")
