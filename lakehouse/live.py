@@ -130,7 +130,6 @@ class LiveProducts(BronzeFollower):
         self._maintenance = Maintenance(lake, pipeline=pipeline)
         self._marks = Marks()
         self._committed_at = time.monotonic()
-        self._busy = threading.Lock()  # held while the products move
         self._writing = threading.Condition()  # held while this driver writes bronze, or looks up how far bronze is
         self._handed: tuple[int, Events] | None = None
         self._anew = self._declaration.is_stale()
@@ -146,22 +145,20 @@ class LiveProducts(BronzeFollower):
 
     def _catch_up(self) -> None:
         self.local.plan()
-        with self._busy:
-            self._bring_up()
-            for table in (self._quarantine, self._watch.warnings):
-                if table is not None:
-                    table.create()  # only now: while one is absent, what was rejected has still to be filled in
-            crash_point("rebuild.before_note")
-            self._declaration.note()
-            self._note_reader()
+        self._bring_up()
+        for table in (self._quarantine, self._watch.warnings):
+            if table is not None:
+                table.create()  # only now: while one is absent, what was rejected has still to be filled in
+        crash_point("rebuild.before_note")
+        self._declaration.note()
+        self._note_reader()
 
     def _follow(self) -> None:
         with self._writing:
             newest, handed = newest_version(self._bronze, self.position), self._handed
         if newest > self.position:
-            with self._busy:
-                self._move(newest, handed)
-                self._care()
+            self._move(newest, handed)
+            self._care()
         with self._writing:
             if handed is not None:
                 self._handed = None
@@ -172,10 +169,9 @@ class LiveProducts(BronzeFollower):
             self._writing.notify_all()
 
     def _close(self) -> None:
-        with self._busy:
-            self._maintenance.close()
-            self.seen.close()
-            self.local.close()
+        self._maintenance.close()
+        self.seen.close()
+        self.local.close()
 
     # --- from one version of bronze to another
 
@@ -206,8 +202,8 @@ class LiveProducts(BronzeFollower):
             QueryFailed: they ended.
         """
         with self._writing:
-            self._writing.wait_for(lambda: self._handed is None or not self._thread.is_alive())
-            if not self.is_active:
+            self._writing.wait_for(lambda: self._handed is None or self._stop.is_set() or not self.is_active)
+            if self._handed is not None or not self.is_active:
                 raise QueryFailed(self.name, "STOPPED", "the products of the source ended")
 
     def _move(self, newest: int, handed: tuple[int, Events] | None) -> None:
