@@ -265,6 +265,10 @@ class LocalQueries:
             [c for c in events.columns if c.lower() in self._read or c in kept or c.startswith(_CARRIED)]
         )
 
+    def parsed(self, bronze: DataFrame) -> DataFrame:
+        """Bronze rows as events, with all that bronze has of them."""
+        return self.narrowed(conform(bronze, self._source, carried=CARRIED), *COLUMNS.names)
+
     def of_records(self, records: pa.Table) -> tuple[pa.Table, pa.Table]:
         """Kafka records as events, and as bronze rows without the columns that a commit gives.
 
@@ -315,8 +319,7 @@ class LocalQueries:
 
     @cached_property
     def _batch_names(self) -> list[str]:
-        events = conform(self.session.createDataFrame([], self._bronze), self._source, carried=CARRIED)
-        return self.narrowed(events, *COLUMNS.names).columns
+        return self.parsed(self.session.createDataFrame([], self._bronze)).columns
 
     @cached_property
     def _batch_columns(self) -> Selections:

@@ -52,7 +52,6 @@ from lakehouse.gold.state_store import store_of
 from lakehouse.gold.store import ProductStore
 from lakehouse.maintain.care import Maintenance
 from lakehouse.quality.watch import Watch, warned_columns
-from lakehouse.silver.conform import CARRIED, conform
 from lakehouse.silver.quarantine import Quarantine
 
 log = logging.getLogger(__name__)
@@ -228,13 +227,9 @@ class LiveProducts(BronzeFollower):
                 with materialized(self._long(found)) as frame:
                     self._step(found.version, SparkEvents(frame, self.source))
 
-    def parsed(self, bronze: DataFrame) -> DataFrame:
-        """Bronze rows as events, with all that bronze has of them."""
-        return self.local.narrowed(conform(bronze, self.source, carried=CARRIED), *COLUMNS.names)
-
     def _long(self, found: Changes) -> DataFrame:
         schema = from_arrow_schema(_WITHOUT_DATE)
-        return self.parsed(self._spark.read.schema(schema).parquet(*found.files))
+        return self.local.parsed(self._spark.read.schema(schema).parquet(*found.files))
 
     def _step(self, version: int, events: Events) -> None:
         """Bring the index and the products to a version, given all events between."""
@@ -277,7 +272,7 @@ class LiveProducts(BronzeFollower):
         """Bronze versions without rows: care of bronze made them."""
         if self.stores and time.monotonic() - self._committed_at > _QUIET_S:
             nothing = self._spark.createDataFrame([], from_arrow_schema(COLUMNS))
-            self._step(version, SparkEvents(self.parsed(nothing), self.source))
+            self._step(version, SparkEvents(self.local.parsed(nothing), self.source))
         self._moved_to(version)
 
     def _moved_to(self, version: int) -> None:

@@ -247,7 +247,7 @@ class SourceWriter:
         if self._live is None:
             self._bronze.append_frame(bronze, ends)
             return
-        parsed = self._live.parsed(bronze.withColumn("bronze_at", F.lit(None).cast("timestamp")))
+        parsed = self._live.local.parsed(bronze.withColumn("bronze_at", F.lit(None).cast("timestamp")))
         with materialized(parsed) as rows:
             with self._live.writing():
                 commit = self._bronze.append_frame(as_bronze(rows), ends)

@@ -25,7 +25,7 @@ from typing import Protocol
 from urllib.parse import parse_qs, urlsplit
 
 from lakehouse.contract.errors import ConfigError
-from lakehouse.contract.keys import Key, KeyFile, KeyRing, TokenBucket
+from lakehouse.contract.keys import Key, KeyFile, KeyRing, TokenBucket, is_loopback
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.settings import ServeSettings, Settings
 from lakehouse.contract.sql.filters import checked
@@ -280,14 +280,6 @@ def is_local_name(host: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches an address."""
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def make_gate(settings: Settings, seal: Seal) -> ReaderGate:

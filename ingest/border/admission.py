@@ -31,6 +31,7 @@ from ingest.border.shed import TAKEN, Shedder
 from lakehouse.contract.envelope import Envelope, EventLines, about, fingerprint, new_event_id
 from lakehouse.contract.pipeline import Source, Template
 from lakehouse.contract.sql.ddl import Field, find_field, parse_ddl
+from lakehouse.contract.text import JSON_NAMES
 
 MAX_ID_BYTES = 512
 MAX_DEPTH = 100  # of nested objects and arrays
@@ -246,7 +247,7 @@ class Border:
                 if value is None:
                     raise KeyError
                 if types and type(value) not in types:
-                    kind = _JSON_NAMES.get(type(value), "an object")
+                    kind = JSON_NAMES.get(type(value), "an object")
                     return Refusal(f"does not fit the schema: {path} is {kind}", 422, "schema")
         except (KeyError, TypeError):
             return Refusal(f"missing {path}", 422, "missing-field")
@@ -273,7 +274,7 @@ def _parse(payload: bytes) -> tuple[dict[str, Any] | None, Refusal | None]:
     except orjson.JSONDecodeError as error:
         return None, Refusal(f"not JSON: {error}", 400, "not-json")
     if not isinstance(fields, dict):
-        name = _JSON_NAMES.get(type(fields), "that")
+        name = JSON_NAMES.get(type(fields), "that")
         return None, Refusal(f"an event is a JSON object, not {name}", 422, "not-an-object")
     if _may_be_deep(payload) and _depth(fields) > MAX_DEPTH:
         return None, Refusal(f"nested more than {MAX_DEPTH} deep", 422, "too-deep")
@@ -381,15 +382,6 @@ def tell_refused(envelope: Envelope, what: str = "is refused") -> None:
 
 
 _ANY = frozenset({dict, list, str, int, float, bool})  # present and not null
-
-_JSON_NAMES = {
-    list: "an array",
-    str: "a string",
-    int: "a number",
-    float: "a number",
-    bool: "a boolean",
-    type(None): "null",
-}
 
 
 def raw_topic(source: Source) -> str:

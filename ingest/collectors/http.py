@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ipaddress
 import socket
 from collections.abc import Iterator
 from functools import partial
@@ -50,6 +49,7 @@ from ingest.errors import IngestError, RequestRefused
 from ingest.intake import RequestIntake, first_key, presented_key
 from ingest.stats import NodeStats
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem
+from lakehouse.contract.keys import is_loopback
 from lakehouse.contract.settings import CollectSettings
 
 REQUEST_TIMEOUT_S = 20.0  # for head and body; a slow phone sends an event in less
@@ -100,14 +100,6 @@ def _guard(request: Request, gate: SenderGate) -> None:
 async def _refused(_: Request, error: Exception) -> Response:
     assert isinstance(error, IngestError)
     return refuse(error)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether this address, or ``localhost``, is reachable from this machine only."""
-    try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def check_exposure(settings: CollectSettings, keys: SenderKeys) -> None:

@@ -80,15 +80,9 @@ def create(table: TableRef) -> None:
     if table.exists():
         _evolve(table)
         return
-    table.path.mkdir(parents=True, exist_ok=True)
-    DeltaTable.create(
-        str(table.path),
-        schema=COLUMNS,
-        mode="ignore",
-        name=table.name,
-        description="Raw events, append-only",
-        partition_by=["date"],
-        configuration={
+    table.create(
+        COLUMNS,
+        {
             "delta.appendOnly": "true",
             "delta.checkpointInterval": "1000000",
             "delta.dataSkippingNumIndexedCols": "0",
@@ -97,6 +91,8 @@ def create(table: TableRef) -> None:
             "delta.logRetentionDuration": "interval 2 hours",
             "delta.deletedFileRetentionDuration": "interval 2 hours",
         },
+        "Raw events, append-only",
+        partition_by=["date"],
     )
 
 

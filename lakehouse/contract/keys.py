@@ -12,6 +12,7 @@ import dataclasses
 import fcntl
 import hashlib
 import hmac
+import ipaddress
 import logging
 import os
 import secrets
@@ -223,6 +224,14 @@ def _stamp(path: Path) -> tuple[int, int, int] | None:
     except FileNotFoundError:
         return None
     return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address, or ``localhost``."""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class TokenBucket:

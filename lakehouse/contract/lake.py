@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,6 +154,31 @@ class TableRef:
     def exists(self) -> bool:
         """Whether the table has been created (its log has a first version)."""
         return DeltaLog(self.path).exists()
+
+    def create(
+        self, schema: Any, properties: Mapping[str, str], description: str = "", partition_by: Sequence[str] = ()
+    ) -> None:
+        """Create the table unless it exists; of two processes that do so at once, one succeeds.
+
+        Args:
+            schema: a ``pyarrow.Schema``.
+            properties: of the table, Delta's and our own.
+        """
+        if self.exists():
+            return
+        from deltalake import DeltaTable
+
+        self.path.mkdir(parents=True, exist_ok=True)
+        DeltaTable.create(
+            str(self.path),
+            schema=schema,
+            mode="ignore",
+            name=self.name,
+            description=description or None,
+            partition_by=list(partition_by),
+            configuration=dict(properties),
+            raise_if_key_not_exists=False,
+        )
 
 
 @dataclass(frozen=True, slots=True)

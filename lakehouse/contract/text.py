@@ -1,6 +1,17 @@
-"""Bytes that ought to be text."""
+"""Text and JSON of senders, in words."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+
+JSON_NAMES: Mapping[type, str] = {
+    list: "an array",
+    str: "a string",
+    int: "a number",
+    float: "a number",
+    bool: "a boolean",
+    type(None): "null",
+}
 
 
 def is_utf8(text: bytes) -> bool:

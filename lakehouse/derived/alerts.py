@@ -184,21 +184,8 @@ class AlertBook:
             self._rows[row["alert"], row["key"]] = row
 
     def _create(self) -> None:
-        if self.table.exists():
-            return
-        self.table.path.mkdir(parents=True, exist_ok=True)
-        DeltaTable.create(
-            str(self.table.path),
-            schema=COLUMNS,
-            mode="ignore",
-            name=self.table.name,
-            description="Conditions over products: raised and cleared",
-            configuration={
-                names.PROPERTY_KEY: "alert,key",
-                **KEPT,
-            },
-            raise_if_key_not_exists=False,
-        )
+        properties = {names.PROPERTY_KEY: "alert,key", **KEPT}
+        self.table.create(COLUMNS, properties, "Conditions over products: raised and cleared")
 
     def sweep(self) -> None:
         """Delete files that no position needs; between two commits, by their own thread."""

@@ -239,20 +239,16 @@ class ViewKeeper:
                 return delta
             log.info("view %s is declared otherwise than its table: it is made anew", self.view.name)
             shutil.rmtree(self.table.path)
-        self.table.path.mkdir(parents=True, exist_ok=True)
-        self._delta = DeltaTable.create(
-            str(self.table.path),
-            schema=schema,
-            mode="ignore",
-            name=self.view.name,
-            configuration={
+        self.table.create(
+            schema,
+            {
                 names.PROPERTY_KEY: ",".join(self.key),
                 names.PROPERTY_PIPELINE: self._owner,
                 PROPERTY_VIEW: self._declaration,
                 **KEPT,
             },
-            raise_if_key_not_exists=False,
         )
+        self._delta = DeltaTable(str(self.table.path))
         self._rows = None
         return self._delta
 

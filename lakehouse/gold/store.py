@@ -258,16 +258,7 @@ class ProductStore:
     def _ensure(self, schema: pa.Schema) -> DeltaTable:
         self.operator.describe(schema)
         if not self.table.exists():
-            configuration = self._configuration()
-            self.table.path.mkdir(parents=True, exist_ok=True)
-            DeltaTable.create(
-                str(self.table.path),
-                schema=self._empty().schema,
-                mode="ignore",
-                name=self.product.name,
-                configuration=configuration,
-                raise_if_key_not_exists=False,
-            )
+            self.table.create(self._empty().schema, self._configuration())
         return self._open()
 
     def _open(self) -> DeltaTable:

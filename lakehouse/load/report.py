@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
-from deltalake import DeltaTable, write_deltalake
+from deltalake import write_deltalake
 from prometheus_client import CollectorRegistry, Counter, Gauge, write_to_textfile
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
@@ -146,17 +146,7 @@ def append_reports(lake: Lake, load: str, source: str, reports: Sequence[FileRep
     if not reports:
         return
     table = lake.table("silver", LOADS)
-    if not table.exists():
-        table.path.mkdir(parents=True, exist_ok=True)
-        DeltaTable.create(
-            str(table.path),
-            schema=COLUMNS,
-            mode="ignore",
-            name=table.name,
-            description="Files given to the batch loader, and the result of each",
-            configuration={PROPERTY_KEY: "load,name,file"},
-            raise_if_key_not_exists=False,
-        )
+    table.create(COLUMNS, {PROPERTY_KEY: "load,name,file"}, "Files given to the batch loader, and the result of each")
     at = None if deadline.at is None else int(deadline.at * 1e6)
     rows = [
         {name: getattr(report, name, None) for name in COLUMNS.names}

@@ -28,6 +28,7 @@ import pyarrow.parquet as pq
 from lakehouse.bronze.table import COLUMNS
 from lakehouse.contract.lake import FILE_TOPIC as TOPIC
 from lakehouse.contract.pipeline import Source, Template
+from lakehouse.contract.text import JSON_NAMES
 
 MAX_ID_BYTES = 512  # the limits of ingest/border; a test compares the two
 KEPT_BYTES = 65_536
@@ -35,14 +36,6 @@ PLACEHOLDER = "bronze_at"  # this column gets its value when the commit's turn c
 _CONSTANT = ("source", "tenant", "collector", "suspect", "reject", "topic", "partition", "origin", "weight")
 _MICROS = struct.Struct("<q")
 _CODEC = "zstd"
-_JSON_NAMES: Mapping[type, str] = {
-    list: "an array",
-    str: "a string",
-    int: "a number",
-    float: "a number",
-    bool: "a boolean",
-    type(None): "null",
-}
 Render = Callable[[Mapping[str, Any]], str | None]
 
 
@@ -157,7 +150,7 @@ class Sealer:
                     if type(fields) is dict:
                         event_id, key, reason = identify(fields)
                     else:
-                        reason = f"an event is a JSON object, not {_JSON_NAMES.get(type(fields), 'that')}"
+                        reason = f"an event is a JSON object, not {JSON_NAMES.get(type(fields), 'that')}"
             if reason is not None:
                 reasons[index] = reason
             event_ids.append(event_id or f"{prefix}{number + index}")

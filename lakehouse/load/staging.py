@@ -110,17 +110,8 @@ def _copy(product: DeltaTable, target: TableRef, staging: Staging, shows: str) -
 def _ready(target: TableRef, schema: pa.Schema, properties: dict[str, str]) -> None:
     """Create the table if it is absent, and set its properties."""
     if not target.exists():
-        target.path.mkdir(parents=True, exist_ok=True)
-        description = f"A copy of a part of {properties[names.PROPERTY_STAGING]}, made by `millrace staging`"
-        DeltaTable.create(
-            str(target.path),
-            schema,
-            mode="ignore",
-            name=target.name,
-            description=description,
-            configuration=properties,
-            raise_if_key_not_exists=False,
-        )
+        product = properties[names.PROPERTY_STAGING]
+        target.create(schema, properties, f"A copy of a part of {product}, made by `millrace staging`")
         return
     delta = DeltaTable(str(target.path))
     found = delta.metadata().configuration

@@ -192,17 +192,9 @@ def _append(lake: Lake, at: datetime, found: Sequence[TableCheck]) -> None:
     if not rows:
         return
     table = lake.table("gold", QUALITY)
-    if not table.exists():
-        table.path.mkdir(parents=True, exist_ok=True)
-        DeltaTable.create(
-            str(table.path),
-            schema=COLUMNS,
-            mode="ignore",
-            name=QUALITY,
-            description="Findings of the expectations of tables and batches",
-            configuration={PROPERTY_KEY: "at,table,batch,expectation"},
-            raise_if_key_not_exists=False,
-        )
+    table.create(
+        COLUMNS, {PROPERTY_KEY: "at,table,batch,expectation"}, "Findings of the expectations of tables and batches"
+    )
     delta = DeltaTable(str(table.path))
     write_deltalake(delta, pa.Table.from_pylist(rows, schema=COLUMNS), mode="append")
     oldest = (at - KEEP).isoformat()

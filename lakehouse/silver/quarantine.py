@@ -53,19 +53,10 @@ class Quarantine:
 
     def create(self) -> None:
         """Create the table where it is absent."""
-        if not self._table.exists():
-            self._table.path.mkdir(parents=True, exist_ok=True)
-            DeltaTable.create(
-                str(self._table.path),
-                schema=COLUMNS,
-                mode="ignore",
-                name=self._table.name,
-                description=self._description,
-                configuration=self._configuration,
-                raise_if_key_not_exists=False,
-            )
-        else:
+        if self._table.exists():
             self._configure()
+        else:
+            self._table.create(COLUMNS, self._configuration, self._description)
 
     def apply(self, rows: pa.Table, query: str, batch: int) -> None:
         """Append a batch's rejected events; a batch that is in already is passed over."""

@@ -17,11 +17,11 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from lakehouse.contract.errors import ConfigError, QueryRefused
+from lakehouse.contract.keys import is_loopback
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.contract.pipeline.added import Declared, QuerySpec, State, checked_query
 from lakehouse.contract.settings import Settings
-from serve.access import is_loopback
 from serve.core.hub import Hub
 from serve.errors import RequestError
 from serve.push.request import admitted, invalid, json_body, json_response, problem
