@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -80,12 +80,14 @@ class AlertMachine:
     Attributes:
         raised: keys whose alert stands.
         streaks: keys on their way to the other state.
+        spent: keys that were cleared while ``when`` held; it must end before it raises them again.
     """
 
     to_raise: Patience
     to_clear: Patience
     raised: set[str] = field(default_factory=set)
     streaks: dict[str, Streak] = field(default_factory=dict)
+    spent: set[str] = field(default_factory=set)
 
     def look(self, found: Mapping[str, KeyVerdict], clock: int) -> list[AlertTurn]:
         """Take in a version; returns what there is to say, in order of the keys.
@@ -95,10 +97,12 @@ class AlertMachine:
             clock: ms since the epoch by the product's clock.
         """
         turns = []
-        for key in sorted(found.keys() | self.raised | self.streaks.keys()):
+        for key in sorted(found.keys() | self.raised | self.streaks.keys() | self.spent):
             seen = found.get(key, GONE)
             up = key not in self.raised
-            if not (seen.when if up else seen.clear):
+            if not seen.when:
+                self.spent.discard(key)
+            if not (seen.when and key not in self.spent if up else seen.clear):
                 self.streaks.pop(key, None)
                 continue
             before = self.streaks.get(key)
@@ -109,6 +113,8 @@ class AlertMachine:
                 continue
             self.streaks.pop(key, None)
             (self.raised.add if up else self.raised.discard)(key)
+            if seen.when and not up:
+                self.spent.add(key)
             turns.append(AlertTurn(key, up, streak.since, seen.value))
         return turns
 
@@ -155,6 +161,7 @@ class AlertProgress:
         version: of the product.
         clock: ms since the epoch by the product's clock.
         streaks: keys on their way to the other state.
+        spent: keys that were cleared while ``when`` held.
     """
 
     declared: str = ""
@@ -162,6 +169,7 @@ class AlertProgress:
     version: int = -1
     clock: int = 0
     streaks: Mapping[str, Streak] = field(default_factory=dict)
+    spent: Sequence[str] = ()
 
     @classmethod
     def read(cls, found: Mapping[str, Any]) -> AlertProgress:
@@ -287,7 +295,7 @@ class Watcher:
         if progress.declared == self._declared:
             self.version, self.table_id = progress.version, progress.table
             self._clock, self._silent = progress.clock, 0
-            self.machine.streaks = dict(progress.streaks)
+            self.machine.streaks, self.machine.spent = dict(progress.streaks), set(progress.spent)
 
     def look(self, product: Follower, engine: ViewEngine) -> None:
         """Look at the version at which the product stands, and say what there is to say.
@@ -303,13 +311,13 @@ class Watcher:
         found = self._found(product, engine)
         self._clock = max(self._clock, self._time(product, engine))
         turns = self.machine.look(found, self._clock)
-        if len(self.machine.raised) + len(self.machine.streaks) > MAX_KEYS:
+        machine = self.machine
+        if len(machine.raised) + len(machine.streaks) + len(machine.spent) > MAX_KEYS:
             raise QueryError(self.alert.name, f"it is raised for more than {MAX_KEYS:,} keys", "Alert on fewer keys")
         self._silent += 1
         if turns or self._silent >= SILENT_VERSIONS:
-            progress = AlertProgress(
-                self._declared, self.table_id, self.version, self._clock, dict(self.machine.streaks)
-            )
+            known = dict(machine.streaks), sorted(machine.spent)
+            progress = AlertProgress(self._declared, self.table_id, self.version, self._clock, *known)
             self._book.say(self.alert, turns, progress)
             self._silent = 0
 

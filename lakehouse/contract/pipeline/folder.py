@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.errors import ConfigError, QueryRefused
 from lakehouse.contract.lake import ALERTS, LOADS, NAME_PATTERN, QUALITY, QUARANTINE, WARNINGS
 from lakehouse.contract.pipeline.product import EVERYTHING, ChannelSpec, Product, check_keys
 from lakehouse.contract.pipeline.source import Source
@@ -101,7 +102,8 @@ class Alert:
     Attributes:
         product: whose rows are looked at, each version of it: a product or a view.
         when: SQL condition over the product's columns that raises the alert.
-        clear: SQL condition that clears it; empty: ``when`` is not true. A row that is gone clears it too.
+        clear: SQL condition that clears it; empty: ``when`` is not true. A row that is gone clears it too. Once cleared,
+            the alert is raised again only after ``when`` was not true.
         hold_raise: ``for`` in TOML: how long ``when`` must hold (versions or a duration).
         hold_clear: ``hold`` in TOML: how long ``clear`` must hold.
         by: columns that tell one alert from another; empty: the product's key. Where several rows have one key, the
@@ -128,6 +130,16 @@ class Alert:
             raise ConfigError("an alert needs a condition", key="when", remedy="Write e.g. when = 'count > 100'")
         Patience.read("for", self.hold_raise)
         Patience.read("hold", self.hold_clear)
+        if self.clear:
+            from lakehouse.contract.sql.spark import both_hold  # sqlglot is needed by few of those who read a pipeline
+
+            with contextlib.suppress(QueryRefused):  # told where conditions are checked against the columns
+                if both_hold(self.when, self.clear):
+                    raise ConfigError(
+                        f"{self.clear!r} can be true together with when = {self.when!r}",
+                        key="clear",
+                        remedy="Clear on the other side of it: when = 'x > 10', clear = 'x < 8'",
+                    )
 
     @property
     def patience(self) -> tuple[Patience, Patience]:

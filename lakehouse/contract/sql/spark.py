@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import math
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import sqlglot
@@ -171,6 +172,55 @@ def parse_condition(sql: str, *, max_bytes: int = 4_000) -> exp.Expr:
         raise QueryRefused("sql", f"{_short(bad.sql(dialect='spark'))} looks at other rows", "Use a view for that")
     check_functions(expression, VIEW_FUNCTIONS)
     return expression  # type: ignore[no-any-return]
+
+
+def both_hold(one: str, other: str) -> bool:
+    """Whether some value meets both conditions, as far as plain comparisons of one expression with a number tell.
+
+    Raises:
+        QueryRefused: one of them is not a condition.
+    """
+    found = [_comparison(parse_condition(text)) for text in (one, other)]
+    if found[0] is None or found[1] is None or found[0][0] != found[1][0]:
+        return False
+    (_, low, from_), (_, high, to) = found[0], found[1]
+    low, high = (max(low, high), min(from_, to))
+    if low[0] == high[0]:
+        return not (low[1] or high[1])
+    # Of an integer, n > 10 and n < 11 leave no value.
+    whole = low[1] and high[1] and high[0] - low[0] == 1 and low[0].is_integer()
+    return low[0] < high[0] and not whole
+
+
+_Bound = tuple[float, float]  # a number, and 1 or -1 if the value must be above or below it, 0 if it may be equal
+_BOUNDS: dict[type[exp.Expr], Callable[[float], tuple[_Bound, _Bound]]] = {
+    exp.GT: lambda n: ((n, 1), (math.inf, 0)),
+    exp.GTE: lambda n: ((n, 0), (math.inf, 0)),
+    exp.LT: lambda n: ((-math.inf, 0), (n, -1)),
+    exp.LTE: lambda n: ((-math.inf, 0), (n, 0)),
+    exp.EQ: lambda n: ((n, 0), (n, 0)),
+}
+_TURNED: dict[type[exp.Expr], type[exp.Expr]] = {
+    exp.GT: exp.LT,
+    exp.GTE: exp.LTE,
+    exp.LT: exp.GT,
+    exp.LTE: exp.GTE,
+    exp.EQ: exp.EQ,
+}
+
+
+def _comparison(tree: exp.Expr) -> tuple[exp.Expr, _Bound, _Bound] | None:
+    """What a comparison compares, and the lowest and highest value that meet it; None if it is not one with a number."""
+    tree = tree.unnest()
+    if type(tree) not in _BOUNDS:
+        return None
+    left, right = tree.this, tree.expression
+    for kind, value, number in ((type(tree), left, right), (_TURNED[type(tree)], right, left)):
+        try:
+            return value, *_BOUNDS[kind](float(number.sql()))
+        except ValueError:
+            continue
+    return None
 
 
 def _one(sql: str, max_bytes: int) -> exp.Expr:
