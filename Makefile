@@ -9,7 +9,7 @@ READY  := $(VENV)/.installed
 ARGS   ?=
 
 .PHONY: demo test check bench bench-log bench-lakehouse bench-fanout bench-lookup bench-sketches bench-collect bench-publishers soak cluster \
-  crashes chaos setup java lock clean
+  crashes chaos setup java lock docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -88,6 +88,10 @@ $(READY): requirements.lock pyproject.toml
 	@$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
+
+# The docs as a site: dist/site/index.html
+docs: $(READY)
+	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(PY) -m mkdocs build --strict --quiet -f docs/site/mkdocs.yml
 
 # Needs uv; everything else does not.
 lock:

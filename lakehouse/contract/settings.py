@@ -24,11 +24,11 @@ class KafkaSettings:
         bootstrap: ``host:port`` of a broker that runs elsewhere; empty: the embedded one.
         linger_ms: how long a producer gathers a batch.
         secure: TLS, passwords and access rules on the embedded broker.
-        protocol: ``PLAINTEXT``, ``SSL``, ``SASL_SSL`` or ``SASL_PLAINTEXT``: how to talk to a broker elsewhere.
+        protocol: how to talk to a broker elsewhere: ``PLAINTEXT``, ``SSL``, ``SASL_SSL`` or ``SASL_PLAINTEXT``.
         mechanism: of SASL: ``SCRAM-SHA-512``, ``SCRAM-SHA-256`` or ``PLAIN``.
-        user: of SASL.
-        password_file: file of the user's password.
-        ca_file: PEM file of the authority that signed the broker's certificate.
+        user: user of SASL.
+        password_file: file that holds the user's password and nothing else.
+        ca_file: PEM file of the authority that signed the broker's certificate; empty: those that the system trusts.
         cert_file: PEM file of a client certificate, with its private key in front.
     """
 
@@ -70,7 +70,7 @@ class CollectSettings:
     Attributes:
         host: address that HTTP collectors bind.
         port: port that HTTP collectors bind; 0: any free one.
-        keys: file of the API keys; empty: ``_millrace/keys.toml`` in the lake.
+        keys: file of the API keys (``millrace keys``); empty: ``_millrace/keys.toml`` in the lake.
         allow_anonymous: bind another address than a loopback one although there are no keys.
         max_connections: connections by HTTP and WebSocket at a time.
         idle_timeout_s: a connection without a request is closed after this.
@@ -115,16 +115,18 @@ class ServeSettings:
         heartbeat_ms: pause between heartbeats.
         max_subscribers: connections of one process.
         processes: server processes on the port.
-        keys: file of the readers' API keys; empty: ``_millrace/readers.toml`` in the lake.
-        allow_anonymous: bind another address than a loopback one although there are no keys.
+        keys: file of the readers' API keys (``millrace keys new --reader``); empty: ``_millrace/readers.toml`` in the
+            lake.
+        allow_anonymous: bind another address than a loopback one although there are no readers' keys.
         origins: whose pages may connect beside the server's own, e.g. ``https://shop.example``; separated by commas.
         tls_cert: PEM file of the certificate and its chain; empty: no TLS.
-        tls_key: PEM file of its private key.
-        max_sql: statements of ``/v1/sql`` and reads of older versions that run at a time, each of the two.
-        sql_timeout_s: the longest that a statement runs.
-        sql_memory_mb: memory of a statement in MiB.
-        webhook_private: let webhooks call addresses that the public internet does not reach.
-        webhook_backoff_ms: pause after the first failed attempt at most; it doubles with each one, up to five minutes.
+        tls_key: PEM file of the certificate's private key.
+        max_sql: statements of ``POST /v1/sql`` that run at a time, and reads of older versions.
+        sql_timeout_s: the longest that a statement runs, in seconds.
+        sql_memory_mb: memory of one statement, in MiB.
+        webhook_private: let webhooks call loopback, private and link-local addresses.
+        webhook_backoff_ms: the longest pause after a first failed attempt; it doubles with each one, up to five
+            minutes.
     """
 
     host: str = "127.0.0.1"
@@ -167,11 +169,11 @@ class SparkSettings:
     Attributes:
         master: as of spark-submit; ignored where spark-submit gives one.
         driver_memory: heap of the driver.
-        batch_interval_ms: from the start of one micro-batch to that of the next, at least.
+        batch_interval_ms: from the start of one micro-batch to that of the next, at least; 0: one after the other.
         max_offsets_per_trigger: events that a micro-batch takes at most.
         max_bytes_per_trigger: compressed bytes of bronze that are read at once, at most, e.g. ``48m``.
         rehearse: run the queries over made-up rows before the driver says that it is ready.
-        conf: any further Spark setting.
+        conf: a table of further Spark settings, in the file only; they go before Millrace's own.
     """
 
     master: str = "local[4]"
@@ -188,7 +190,7 @@ class QuerySettings:
     """Queries and alerts that are added at run time, and views: what they may be at the most.
 
     Attributes:
-        max_queries: queries of a lake, and as many alerts.
+        max_queries: queries that are added at run time, and as many alerts.
         max_view_rows: rows of a view; more make it fail, alone.
         max_base_rows: rows of a product that a view or an alert looks at.
     """
@@ -203,7 +205,8 @@ class ControlSettings:
     """The control plane, and how the other processes reach it.
 
     Attributes:
-        url: of the control plane, e.g. ``http://127.0.0.1:8403``; empty: there is none, and key files say who may what.
+        url: where the control plane is, e.g. ``http://127.0.0.1:8403``; empty: there is none, and key files say who may
+            what.
         key: file of the key that is shown to it; empty: ``_millrace/control/machine.key`` in the lake.
         state: folder of the last good state; empty: ``_millrace/control/state`` in the lake.
         refresh_ms: the longest pause between two looks at it.
@@ -232,10 +235,11 @@ class Settings:
     """All settings of one process.
 
     Attributes:
-        lake: root folder of the lake.
+        lake: root folder of the tables.
         pipeline: name of a folder below ``conf/pipelines``, or a path to one.
         tenant: tenant that events belong to when nobody says otherwise.
-        metrics_port: port of ``/metrics`` on the loopback address for processes without HTTP; 0: any free one.
+        metrics_port: port of ``/metrics`` on the loopback address for ``run``, ``load``, ``refine`` and ``latest``; 0:
+            any free one, which ``millrace status`` names.
         kafka: the broker.
         collect: collectors.
         serve: the serving tier.

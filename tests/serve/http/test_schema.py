@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
 
-from serve.http import metrics
 from serve.http.routes import ROUTES
 from serve.http.schema import ANSWERS, PUSHED, asyncapi, openapi
 from serve.push import sse
@@ -101,12 +100,3 @@ async def test_answers_are_as_described(root: Path) -> None:
                 Draft202012Validator(document | schema).validate(answer.json())
             seen.add((method, path))
     assert {key for key in ANSWERS if key[0] == "GET"} - seen == {("GET", "/v1/subscribe")}
-
-
-def test_every_metric_is_described() -> None:
-    page = (ROOT / "docs" / "guide" / "serving.md").read_text(encoding="utf-8")
-    source = Path(metrics.__file__).read_text(encoding="utf-8")
-    names = set(re.findall(r'"millrace_serve_(\w+)"', source)) | set(re.findall(r'^ +\("(\w+)", "', source, re.M))
-    names = {name.removeprefix("millrace_serve_") for name in names}
-    assert len(names) >= 5
-    assert [name for name in sorted(names) if f"`{name}`" not in page] == []
