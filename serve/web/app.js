@@ -1,9 +1,8 @@
 /** The page: two subscriptions, drawn. Everything that comes from a table is set as text, never as markup. */
 
-import { Access } from "./access.js";
+import { Access, subscribe } from "./client/millrace.js";
 import { ColumnChart, niceCeiling, TimeChart } from "./charts.js";
 import { Latency, medianOfLast, Throughput } from "./meters.js";
-import { subscribe } from "./millrace.js";
 import { RankedList } from "./topics.js";
 
 const MINUTE = 60_000;
@@ -12,7 +11,7 @@ const SPARK_WINDOWS = 30;
 const LEADERS = 5;
 const SPAN_MS = 120_000;
 const TICK_MS = 250;
-const WORST = ["locked", "reconnecting", "missing", "connecting", "resuming", "snapshot", "slow", "live", "closed"];
+const WORST = ["locked", "refused", "reconnecting", "missing", "connecting", "resuming", "snapshot", "slow", "live", "closed"];
 const SERIES = "millrace.series"; // the lines of the last two minutes, for a reload of this tab
 
 const $ = (id) => document.getElementById(id);
@@ -38,8 +37,9 @@ const latency = new Latency(SPAN_MS / 1000 + 10, saved.latency);
 const server = serverUrl();
 const access = new Access(server);
 const store = access.keyed ? "memory" : "indexeddb"; // rows behind a key are not left in the browser
-const topics = subscribe(server, "top_topics", { onChange: onTopics, onState, prune, access, store });
-const members = subscribe(server, "members", { onChange: onMembers, onState, prune, access, store });
+const options = { onState, prune, access, store, waitForTable: true };
+const topics = subscribe(server, "top_topics", { onChange: onTopics, ...options });
+const members = subscribe(server, "members", { onChange: onMembers, ...options });
 const subscriptions = [topics, members];
 
 let topicWindows = new Map(); // window start, ms -> rows in order of rank
@@ -283,6 +283,8 @@ function stateText(status) {
       return `No table ${status.table} yet`;
     case "locked":
       return "Key needed";
+    case "refused":
+      return "Refused";
     case "closed":
       return "Closed";
     default:

@@ -334,47 +334,6 @@ async def test_closed_page_goes_on_from_its_stored_position(tables: Tables, serv
         await caught_up(page, tables, since=1, events_before=before)
 
 
-async def test_two_tabs_of_one_browser_do_not_mix_their_states(tables: Tables, server: Server) -> None:
-    tables.commit()
-    await asyncio.to_thread(server.start)
-    held: list[str] = []
-    near: list[WebSocketRoute] = []
-
-    def wire(route: WebSocketRoute) -> None:
-        def lag(message: str | bytes) -> None:
-            kind = json.loads(message)["type"]
-            if kind == "snapshot":
-                route.send(message)
-            elif kind == "change":
-                held.append(str(message))
-
-        near.append(route)
-        route.connect_to_server().on_message(lag)
-
-    async with watching() as watched:
-        late = await watched.context.new_page()
-        await late.route_web_socket("**/v1/subscribe?table=top_topics**", wire)
-        await late.goto(server.url)
-        await eventually(late, lambda data: data["state"] == "live", "live")
-        page = await watched.page(server.url)
-        before = tables.events
-        for _ in range(4):
-            tables.commit()
-        await caught_up(page, tables, since=1, events_before=before)
-        final = tables.stored_top()
-        near[0].send(held[0])  # old news, which the late tab must not write over the other's
-        await eventually(late, lambda data: data["applied"] == "5", "4 of members, 1 of top_topics")
-        await asyncio.sleep(0.3)
-        tables.next_window()
-        tables.commit()
-        await caught_up(page, tables, since=1, events_before=before)
-        await page.reload()
-        await caught_up(page, tables, since=1, events_before=before)
-        leader = page.locator("#leader-list li").first
-        await expect(leader.locator("bdi")).to_have_text(final[0][1])
-        await expect(leader.locator("span")).to_have_text(f"{final[0][2]:,}")
-
-
 async def test_a_silent_server_is_noticed(tables: Tables, server: Server) -> None:
     tables.commit()
     await asyncio.to_thread(server.start)
