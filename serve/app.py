@@ -76,7 +76,8 @@ def make_app(settings: Settings, *, name: str = "") -> Starlette:
     lake = Lake(settings.lake)
     seal = lake_seal(lake.state)
     gate = make_gate(settings, seal)
-    specs = channels_of(load_pipeline(settings.pipeline_folder()))
+    pipeline = load_pipeline(settings.pipeline_folder())
+    specs = channels_of(pipeline)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[dict[str, Any]]:
@@ -97,6 +98,7 @@ def make_app(settings: Settings, *, name: str = "") -> Starlette:
                 "metrics": metrics,
                 "gate": gate,
                 "settings": settings,
+                "pipeline": pipeline,
                 "rows": rows,
                 "workers": workers,
                 "fleet": fleet,

@@ -27,7 +27,7 @@ from serve.core.position import WHOLE, Position, Seal
 from serve.core.ring import Ring, SharedSnapshot, Subscriber, WireChannel
 from serve.errors import FilterError, RequestError
 from serve.tables.state import TableState
-from serve.views.aggregate import AggregateView, aggregate_view
+from serve.views.aggregate import AggregateView, aggregate_view, rows_of_select
 from serve.views.view import LiveView, RowsView, SubscriberView, filter_errors, rows_before, rows_view
 
 _T = TypeVar("_T")
@@ -39,6 +39,7 @@ INLINE_ROWS = 2_000  # tables up to this size are not sliced
 _HISTORY = 256  # recent changes kept as rows, to serve a new view from an older position without reading files
 _HISTORY_ROWS = 50_000
 _VIEWS = 4_096  # parsed views by request text
+_RATE_MS = 10_000
 
 
 class ViewStream:
@@ -202,6 +203,9 @@ class Channel:
         self.interval_ms: float | None = None  # moving average between commits with events
         self._history: deque[TableChange] = deque()
         self._history_rows = 0
+        self._added: deque[tuple[int, int]] = deque(
+            maxlen=_HISTORY
+        )  # when a commit was made, and how many events it added
         self._views: dict[tuple[object, ...], SubscriberView] = {}
         whole = ViewStream(SubscriberView(), self)
         for codec in codecs:
@@ -218,9 +222,9 @@ class Channel:
         return Position(self.state.table.table_id, self.state.version)
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """Columns that subscribers may see."""
-        return visible(self.state.table, self.spec).columns
+    def seen(self) -> TableInfo:
+        """The table with the columns that subscribers may see."""
+        return visible(self.state.table, self.spec)
 
     @property
     def whole(self) -> ViewStream:
@@ -250,8 +254,13 @@ class Channel:
             for wire_channel in stream.wire_channels.values()
         )
 
+    def events_per_s(self, now_ms: int) -> float:
+        """Events that commits of the last ten seconds have added, a second."""
+        return sum(events for at, events in self._added if at > now_ms - _RATE_MS) * 1_000 / _RATE_MS
+
     def remember(self, change: TableChange) -> None:
         """Keep a change for views that come later, and update the average interval between changes."""
+        self._added.append((change.facts.committed_at, change.facts.events))
         if self._history and change.facts.events:
             pause = max(0, change.facts.committed_at - self._history[-1].facts.committed_at)
             self.interval_ms = pause if self.interval_ms is None else 0.8 * self.interval_ms + 0.2 * pause
@@ -361,7 +370,7 @@ def view_of(table: TableInfo, request: SubscribeRequest, guard: str, spec: Chann
 
     Args:
         table: the table as it is.
-        request: filter, columns or aggregate. It may name visible columns only.
+        request: filter, columns, or a SELECT of rows or of an aggregate. It may name visible columns only.
         guard: its principal's condition, on any column.
         spec: the declared channel.
 
@@ -374,10 +383,15 @@ def view_of(table: TableInfo, request: SubscribeRequest, guard: str, spec: Chann
     guard = "" if both is None else both.sql("duckdb")
     if request.select and request.columns:
         raise FilterError("columns and select are two ways to say the same", "Give one of them")
+    asked, where = request.columns, request.where
     if request.select:
-        return aggregate_view(table, request.select, request.where, guard, seen)
-    columns = request.columns or (seen.columns if spec.columns else ())
-    return rows_view(table, request.where, columns, guard, seen)
+        plain = rows_of_select(request.select, seen)
+        if plain is None:
+            return aggregate_view(table, request.select, where, guard, seen)
+        asked = tuple(plain[0])
+        both = conjunction(*(parse_condition(text, Columns.of(seen)) for text in (where, plain[1])))
+        where = "" if both is None else both.sql("duckdb")
+    return rows_view(table, where, asked or (seen.columns if spec.columns else ()), guard, seen)
 
 
 def channel_problem(table: TableInfo, specs: Mapping[str, ChannelSpec]) -> str:

@@ -5,11 +5,9 @@ Streams that own their connection (:mod:`serve.push.base`) ask the same gate the
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
@@ -25,7 +23,7 @@ from lakehouse.contract.lake import UnknownTable
 from serve.access import LIVES_S, ReaderGate, needs_key
 from serve.core.hub import Hub
 from serve.errors import RequestError
-from serve.http import control, schema
+from serve.http import control, listing, schema
 from serve.http.metrics import ServerMetrics
 from serve.http.rows import row, rows
 from serve.push import longpoll
@@ -101,34 +99,6 @@ async def server_error(_: Request, __: Exception) -> Response:
     return problem(500, "the server failed; its log says how")
 
 
-async def tables(request: Request) -> Response:
-    """Every table, and whether it can be subscribed to"""
-    hub, known, principal = _hub(request), _tables(request), admitted(request)
-    listed = []
-    for table in await asyncio.to_thread(known.lake.tables):
-        if not principal.may_read(table.name):
-            continue
-        channel = hub.channels.get(table.name)
-        entry: dict[str, Any] = {"table": table.name, "layer": table.layer, "served": channel is not None}
-        if channel is not None:
-            state = channel.state
-            whole = not principal.condition(table.name) and not channel.spec.narrows
-            entry |= {
-                "key": state.table.key,
-                "columns": channel.columns,
-                "version": state.version,
-                "position": hub.seal.token(channel.head),
-                "position_lives_ms": state.table.retention_ms,
-                "committed_at": state.facts.committed_at,
-            }
-            if whole:  # counts are hidden from callers that see only a part
-                entry |= {"rows": len(state.rows), "subscribers": channel.members()}
-        elif why := known.problems.get(table.name):
-            entry["detail"] = why
-        listed.append(entry)
-    return json_response({"tables": listed})
-
-
 async def subscribe(_: Request) -> Response:
     """WebSocket, or events with Accept: text/event-stream: ``?table=&from=&where=&columns=&select=&conflate=&window=``
 
@@ -169,7 +139,7 @@ class Web(StaticFiles):
 
 ROUTES: list[BaseRoute] = [
     Route("/v1/tables/{name}/{key:path}", row),  # first, because it is called by the thousand
-    Route("/v1/tables", tables),
+    Route("/v1/tables", listing.tables),
     Route("/v1/tables/{name}", rows),
     Route("/v1/poll", longpoll.poll),
     Route("/v1/subscribe", subscribe),

@@ -362,23 +362,28 @@ def _type_of(node: exp.Expr, kind: str, table: TableInfo, known: Columns) -> pa.
     return _ARROW.get(kind, pa.string())
 
 
+def rows_of_select(sql: str, table: TableInfo) -> tuple[list[str], str] | None:
+    """Columns and condition of a statement that asks for rows; None if it aggregates. Raises FilterError."""
+    tree = _statement(sql, table)
+    if tree.args.get("group") is not None or any(node.find(exp.AggFunc) for node in tree.expressions):
+        return None
+    columns: list[str] = []
+    for node in tree.expressions:
+        if isinstance(node, exp.Column):
+            check(node)
+            columns.append(node.name)
+        elif isinstance(node, exp.Star) and not any(node.args.values()):
+            columns += table.columns
+        else:
+            remedy = "Without GROUP BY, name columns as they are in the table, or *"
+            raise FilterError(f"{node.sql('duckdb')} is no column", remedy)
+    where = tree.args.get("where")
+    return columns, "" if where is None else where.this.sql("duckdb")
+
+
 def parse_select(sql: str, table: TableInfo) -> exp.Select:
     """The statement, normalized, without FROM. Raises FilterError for what is not kept up to date here."""
-    tree = parsed(sql)
-    if not isinstance(tree, exp.Select):
-        raise FilterError("a live aggregate is one SELECT", "Write SELECT city, sum(n) AS n GROUP BY city")
-    for name, value in tree.args.items():
-        if value and name not in _CLAUSES:
-            raise FilterError(
-                f"{name.upper()} is not kept up to date here", "SELECT … WHERE … GROUP BY … is; or make it a product"
-            )
-    source = tree.args.get("from_") or tree.args.get("from")
-    if source is not None:
-        if not isinstance(source.this, exp.Table) or source.this.sql("duckdb").strip('"') != table.name:
-            raise FilterError(f"FROM names this table, {table.name!r}, or nothing")
-        source.pop()
-    if len(tree.expressions) > MAX_ITEMS:
-        raise FilterError(f"it has more than {MAX_ITEMS} columns")
+    tree = _statement(sql, table)
     known = Columns.of(table)
     inner, grouped = tree.args.get("where"), tree.args.get("group")
     if inner is not None:
@@ -393,6 +398,26 @@ def parse_select(sql: str, table: TableInfo) -> exp.Select:
     normalised = normal(tree, known)
     assert isinstance(normalised, exp.Select)
     return normalised
+
+
+def _statement(sql: str, table: TableInfo) -> exp.Select:
+    """One SELECT over this table with clauses that can be kept up to date; without FROM."""
+    tree = parsed(sql)
+    if not isinstance(tree, exp.Select):
+        raise FilterError("it is not one SELECT", "Write SELECT city, sum(n) AS n GROUP BY city")
+    for name, value in tree.args.items():
+        if value and name not in _CLAUSES:
+            raise FilterError(
+                f"{name.upper()} is not kept up to date here", "SELECT … WHERE … GROUP BY … is; or make it a product"
+            )
+    source = tree.args.get("from_") or tree.args.get("from")
+    if source is not None:
+        if not isinstance(source.this, exp.Table) or source.this.sql("duckdb").strip('"') != table.name:
+            raise FilterError(f"FROM names this table, {table.name!r}, or nothing")
+        source.pop()
+    if len(tree.expressions) > MAX_ITEMS:
+        raise FilterError(f"it has more than {MAX_ITEMS} columns")
+    return tree
 
 
 def _check_item(node: exp.Expr) -> None:

@@ -56,6 +56,9 @@ async def test_tables_and_their_rows(root: Path) -> None:
         assert [listed[name]["served"] for name in listed] == [False, False, True]
         assert listed["top_topics"] | {"version": 1, "rows": 3, "position": rows["position"]} == listed["top_topics"]
         assert "millrace.key" in listed["plain"]["detail"]
+        declared = {"kind": "top_n", "from": ["rsvps"], "window": "1 minute", "item": "topic"}
+        assert listed["top_topics"]["declared"] == declared
+        assert "declared" not in listed["plain"]
 
 
 @pytest.mark.parametrize(

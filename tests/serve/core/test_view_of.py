@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -153,3 +154,44 @@ def test_a_principal_s_condition_and_the_declared_one_both_hold(root: Path) -> N
     grouped = view_of(TABLE, SubscribeRequest("x", select="SELECT s, count(*) AS n GROUP BY s"), "i > 0", spec)
     assert grouped.guard == '("i" = 1 OR "i" = 2) AND "i" > 0'
     assert channels_of(load_pipeline(folder(root, PIPELINE + CHANNEL)))["top_topics"].columns == ("item", "COUNT")
+
+
+@pytest.mark.parametrize(
+    ("select", "where", "columns"),
+    [
+        ("SELECT * FROM x WHERE i > 1", "i > 1", ()),
+        ("SELECT s FROM x", "", ("s",)),
+        ("SELECT S, i", "", ("s", "i")),
+        ("SELECT s FROM x WHERE i = 2 OR b", "i = 2 OR b", ("s",)),
+    ],
+)
+def test_select_without_group_by_is_a_filter_with_columns(select: str, where: str, columns: tuple[str, ...]) -> None:
+    plain = SubscribeRequest("x", where=where, columns=columns)
+    assert view_of(TABLE, SubscribeRequest("x", select=select), "").id == view_of(TABLE, plain, "").id
+
+
+def test_select_of_rows_sees_declared_columns_only() -> None:
+    spec = ChannelSpec(columns=("s",))
+    everything = view_of(TABLE, SubscribeRequest("x", select="SELECT * FROM x"), "", spec)
+    assert "i" not in everything.columns
+    with pytest.raises(FilterError):
+        view_of(TABLE, SubscribeRequest("x", select="SELECT i FROM x"), "", spec)
+
+
+@pytest.mark.parametrize(
+    ("select", "said"),
+    [
+        ("SELECT i + 1 FROM x", "is no column"),
+        ("SELECT i AS n FROM x", "is no column"),
+        ("SELECT x.i FROM x", "qualified"),
+        ("SELECT * EXCLUDE (i) FROM x", "is no column"),
+        ("SELECT i FROM y", "FROM names this table"),
+        ("SELECT i FROM x ORDER BY i", "ORDER is not kept"),
+        ("SELECT nope FROM x", "nope"),
+        ("SELECT i FROM x WHERE random() > 0.5", "not taken"),
+        ("DELETE FROM x", "not one SELECT"),
+    ],
+)
+def test_select_that_is_refused_says_why(select: str, said: str) -> None:
+    with pytest.raises(FilterError, match=re.escape(said)):
+        view_of(TABLE, SubscribeRequest("x", select=select), "")
