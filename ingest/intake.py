@@ -18,7 +18,8 @@ import orjson
 
 from ingest.answers.acks import RecentEvents, Signer
 from ingest.border.access import Sender, SenderGate
-from ingest.border.admission import Admitted, Border, tell_refused
+from ingest.border.admission import Admitted, Border, Refusal, tell_refused
+from ingest.border.cloudevents import BATCHED, STRUCTURED, NotACloudEvent, binary, structured
 from ingest.delivery import KafkaDelivery
 from ingest.enrich import Enricher
 from ingest.errors import LogFull, NotReady, RequestRefused, refusal_code
@@ -215,8 +216,13 @@ class RequestIntake:
         if reason := intake.not_ready():
             raise NotReady(reason, intake.until_ready)
 
-    def take(self, request: AdmittedRequest, kind: str, body: bytes) -> RequestResult:
+    def take(
+        self, request: AdmittedRequest, kind: str, body: bytes, attributes: Mapping[str, str] | None = None
+    ) -> RequestResult:
         """Put the events of a body into the log and send them on.
+
+        Args:
+            attributes: of the CloudEvent whose data the body is (binary mode).
 
         Raises:
             RequestRefused: the body is not taken, or the rate is exceeded.
@@ -226,16 +232,24 @@ class RequestIntake:
         intake, sender = request.intake, request.sender
         source = intake.border.source
         try:
-            one, bodies = split(kind, body)
+            one, bodies = (True, (body,)) if attributes is not None else split(kind, body)
             self.gate.spend(source, sender, len(bodies))
         except RequestRefused as refused:
             self.count(source.name, refused)
             raise
         if not intake.log.has_room(len(body), len(bodies)):
             raise LogFull(intake.log.used, intake.log.limit)
+        limits: dict[str, Any] = {"tenant": sender.tenant, "max_bytes": sender.max_event_bytes}
+        cloud = attributes is not None or kind in (STRUCTURED, BATCHED)
         if one:
-            return self._take_one(intake, sender, body)
-        admitted = intake.border.admit_all(bodies, tenant=sender.tenant, max_bytes=sender.max_event_bytes)
+            event = (
+                _cloud_event(intake.border, body, attributes, limits) if cloud else intake.border.admit(body, **limits)
+            )
+            return self._take_one(intake, event)
+        if cloud:
+            admitted = [_cloud_event(intake.border, text, None, limits) for text in bodies]
+        else:
+            admitted = intake.border.admit_all(bodies, **limits)
         good = not [event for event in admitted if event.refusal is not None or event.shed]
         kept = [good or event.refusal is None or self.gate.keep_reject(source.name) for event in admitted]
         taken = admitted if good else [event for event, keep in zip(admitted, kept, strict=True) if keep]
@@ -250,8 +264,7 @@ class RequestIntake:
         answer, error = self._answer(admitted, kept)
         return RequestResult(groups, answer, error, admitted)
 
-    def _take_one(self, intake: Intake, sender: Sender, body: bytes) -> RequestResult:
-        event = intake.border.admit(body, tenant=sender.tenant, max_bytes=sender.max_event_bytes)
+    def _take_one(self, intake: Intake, event: Admitted) -> RequestResult:
         name, refusal = intake.border.source.name, event.refusal
         keep = refusal is None or self.gate.keep_reject(name)
         group = intake.take(event).group if keep else None
@@ -288,13 +301,25 @@ class RequestIntake:
         self.gate.refused[source, refusal_code(refused)] += 1
 
 
+def _cloud_event(
+    border: Border, body: bytes, attributes: Mapping[str, str] | None, limits: Mapping[str, Any]
+) -> Admitted:
+    try:
+        found = structured(body) if attributes is None else binary(attributes, body)
+    except NotACloudEvent as bad:
+        return border.admit(body, known=Refusal(f"not a CloudEvent: {bad}", 422, "cloudevent"), **limits)
+    return border.admit(found.payload, known=found, **limits)
+
+
 def split(kind: str, body: bytes) -> tuple[bool, Sequence[bytes]]:
     """Whether the body is a single event, and the events.
 
     Raises:
         RequestRefused: there are no events, or too many.
     """
-    if kind == JSON:
+    if kind == STRUCTURED:
+        return True, (body,)
+    if kind in (JSON, BATCHED):
         if body.lstrip()[:1] != b"[":
             return True, (body,)
         try:

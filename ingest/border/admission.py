@@ -26,14 +26,14 @@ from typing import Any
 
 import orjson
 
+from ingest.border.cloudevents import CloudEvent
 from ingest.border.expectations import compile_expectations
 from ingest.border.shed import TAKEN, Shedder
-from lakehouse.contract.envelope import Envelope, EventLines, about, fingerprint, new_event_id
+from lakehouse.contract.envelope import MAX_ID_BYTES, Envelope, EventLines, about, fingerprint, new_event_id
 from lakehouse.contract.pipeline import Source, Template
 from lakehouse.contract.sql.ddl import Field, find_field, parse_ddl
 from lakehouse.contract.text import JSON_NAMES
 
-MAX_ID_BYTES = 512
 MAX_DEPTH = 100  # of nested objects and arrays
 KEPT_BYTES = 65_536  # kept of an event that is too large
 RAW_SUFFIX = ".raw"
@@ -127,6 +127,7 @@ class Border:
         origin: str | None = None,
         tenant: str | None = None,
         max_bytes: int | None = None,
+        known: CloudEvent | Refusal | None = None,
     ) -> Admitted:
         """Check one event and give it an envelope. Never raises because of the payload.
 
@@ -135,6 +136,7 @@ class Border:
             origin: lane and index of an event that its upstream can repeat, so that a generated id is the same then.
             tenant: owner of the event; None: the node's tenant.
             max_bytes: a limit below the source's, or None.
+            known: the CloudEvent whose data the payload is, or why it is none.
         """
         limit = self.source.max_event_bytes
         if max_bytes is not None and max_bytes < limit:
@@ -144,8 +146,14 @@ class Border:
             fields = event_id = key = None
             refusal: Refusal | None = Refusal(reason, 413, "too-large")
             payload = payload[:KEPT_BYTES]
+        elif isinstance(known, Refusal):
+            fields = event_id = key = None
+            refusal = known
         else:
             fields, event_id, key, refusal = self._judge(payload)
+        extra: tuple[tuple[str, str], ...] = ()
+        if isinstance(known, CloudEvent):
+            extra, event_id = known.headers, event_id or known.event_id
         if event_id is None:
             event_id = new_event_id() if origin is None else repeatable_id(origin, payload)
         fate = TAKEN
@@ -160,7 +168,7 @@ class Border:
             fingerprint(payload),
             suspect,
             None if refusal is None else refusal.reason,
-            fate.extra,
+            fate.extra + extra,
         )
         return Admitted(envelope, (key or event_id).encode(), payload, refusal, fate.shed)
 

@@ -3,6 +3,7 @@
 =============================  ====================================================================================
 ``application/json``           an object is one event; of an array each element is an event
 ``application/x-ndjson``       one event a line
+``application/cloudevents…``   a CloudEvent, or with ``-batch`` an array of them; headers ``ce-…`` make any body one
 =============================  ====================================================================================
 
 Each event is kept byte for byte. The answer comes when the events are safe. Answers are JSON; errors are problem
@@ -31,7 +32,7 @@ import socket
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, unquote
 
 import uvicorn
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -44,6 +45,7 @@ from starlette.types import Receive, Scope, Send
 from ingest import intake
 from ingest.answers.respond import Responder, json_response, refuse, unavailable
 from ingest.border.access import SenderGate, SenderKeys
+from ingest.border.cloudevents import BATCHED, STRUCTURED
 from ingest.collectors.wire import CollectorHttpProtocol
 from ingest.errors import IngestError, RequestRefused
 from ingest.intake import RequestIntake, first_key, presented_key
@@ -217,6 +219,9 @@ class EventsEndpoint:
         if scope["method"] != "POST":
             raise RequestRefused("events are sent with POST", 405)
         kind, length, key = _headers(scope)
+        attributes = _attributes(scope) if kind not in (STRUCTURED, BATCHED) else None
+        if attributes is not None and not kind:  # then its data is JSON
+            kind = intake.JSON
         passed = self._requests.enter(source, kind, length, key)
         query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
         declared = passed.intake.border.source
@@ -228,7 +233,7 @@ class EventsEndpoint:
             self._requests.gate.free(length or intake.MAX_BODY_BYTES)
         held = self._requests.gate.hold(passed.intake.border.source, passed.sender, frozenset())
         try:
-            taken = self._requests.take(passed, kind, body)
+            taken = self._requests.take(passed, kind, body, attributes)
             if query.get("ack") == "none":  # one way: answered before it is durable, even if refused
                 return b""
             for group in taken.groups:
@@ -255,6 +260,16 @@ def _headers(scope: Scope) -> tuple[str, int, str | None]:
         else:
             key = presented_key(name, value) or key
     return kind, length, key
+
+
+def _attributes(scope: Scope) -> dict[str, str] | None:
+    """Attributes of a CloudEvent in binary mode; None if the request has none."""
+    found = {
+        name[3:].decode("latin-1"): unquote(value.decode("latin-1"))
+        for name, value in scope["headers"]
+        if name.startswith(b"ce-")
+    }
+    return found or None
 
 
 async def _body(receive: Receive) -> bytes:

@@ -25,6 +25,7 @@ FINGERPRINT = "fingerprint"
 SUSPECT = "suspect"
 REJECT = "reject"
 WEIGHT = "weight"  # an extra header: how many events it stands for, where others were shed beside it
+MAX_ID_BYTES = 512  # of an event id
 UPSTREAM_ID = "upstream_id"  # an extra header: the upstream's own name of the event's place (Last-Event-ID)
 
 # What every envelope has, in the order in which it is sent.

@@ -26,11 +26,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lakehouse.bronze.table import COLUMNS
+from lakehouse.contract.envelope import MAX_ID_BYTES
 from lakehouse.contract.lake import FILE_TOPIC as TOPIC
 from lakehouse.contract.pipeline import Source, Template
 from lakehouse.contract.text import JSON_NAMES
 
-MAX_ID_BYTES = 512  # the limits of ingest/border; a test compares the two
 KEPT_BYTES = 65_536
 PLACEHOLDER = "bronze_at"  # this column gets its value when the commit's turn comes
 _CONSTANT = ("source", "tenant", "collector", "suspect", "reject", "topic", "partition", "origin", "weight")

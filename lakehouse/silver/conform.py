@@ -96,6 +96,9 @@ def conforming(source: Source, *, carried: Sequence[str] = ()) -> Selections:
         **{name: F.col(name) for name in place},
         **passed,
     }
+    # An event's time may be in a header, such as that of a CloudEvent; else nothing here needs them any more.
+    if "headers" in source.event_time and "headers" not in flat:
+        flat["headers"] = F.col("headers")
     named: dict[str, Column] = {name: F.col(name) for name in flat}
     if source.event_id_template is not None:
         # Marked: the record came without an envelope, and bronze had only the broker's coordinates to name it by.

@@ -14,6 +14,7 @@ import ipaddress
 import socket
 import ssl
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 from urllib.parse import SplitResult, urlsplit
@@ -177,8 +178,10 @@ class WebhookCaller:
     async def __aexit__(self, *_: object) -> None:
         await self._client.aclose()
 
-    async def post(self, url: str, key: bytes, ident: str, kind: str, body: bytes) -> CallOutcome:
-        """One attempt; failures of the other side are outcomes, not exceptions."""
+    async def post(
+        self, url: str, key: bytes, ident: str, kind: str, body: bytes, extra: Mapping[str, str] | None = None
+    ) -> CallOutcome:
+        """One attempt, with ``extra`` headers; failures of the other side are outcomes, not exceptions."""
         began = time.monotonic()
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -192,6 +195,7 @@ class WebhookCaller:
                     "webhook-timestamp": str(now),
                     "webhook-signature": signature(key, ident, now, body),
                     "millrace-event": kind,
+                    **(extra or {}),
                 }
                 extensions = {"sni_hostname": target.name}
                 request = self._client.build_request(

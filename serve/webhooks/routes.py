@@ -32,6 +32,7 @@ class NewWebhook(msgspec.Struct, forbid_unknown_fields=True):
 
     Attributes:
         start: a position, or ``now``; empty: a snapshot first.
+        cloudevents: send each message as a CloudEvent.
     """
 
     table: str
@@ -41,6 +42,7 @@ class NewWebhook(msgspec.Struct, forbid_unknown_fields=True):
     select: str = ""
     conflate: bool = False
     start: str = msgspec.field(name="from", default="")
+    cloudevents: bool = False
 
 
 async def add(request: Request) -> Response:
@@ -73,6 +75,7 @@ async def add(request: Request) -> Response:
         new.conflate,
         int(time.time() * 1000),
         wanted.select,
+        new.cloudevents,
     )
     store = await fleet.store()
     if not await asyncio.to_thread(store.add, hook, now if new.start == "now" else new.start, MAX_WEBHOOKS):
@@ -176,5 +179,6 @@ def _shown(hook: Webhook) -> dict[str, Any]:
         "columns": hook.columns,
         "select": hook.select,
         "conflate": hook.conflate,
+        "cloudevents": hook.cloudevents,
         "created": hook.created,
     }

@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -310,7 +311,8 @@ class WebhookRunner:
 
     async def _attempt(self, one: WebhookDelivery) -> WebhookDelivery:
         hook = self.hook
-        outcome = await self._caller.post(hook.url, self._key, one.id, one.kind, one.body)
+        extra = cloud_event(hook, one) if hook.cloudevents else None
+        outcome = await self._caller.post(hook.url, self._key, one.id, one.kind, one.body, extra)
         attempts = one.attempts + 1
         one = replace(one, attempts=attempts, status=outcome.status, error=outcome.error, at=int(time.time() * 1000))
         if not outcome.error:
@@ -360,6 +362,19 @@ def delivery_id(hook: Webhook, record: LinkRecord, sent: str) -> str:
     """
     parts = (hook.id.encode(), record.kind.encode(), (record.position or sent).encode(), record.body)
     return "msg_" + hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
+
+
+def cloud_event(hook: Webhook, one: WebhookDelivery) -> dict[str, str]:
+    """Headers that make a message a CloudEvent (1.0, binary mode): the body stays the message."""
+    headers = {
+        "ce-specversion": "1.0",
+        "ce-id": one.id,
+        "ce-source": f"/v1/tables/{hook.table}",
+        "ce-type": f"millrace.{one.kind}",
+    }
+    if committed := orjson.loads(one.body).get("committed_at"):
+        headers["ce-time"] = datetime.fromtimestamp(committed / 1000, UTC).isoformat()
+    return headers
 
 
 class WebhookFleet:

@@ -7,10 +7,10 @@ Blocking, tens of microseconds each; one connection, guarded by a lock.
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ CREATE TABLE IF NOT EXISTS webhooks (
   id TEXT PRIMARY KEY, key TEXT NOT NULL, tbl TEXT NOT NULL, url TEXT NOT NULL,
   cond TEXT NOT NULL, cols TEXT NOT NULL, conflate INTEGER NOT NULL, created INTEGER NOT NULL,
   position TEXT NOT NULL DEFAULT '', state TEXT NOT NULL DEFAULT 'active', detail TEXT NOT NULL DEFAULT '',
-  sent TEXT NOT NULL DEFAULT '', sel TEXT NOT NULL DEFAULT '');
+  sent TEXT NOT NULL DEFAULT '', sel TEXT NOT NULL DEFAULT '', ce INTEGER NOT NULL DEFAULT 0);
 CREATE TABLE IF NOT EXISTS deliveries (
   seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, webhook TEXT NOT NULL, kind TEXT NOT NULL,
   position TEXT NOT NULL, body BLOB NOT NULL, state TEXT NOT NULL, attempts INTEGER NOT NULL, status INTEGER NOT NULL,
@@ -30,7 +30,7 @@ CREATE TABLE IF NOT EXISTS deliveries (
 CREATE INDEX IF NOT EXISTS by_webhook ON deliveries (webhook, state, seq);
 """
 # Columns in the order of the fields of Webhook and WebhookDelivery
-_WEBHOOK = "id, key, tbl, url, cond, cols, conflate, created, sel"
+_WEBHOOK = "id, key, tbl, url, cond, cols, conflate, created, sel, ce"
 _COLUMNS_AT = 5
 _DELIVERY = "id, webhook, kind, position, body, state, attempts, status, error, at"
 
@@ -45,6 +45,7 @@ class Webhook:
         table, where, columns, select, conflate: as in a subscription.
         url: that is called.
         created: ms since the epoch.
+        cloudevents: whether each message is sent as a CloudEvent.
     """
 
     id: str
@@ -56,6 +57,7 @@ class Webhook:
     conflate: bool = False
     created: int = 0
     select: str = ""
+    cloudevents: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,8 @@ class WebhookStore:
             path.touch(mode=0o600)
             self._db = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
             self._db.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; {_SCHEMA}")
+            with contextlib.suppress(sqlite3.OperationalError):  # the column is there: only older files lack it
+                self._db.execute("ALTER TABLE webhooks ADD COLUMN ce INTEGER NOT NULL DEFAULT 0")
         except (OSError, sqlite3.Error) as error:
             problem = f"webhooks cannot be kept in {path}: {error}"
             raise EnvironmentProblem(problem, "Let the server write there") from None
@@ -153,7 +157,7 @@ class WebhookStore:
         columns = [tuple(filter(None, row[_COLUMNS_AT].split(","))) for row in rows]
         hooks = [Webhook(*row) for row in rows]
         return {
-            hook.id: replace(hook, columns=each, conflate=bool(hook.conflate))
+            hook.id: replace(hook, columns=each, conflate=bool(hook.conflate), cloudevents=bool(hook.cloudevents))
             for hook, each in zip(hooks, columns, strict=True)
         }
 
@@ -212,7 +216,7 @@ class WebhookStore:
             ).fetchall()
         return [(row[0], WebhookDelivery(*row[1:])) for row in rows]
 
-    @contextmanager
+    @contextlib.contextmanager
     def _changing(self) -> Iterator[sqlite3.Connection]:
         with self._lock:
             self._db.execute("BEGIN IMMEDIATE")

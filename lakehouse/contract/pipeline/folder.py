@@ -102,8 +102,8 @@ class Alert:
     Attributes:
         product: whose rows are looked at, each version of it: a product or a view.
         when: SQL condition over the product's columns that raises the alert.
-        clear: SQL condition that clears it; empty: ``when`` is not true. A row that is gone clears it too. Once cleared,
-            the alert is raised again only after ``when`` was not true.
+        clear: SQL condition that clears it; empty: ``when`` is not true. A row that is gone clears it too. Once
+            cleared, the alert is raised again only after ``when`` was not true.
         hold_raise: ``for`` in TOML: how long ``when`` must hold (versions or a duration).
         hold_clear: ``hold`` in TOML: how long ``clear`` must hold.
         by: columns that tell one alert from another; empty: the product's key. Where several rows have one key, the

@@ -344,7 +344,10 @@ class ShedSpec:
         return duration_ms(self.hold)
 
 
-CONTENT_TYPES = ("application/json", "application/x-ndjson", "application/jsonl")
+CONTENT_TYPES = (
+    *("application/json", "application/x-ndjson", "application/jsonl"),
+    *("application/cloudevents+json", "application/cloudevents-batch+json"),
+)
 GUARANTEES = ("exactly_once", "at_least_once", "at_most_once")
 RESPOND_STYLES = ("", "sync", "half_async", "full_async")
 _TOPIC = re.compile(r"[a-zA-Z0-9._-]{1,249}")

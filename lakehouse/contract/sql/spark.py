@@ -210,7 +210,7 @@ _TURNED: dict[type[exp.Expr], type[exp.Expr]] = {
 
 
 def _comparison(tree: exp.Expr) -> tuple[exp.Expr, _Bound, _Bound] | None:
-    """What a comparison compares, and the lowest and highest value that meet it; None if it is not one with a number."""
+    """What a comparison compares, and the lowest and highest value that meet it; None: it is not one with a number."""
     tree = tree.unnest()
     if type(tree) not in _BOUNDS:
         return None

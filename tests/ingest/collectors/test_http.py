@@ -6,12 +6,16 @@ import asyncio
 import itertools
 import socket
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 import pytest_asyncio
+from cloudevents.core.bindings import http
+from cloudevents.core.bindings.kafka import KafkaMessage, from_binary_event
+from cloudevents.core.v1.event import CloudEvent
 
 from ingest import intake
 from ingest.answers.acks import Signer, Token
@@ -22,6 +26,7 @@ from tests.ingest.conftest import consume, event, get, pipeline_of, request, run
 
 pytestmark = pytest.mark.broker
 JSON = {"content_type": "application/json"}
+WHEN = datetime(2026, 3, 1, 10, tzinfo=UTC)
 LINES = {"content_type": "application/x-ndjson; charset=utf-8"}
 
 
@@ -64,6 +69,52 @@ async def test_one_event(node: tuple[str, str, str], tmp_path: Path) -> None:
         "event_id": "1", "source": "clicks", "state": "queued", "topic": node[2],
         "partition": state["partition"], "offset": 0,
     }  # fmt: skip
+
+
+async def test_cloud_events_of_the_official_sdk_in_each_mode(broker: EmbeddedBroker, tmp_path: Path) -> None:
+    """Sent by its HTTP binding and read back by its Kafka binding."""
+    sent = [
+        CloudEvent(
+            {"id": f"é-{n}", "source": "/shop/1", "type": "com.shop.click", "time": WHEN, "tries": 3},
+            {"id": n, "who": "a"},
+        )
+        for n in range(4)
+    ]
+    pipeline = pipeline_of("cloud", "http", event_id="")
+    async with running_node(settings_of(tmp_path), pipeline, broker.bootstrap) as url:
+        messages = [http.to_structured_event(sent[0]), http.to_binary_event(sent[1])]
+        batch = b"[%b]" % b",".join(http.to_structured_event(one).body for one in sent[2:])
+        messages.append(http.HTTPMessage({"content-type": "application/cloudevents-batch+json; charset=utf-8"}, batch))
+        tokens = []
+        for message in messages:
+            headers = {name.replace("-", "_"): value for name, value in message.headers.items()}
+            status, _, answer = await request(url, "POST", "/v1/clicks", message.body, **headers)
+            assert status == 202, answer
+            tokens += answer.get("tokens") or [answer["token"]]
+        assert [opened(tmp_path, token).event_id for token in tokens] == [f"/shop/1 é-{n}" for n in range(4)]
+    found = await asyncio.to_thread(consume, broker.bootstrap, "cloud", 4)
+    events = [from_binary_event(KafkaMessage(dict(r.headers), None, r.value)) for r in found]
+    assert {e.get_id(): (e.get_type(), e.get_source(), e.get_time(), e.get_data()) for e in events} == {
+        e.get_id(): (e.get_type(), e.get_source(), e.get_time(), e.get_data()) for e in sent
+    }
+    assert {e.get_extension("tries") for e in events} == {"3"}
+
+
+async def test_bad_cloud_events(node: tuple[str, str, str]) -> None:
+    good = {"specversion": "1.0", "id": "1", "source": "/s", "type": "t", "data": {"id": 1, "who": "a"}}
+    body = orjson.dumps(good | {"specversion": "0.3"})
+    status, _, answer = await request(node[0], "POST", "/v1/clicks", body, content_type="application/cloudevents+json")
+    assert (status, answer["detail"]) == (422, "not a CloudEvent: specversion is not 1.0")
+    assert answer["type"].endswith("cloudevent") and answer["token"]
+    batch = orjson.dumps([good, good | {"type": ""}, good | {"data": [1]}])
+    kind = "application/cloudevents-batch+json"
+    status, _, answer = await request(node[0], "POST", "/v1/clicks", batch, content_type=kind)
+    assert (status, [bad["code"] for bad in answer["rejected"]]) == (202, ["cloudevent", "not-an-object"])
+    status, _, answer = await request(node[0], "POST", "/v1/clicks", b"{}", ce_id="1", ce_specversion="1.0", **JSON)
+    assert (status, answer["detail"]) == (422, "not a CloudEvent: source is missing")
+    kept = {envelope.reject: payload for envelope, payload in (await records(node, 5)).values() if envelope.reject}
+    assert kept["not a CloudEvent: specversion is not 1.0"] == body
+    assert len(kept) == 4
 
 
 async def test_many_events(node: tuple[str, str, str], tmp_path: Path) -> None:

@@ -71,6 +71,15 @@ def test_the_weight_of_an_event(spark: SparkSession) -> None:
     assert set(SQL_COLUMNS) == set(ENVELOPE_COLUMNS)
 
 
+def test_the_time_of_an_event_may_be_in_a_header(spark: SparkSession) -> None:
+    by_header = dataclasses.replace(CLICKS, event_time="to_timestamp(string(headers['ce_time']))")
+    headers = [[("ce_time", b"2026-03-01T10:00:00.5Z")], []]
+    first, second = conformed(spark, by_header, [valid()] * 2, headers=headers)
+    assert (first["reason"], first["event_time"]) == (None, datetime(2026, 3, 1, 10, 0, 0, 500_000, UTC))
+    assert second["reason"] == "no event_time, or one out of range"
+    assert "headers" not in first
+
+
 def test_reference_data_of_the_headers(spark: SparkSession) -> None:
     spec = EnrichSpec("{who}", "who", "people.csv")
     rich = dataclasses.replace(CLICKS, enrich={"people": spec})

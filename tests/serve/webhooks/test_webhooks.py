@@ -6,11 +6,14 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
+import orjson
 import pytest
+from cloudevents.core.bindings.http import HTTPMessage, from_http_event
 
 from lakehouse.contract.keys import KeyFile
 from lakehouse.contract.lake import Lake
@@ -72,6 +75,22 @@ async def test_a_snapshot_and_then_every_change_signed_and_in_order(root: Path) 
         assert (await client.get("/v1/webhooks")).json() == {"webhooks": []}
         metrics = (await client.get("/metrics")).text
         assert 'millrace_serve_webhook_deliveries_total{outcome="delivered"} 6.0' in metrics
+
+
+async def test_messages_as_cloud_events(root: Path) -> None:
+    product = top_topics(root)
+    product.overwrite(topics(0, [5]), [window(0)])
+    async with hooked(root) as (client, receiver):
+        made = await added(client, receiver, cloudevents=True)
+        await receiver.wait(1)
+        product.overwrite(topics(0, [6]), [window(0)])
+        for message in await receiver.wait(2):
+            _, headers, _ = receiver.requests[receiver.taken.index(message)]
+            event = from_http_event(HTTPMessage(headers, orjson.dumps(message)))
+            assert (event.get_type(), event.get_data()) == (f"millrace.{message['type']}", message)
+            assert (event.get_id(), event.get_source()) == (headers["webhook-id"], "/v1/tables/top_topics")
+            assert event.get_time() == datetime.fromtimestamp(message["committed_at"] / 1000, UTC)
+        assert (await client.get(f"/v1/webhooks/{made['id']}")).json()["cloudevents"] is True
 
 
 async def test_what_is_not_taken_is_tried_again_and_then_a_dead_letter(
