@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from jobs.commands import care, collecting, load, machine, parts, query, tables
 from jobs.console import choose, print_problems
-from jobs.local.supervise import REFUSED, follow_parent, is_supervised
+from jobs.local.supervise import exit_status, follow_parent
 from lakehouse.contract.errors import MillraceError
 
 _SHARED = ("--lake", "--pipeline", "--set")
@@ -111,7 +111,7 @@ def main() -> None:
         app()
     except MillraceError as error:
         print_problems([error])
-        sys.exit(REFUSED if error.is_configuration and is_supervised() else 1)
+        sys.exit(exit_status(error))
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from jobs.console import log_to_stderr, stopped_by_signals
+from jobs.console import log_to_stderr, print_problems, stopped_by_signals
 from jobs.local.broker import ensure_topics, resolve_kafka
+from jobs.local.machine import before_start
 from lakehouse.contract.errors import MillraceError
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import load_pipeline
@@ -34,9 +35,12 @@ def main(description: str, stages: Stages, argv: Sequence[str] | None = None) ->
     log_to_stderr()
     try:
         settings = load_settings(lake=options.lake, pipeline=options.pipeline, assignments=options.set)
+        if found := before_start(settings, ports=False, kafka=stages.bronze):
+            print_problems(found)
+            return 1
         run_stages(settings, stages, accept_loss=options.accept_loss)
     except MillraceError as error:
-        sys.stderr.write(f"{error}\n")
+        print_problems([error])
         return 1
     return 0
 

@@ -164,11 +164,21 @@ class QueryError(NamedProblem):
 
 
 class BadProduct(NamedProblem):
-    """A product that cannot be kept up to date."""
+    """A product that cannot be kept up to date.
+
+    Attributes:
+        key: of its table in the TOML file.
+        line: of its SQL, 1-based; 0: not known.
+    """
 
     is_configuration = True
 
     label = "product "
+
+    def __init__(self, name: str, problem: str, remedy: str = "", *, key: str = "sql", line: int = 0) -> None:
+        super().__init__(name, problem, remedy)
+        self.key = key
+        self.line = line
 
 
 class QualityProblem(NamedProblem):

@@ -6,46 +6,27 @@ pipeline, for Kafka a broker that starts. Each JVM writes its archive when it en
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import logging
 import os
-import re
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
-from ingest import broker
+from ingest.broker import EmbeddedBroker
 from lakehouse.contract.classdata import archive, making
-from lakehouse.contract.errors import ConfigError, EnvironmentProblem, MillraceError, QueryRefused, install_extra
+from lakehouse.contract.errors import ConfigError, EnvironmentProblem, MillraceError, install_extra
 from lakehouse.contract.jars import JAR_SETS, jar_paths, jars_dir, locked_jars, missing_jars
 from lakehouse.contract.java import find_java
 from lakehouse.contract.lake import Lake
-from lakehouse.contract.pipeline import Pipeline, Source, View, load_pipeline
-from lakehouse.contract.pipeline.added import MAX_COLUMNS, SQL_COLUMNS
-from lakehouse.contract.pipeline.folder import in_order
-from lakehouse.contract.pipeline.product import TAKEN_BY
+from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.contract.settings import Settings, conf_dir, load_settings
-from lakehouse.contract.sql.ddl import Field, find_field, parse_ddl, unknown_type
-from lakehouse.contract.sql.spark import (
-    VIEW_FUNCTIONS,
-    check_columns,
-    check_functions,
-    check_relations,
-    check_spark_query,
-    grouped,
-    outputs,
-    parse_condition,
-    parse_query,
-)
-from lakehouse.contract.tomlfile import line_of, read_toml
 
 GIB = 1 << 30
 MEMORY_BYTES = 4 * GIB  # Spark driver 2.5, broker 0.5, the Python processes together 0.5, and air
@@ -92,26 +73,31 @@ def checks() -> list[MachineCheck]:
     return [*found, _browser()]
 
 
-def before_start(settings: Settings, *, ports: bool = True) -> list[ConfigError | EnvironmentProblem]:
+def before_start(
+    settings: Settings, *, ports: bool = True, kafka: bool = True
+) -> list[ConfigError | EnvironmentProblem]:
     """All that can be known to be wrong before anything starts, without a JVM; takes some tenths of a second.
 
     Args:
         settings: of what is to start.
         ports: whether the configured ports are to be bound.
+        kafka: whether the broker is to be reached.
     """
     with ThreadPoolExecutor(2) as beside:
         java = beside.submit(_raised, find_java)
-        kafka = beside.submit(_raised, _reach_kafka, settings.kafka.bootstrap)
+        broker = beside.submit(_raised, _reach_kafka, settings.kafka.bootstrap if kafka else "")
+        from jobs.local.check import pipeline_problems  # while Java starts
+
         found: list[ConfigError | EnvironmentProblem] = []
         try:
-            found += _pipeline_problems(load_pipeline(settings.pipeline_folder()))
+            found += pipeline_problems(load_pipeline(settings.pipeline_folder()))
         except ConfigError as error:
             found.append(error)
-        found += [*_raised(_write_into, settings.lake), *_raised(_jar_locks)]
+        found += [*_raised(_writable, settings.lake), *_raised(_jar_locks)]
         for check in _ports(settings) if ports else ():
             if not check.ok and check.name != _PLAYER and not _is_ours(settings, check.detail.split()[0]):
                 found.append(EnvironmentProblem(f"the {check.name}, {check.detail}", check.remedy))
-        return [*found, *java.result(), *kafka.result()]
+        return [*found, *java.result(), *broker.result()]
 
 
 def _raised(look: Callable[..., object], *arguments: object) -> list[ConfigError | EnvironmentProblem]:
@@ -127,11 +113,11 @@ def _jar_locks() -> None:
         locked_jars(set_name)
 
 
-def _write_into(lake: Path) -> None:
-    """Try to make something in the lake's folder, or in the nearest folder above that exists.
+def _writable(lake: Path) -> Path:
+    """The lake's folder, or the nearest folder above that exists, once something could be made there.
 
     Raises:
-        EnvironmentProblem: it cannot be done.
+        EnvironmentProblem: nothing can be.
     """
     folder, remedy = lake.absolute(), "Set MILLRACE_LAKE, or --lake, to a folder that can be written"
     while not os.path.lexists(folder):
@@ -142,6 +128,7 @@ def _write_into(lake: Path) -> None:
         tempfile.TemporaryDirectory(prefix=".millrace-check-", dir=folder).cleanup()
     except OSError as error:
         raise EnvironmentProblem(f"the lake {lake} cannot be written: {folder}: {error.strerror}", remedy) from None
+    return folder
 
 
 def _is_ours(settings: Settings, address: str) -> bool:
@@ -149,131 +136,6 @@ def _is_ours(settings: Settings, address: str) -> bool:
     from jobs.local.stack import parts
 
     return any(part.running and part.address.endswith(f"//{address}") for part in parts(Lake(settings.lake)))
-
-
-class _Statements:
-    """Checks the SQL of one pipeline, and knows which line of which file each text is."""
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
-        self._raw = read_toml(pipeline.path)
-        self.problems: list[ConfigError | EnvironmentProblem] = []
-
-    def check(self, key: str, look: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
-        """The names that ``look`` returns; none if it refuses, which is then a problem of the dotted key."""
-        try:
-            return look()
-        except QueryRefused as refused:
-            file, line = self._place(key, refused.line)
-            self.problems.append(ConfigError(refused.problem, key=key, remedy=refused.remedy, file=file, line=line))
-            return ()
-
-    def refuse(self, key: str, problem: str, remedy: str, word: str = "") -> None:
-        """Note a problem of the dotted key, on the first line from there on that has the word."""
-        line = line_of(self._pipeline.path, key) or 1
-        text = self._pipeline.path.read_text(encoding="utf-8").splitlines()
-        there = next((n for n in range(line, len(text) + 1) if re.search(rf"\b{re.escape(word)}\b", text[n - 1])), line)
-        found = ConfigError(problem, key=key, remedy=remedy, file=self._pipeline.path, line=there)
-        self.problems.append(found)
-
-    def _place(self, key: str, line: int) -> tuple[Path, int | None]:
-        path, value = self._pipeline.path, self._raw
-        for step in key.split("."):
-            value = value.get(step, {}) if isinstance(value, dict) else {}
-        if key.endswith(".sql") and isinstance(value, str) and value.endswith(".sql"):
-            return path.parent / value, line or 1
-        first = line_of(path, key) or 1
-        lines = path.read_text(encoding="utf-8").splitlines()
-        opens = re.search(r"""(\"{3}|'{3})\s*$""", lines[first - 1])  # TOML drops the line break behind it
-        return path, first + max(line, 1) - 1 + bool(opens)
-
-
-def _pipeline_problems(pipeline: Pipeline) -> list[ConfigError | EnvironmentProblem]:
-    """What Spark and DuckDB would certainly refuse of a pipeline's types, SQL and names of columns."""
-    found = _Statements(pipeline)
-    inputs = {name: _source_columns(found, source) for name, source in pipeline.sources.items()}
-    results: dict[str, Mapping[str, Field]] = {}
-    for name, product in pipeline.products.items():
-        key, columns = f"products.{name}", inputs[product.source]
-        if product.operator == "join":
-            columns = {side: Field("STRUCT", "", inputs[side]) for side in (product.source, product.right)}
-        if product.sql:
-            relation = "joined" if product.operator == "join" else product.source
-            names = found.check(f"{key}.sql", partial(check_spark_query, product.sql, relation, columns))
-            columns = dict.fromkeys(names, Field("", ""))
-        for option in ("time", "item", "version", "value", "by"):
-            given = getattr(product, option)
-            if option not in TAKEN_BY or product.operator not in TAKEN_BY[option]:
-                continue
-            for wanted in (given,) if isinstance(given, str) else given:
-                if columns and wanted and wanted.lower() not in map(str.lower, columns):
-                    near = difflib.get_close_matches(wanted, columns, n=1)
-                    remedy = f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(columns)}"
-                    found.refuse(f"{key}.{option}", f"there is no column {wanted!r}", remedy)
-        for aggregate, text in product.aggregates.items():
-            look = partial(check_spark_query, text, "", columns)
-            found.check(f"{key}.aggregates.{aggregate}", look)
-        results[name] = columns if not product.operator else {}
-    for view in in_order(pipeline.views):
-        look_at = partial(_view_columns, view, results.get(view.base, {}))
-        results[view.name] = dict.fromkeys(found.check(f"products.{view.name}.sql", look_at), Field("", ""))
-    conditions = [(f"alerts.{n}.{k}", a.product, getattr(a, k)) for n, a in pipeline.alerts.items() for k in _OF_ALERT]
-    conditions += [(f"staging.{name}.where", copy.product, copy.where) for name, copy in pipeline.staging.items()]
-    for key, table, text in conditions:
-        if text:
-            found.check(key, partial(_condition, text, results.get(table, {})))
-    return found.problems
-
-
-_VIEW_BYTES = 1_000_000
-_OF_ALERT = ("when", "clear", "value")
-
-
-def _source_columns(found: _Statements, source: Source) -> Mapping[str, Field]:
-    """The columns that SQL over the source may use; empty: they are not known."""
-    key, payload = f"sources.{source.name}", parse_ddl(source.schema)
-    if not payload:
-        found.refuse(f"{key}.schema", "not a Spark DDL schema", "Write e.g. id BIGINT, member STRUCT<name: STRING>")
-    elif wrong := unknown_type(payload):
-        word, near = wrong
-        remedy = f"Did you mean {near}?" if near else "Use e.g. BIGINT, DOUBLE, STRING, BOOLEAN, TIMESTAMP, STRUCT<…>"
-        found.refuse(f"{key}.schema", f"{word} is not a type of Spark", remedy, word)
-    else:
-        template = source.event_id_template
-        paths = {"required": source.required, "event_id": template.fields if template else ()}
-        for option, path in ((option, path) for option, given in paths.items() for path in given):
-            if find_field(payload, tuple(path.split("."))) is None:
-                near = next(iter(difflib.get_close_matches(path.split(".")[0], payload, n=1)), "")
-                remedy = f"Did you mean {near!r}?" if near and "." not in path else f"Fields: {', '.join(payload)}"
-                found.refuse(f"{key}.{option}", f"the schema has no field {path!r}", remedy)
-    if not payload:
-        return {}
-    columns = {**payload, **dict.fromkeys((*source.enrich, *SQL_COLUMNS), Field("", ""))}
-    hidden = dict.fromkeys(("payload", "headers", "key", "topic", "partition", "offset", "fingerprint"), Field("", ""))
-    texts = {"event_time": source.event_time}
-    texts |= {f"expectations.{name}": expected.sql for name, expected in source.expectations.items()}
-    for option, text in texts.items():
-        if text:
-            found.check(f"{key}.{option}", partial(check_spark_query, text, "", {**columns, **hidden}))
-    return columns
-
-
-def _view_columns(view: View, columns: Collection[str]) -> tuple[str, ...]:
-    tree = parse_query(view.sql, max_bytes=_VIEW_BYTES)
-    check_relations(tree, [view.base])
-    check_functions(tree, VIEW_FUNCTIONS)
-    if columns:
-        check_columns(tree, columns)
-    if not (view.key or grouped(tree)):
-        raise QueryRefused("key", "which columns name one row?", 'Add key = ["…"]')
-    return outputs(tree, limit=MAX_COLUMNS)
-
-
-def _condition(text: str, columns: Collection[str]) -> tuple[str, ...]:
-    tree = parse_condition(text)
-    if columns:
-        check_columns(tree, columns)
-    return ()
 
 
 def _attempt(name: str, look: Callable[[], str]) -> MachineCheck:
@@ -320,8 +182,10 @@ def _configuration() -> Iterator[MachineCheck]:
 
 
 def _pipeline(folder: Path) -> str:
+    from jobs.local.check import pipeline_problems
+
     pipeline = load_pipeline(folder)
-    for problem in _pipeline_problems(pipeline):
+    for problem in pipeline_problems(pipeline):
         raise problem
     return f"sources: {', '.join(pipeline.sources)}; products: {', '.join(pipeline.products) or 'none'}"
 
@@ -363,18 +227,13 @@ def _free_memory() -> int | None:
 
 
 def _disk(lake: Path) -> MachineCheck:
-    folder = lake.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    writable = not _raised(_write_into, lake)
-    remedy = ""
-    if not writable:
-        remedy = f"Give write access to {folder}, or set MILLRACE_LAKE to another folder"
-    elif free < DISK_BYTES:
-        remedy = f"Have {DISK_BYTES / GIB:.0f} GiB free, or set MILLRACE_LAKE to a folder on another disk"
-    detail = f"{free / GIB:.1f} GiB free for {lake.absolute()}" + ("" if writable else ", which cannot be written")
-    return MachineCheck("disk", not remedy, detail, remedy, optional=writable)
+    try:
+        free = shutil.disk_usage(_writable(lake)).free
+    except EnvironmentProblem as error:
+        return MachineCheck("disk", False, error.problem, error.remedy)
+    low = free < DISK_BYTES
+    remedy = f"Have {DISK_BYTES / GIB:.0f} GiB free, or set MILLRACE_LAKE to a folder on another disk" if low else ""
+    return MachineCheck("disk", not low, f"{free / GIB:.1f} GiB free for {lake.absolute()}", remedy, optional=True)
 
 
 def _ports(settings: Settings) -> Iterator[MachineCheck]:
@@ -492,7 +351,7 @@ def prepare(tell: Callable[[str], None]) -> None:
 
 
 def _record_kafka(path: Path, folder: Path) -> None:
-    embedded = broker.EmbeddedBroker(folder / "broker", die_with_parent=True, record_classes=path)
+    embedded = EmbeddedBroker(folder / "broker", die_with_parent=True, record_classes=path)
     embedded.start()
     embedded.stop(_PATIENCE_S)
 

@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from ingest.broker import EmbeddedBroker
 from jobs.local.broker import apply_topics, embedded, resolve_kafka
 from jobs.local.supervise import Child, Supervisor
-from lakehouse.contract.errors import ConfigError, MillraceError
+from lakehouse.contract.errors import ConfigError, EnvironmentProblem, MillraceError
 from lakehouse.contract.kafkasecurity import ClientSecurity
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import load_pipeline
@@ -186,6 +186,7 @@ class Stack:
         self._broker: EmbeddedBroker | None = None
         self._broker_due = 0.0
         self._broker_starting: threading.Thread | None = None
+        self._broker_refused: EnvironmentProblem | None = None
         self.supervisor = Supervisor()
         self.restarts_of_broker = 0
         self._parts: dict[str, int | None] = {}
@@ -241,12 +242,19 @@ class Stack:
         return [name for name, ready in parts.items() if not ready]
 
     def tend(self) -> None:
-        """Look after every part once; call it a few times a second."""
+        """Look after every part once; call it a few times a second.
+
+        Raises:
+            PartRefused: a part ended with a configuration error.
+            EnvironmentProblem: the machine lacks something for a part, or for the broker, which has not worked yet.
+        """
         self.supervisor.tend()
         self._note_parts()
         broker = self._broker
         if broker is None or self._is_starting() or broker.running():
             return
+        if self._broker_refused is not None and not self.restarts_of_broker:
+            raise self._broker_refused
         if time.monotonic() >= self._broker_due:
             log.warning("the broker ended; starting it again")
             self.restarts_of_broker += 1
@@ -303,6 +311,7 @@ class Stack:
                 apply_topics(self._settings, load_pipeline(self._settings.pipeline_folder()))
         except MillraceError as error:
             log.warning("%s", error)
+            self._broker_refused = error if isinstance(error, EnvironmentProblem) else None
             self._broker_due = time.monotonic() + 2.0
 
     def _measured_child(self, name: str, command: list[str]) -> None:

@@ -37,6 +37,8 @@ STOP_S = 20.0
 PARENT_VARIABLE = "MILLRACE_PARENT"
 REFUSED = 78
 """Exit status of a part that a restart does not help (EX_CONFIG of sysexits.h)."""
+LACKING = 69
+"""Exit status of a part that the machine lacks something for (EX_UNAVAILABLE): a restart may help later."""
 MARK_VARIABLE = "MILLRACE_MARK"
 
 
@@ -92,6 +94,8 @@ class Supervisor:
 
         Raises:
             PartRefused: a child ended with a configuration error, so that starting it again is of no use.
+            EnvironmentProblem: the machine lacks something for a child, which has not worked here yet. A child that
+                worked before is started again: the trouble may pass, and the other parts go on meanwhile.
         """
         for child in self._children:
             process = self._running.get(child.name)
@@ -118,6 +122,9 @@ class Supervisor:
         lines = child.log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
         return lines[-1] if lines else ""
 
+    def _error_of(self, child: Child) -> str:
+        return self.last_words(child.name).removeprefix("error: ") or f"{child.name} refused to start"
+
     def _launch(self, child: Child) -> None:
         child.log.parent.mkdir(parents=True, exist_ok=True)
         with child.log.open("ab") as out:
@@ -135,8 +142,11 @@ class Supervisor:
         del self._running[child.name]
         _clear_group(process.pid)
         if process.returncode == REFUSED:
-            raise PartRefused(self.last_words(child.name).removeprefix("error: ") or f"{child.name} refused to start")
-        if self._now() - self._since[child.name] >= HEALTHY_S:
+            raise PartRefused(self._error_of(child))
+        healthy = self._now() - self._since[child.name] >= HEALTHY_S
+        if process.returncode == LACKING and not self.restarts[child.name] and not healthy:
+            raise EnvironmentProblem(self._error_of(child))
+        if healthy:
             self._failures[child.name] = 0
         pause = BACKOFF_S[min(self._failures[child.name], len(BACKOFF_S) - 1)]
         self._failures[child.name] += 1
@@ -170,6 +180,15 @@ _supervised = False
 def is_supervised() -> bool:
     """Whether a supervisor started this process."""
     return _supervised
+
+
+def exit_status(error: MillraceError) -> int:
+    """The status that this process ends with, from which its supervisor, if it has one, knows what to do."""
+    if not _supervised:
+        return 1
+    if error.is_configuration:
+        return REFUSED
+    return LACKING if isinstance(error, EnvironmentProblem) else 1
 
 
 def _stop(name: str, process: subprocess.Popen[bytes]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.kafkasecurity import ClientSecurity
+from lakehouse.contract.text import did_you_mean
 from lakehouse.contract.tomlfile import build, one_of, read_toml
 
 PREFIX = "MILLRACE_"
@@ -380,7 +381,7 @@ def _replace(node: Any, path: list[str], value: Any, variable: str = "") -> Any:
     name, *rest = path
     known = [f.name for f in dataclasses.fields(node)]
     if name not in known or bool(rest) != dataclasses.is_dataclass(getattr(node, name)):
-        raise ConfigError("no such setting", key=variable, remedy=f"Known here: {', '.join(known)}")
+        raise ConfigError("no such setting", key=variable, remedy=did_you_mean(name, known, "Known here"))
     old = getattr(node, name)
     if rest:
         return dataclasses.replace(node, **{name: _replace(old, rest, value, variable)})

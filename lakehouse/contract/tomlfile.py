@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import re
 import tomllib
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin
 
 from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.text import did_you_mean
 
 T = TypeVar("T")
 
@@ -87,8 +87,7 @@ def build(cls: type[T], values: Mapping[str, Any], *, file: Path, at: str = "") 
     for name, value in values.items():
         key = f"{at}.{name}" if at else name
         if name not in fields:
-            near = difflib.get_close_matches(name, fields, n=1)
-            remedy = f"Did you mean {near[0]!r}?" if near else f"Known keys: {', '.join(sorted(fields))}"
+            remedy = did_you_mean(name, sorted(fields), "Known keys")
             raise ConfigError("unknown key", key=key, remedy=remedy, file=file, line=line_of(file, key))
         arguments[fields[name].name] = _convert(hints[fields[name].name], value, file=file, key=key)
     for name, field in fields.items():
@@ -170,7 +169,7 @@ def _convert(hint: Any, value: Any, *, file: Path, key: str) -> Any:
 def one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
     """Refuse a value that is not among the allowed ones."""
     if value not in allowed:
-        raise ConfigError(f"{value!r} is not known", key=key, remedy=f"Use one of: {', '.join(allowed)}")
+        raise ConfigError(f"{value!r} is not known", key=key, remedy=did_you_mean(value, allowed, "Use one of"))
 
 
 def durations(declared: object, *keys: str) -> None:

@@ -42,6 +42,7 @@ def store_of(product: Product, table: TableRef, pipeline: str, declaration: str 
             product.name,
             "retention removes windows, and it has none",
             f"Group by window(…) and select window.start AS {WINDOW_START}",
+            key="retention",
         )
     return StateStore(product, table, pipeline, declaration) if stateful else store
 

@@ -11,6 +11,7 @@ from sqlglot import exp
 
 from lakehouse.contract.pipeline import Product
 from lakehouse.contract.rows import Fold
+from lakehouse.contract.sql.spark import line_of
 from lakehouse.errors import BadProduct
 from lakehouse.operators.base import WINDOW_START, Operator, plain_fields
 from lakehouse.operators.sql import WINDOW, check_rows, parse
@@ -75,14 +76,15 @@ def _parse(product: Product) -> exp.Select:
     tree = parse(product)
     if not isinstance(tree, exp.Select) or tree.args.get("group") is None:
         raise BadProduct(product.name, "its SQL is not one SELECT … GROUP BY", "Use an operator for anything else")
-    if tree.args.get("having") or tree.args.get("limit") or tree.args.get("order") or tree.args.get("distinct"):
-        raise BadProduct(
-            product.name, "HAVING, DISTINCT, ORDER BY and LIMIT cannot be kept up to date", "Apply them when reading"
-        )
+    later = [tree.args[name] for name in ("having", "limit", "order", "distinct") if tree.args.get(name)]
+    if later:
+        problem = "HAVING, DISTINCT, ORDER BY and LIMIT cannot be kept up to date"
+        raise BadProduct(product.name, problem, "Apply them when reading", line=line_of(later[0]))
     # Spark and sqlglot name a bare expression each in their own way.
     unnamed = [column for column in tree.expressions if not isinstance(column, exp.Alias | exp.Column | exp.Dot)]
     if unnamed:
-        raise BadProduct(product.name, f"column {unnamed[0].sql(dialect='spark')} has no name", "Add AS name")
+        problem = f"column {unnamed[0].sql(dialect='spark')} has no name"
+        raise BadProduct(product.name, problem, "Add AS name", line=line_of(unnamed[0]))
     return tree
 
 
@@ -97,6 +99,7 @@ def _merge_of(column: exp.Expression, product: Product) -> str | None:
             product.name,
             f"column {column.alias_or_name} ({inner.sql(dialect='spark')}) cannot be merged from partial results",
             "Keep sums and counts and divide when reading; use operator = 'distinct' for distinct counts",
+            line=line_of(column),
         )
     return merge
 
@@ -116,13 +119,14 @@ def _check_keys(select: exp.Select, keys: list[str], product: Product) -> None:
     for e in grouped:
         if not any(_stands_for(e, name, column) for name, column in plain.items()):
             remedy = f"Add {'window.start AS ' + WINDOW_START if _is_window(e) else e.sql(dialect='spark')} to SELECT"
-            raise BadProduct(product.name, "it groups by what is not a column of its rows", remedy)
+            raise BadProduct(product.name, "it groups by what is not a column of its rows", remedy, line=line_of(e))
     for name, column in plain.items():
         if not group.args.get("all") and not any(_stands_for(e, name, column) for e in grouped):
             raise BadProduct(
                 product.name,
                 f"column {name} ({column.sql(dialect='spark')}) is neither grouped by nor an aggregate we can merge",
                 "Group by it; count, count_if, sum, min and max merge",
+                line=line_of(column),
             )
 
 

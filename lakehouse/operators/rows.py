@@ -9,6 +9,7 @@ from sqlglot import exp
 
 from lakehouse.contract.pipeline import Product
 from lakehouse.contract.rows import LATEST, Fold
+from lakehouse.contract.sql.spark import line_of
 from lakehouse.errors import BadProduct
 from lakehouse.operators.base import WINDOW_END, WINDOW_START, Operator, check_names, codes, plain_fields
 from lakehouse.operators.sql import parse
@@ -127,6 +128,7 @@ def _check(product: Product) -> None:
             product.name,
             f"{many.sql(dialect='spark')} makes several rows of an event, and events are what is drawn",
             "Select one row an event",
+            line=line_of(many),
         )
     named = {column.alias_or_name for column in tree.expressions} if isinstance(tree, exp.Select) else {"*"}
     if _ID not in named and "*" not in named:

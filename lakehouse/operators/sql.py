@@ -6,7 +6,7 @@ import sqlglot
 from sqlglot import exp
 
 from lakehouse.contract.pipeline import Product
-from lakehouse.contract.sql.spark import WINDOW, spark_text
+from lakehouse.contract.sql.spark import WINDOW, line_of, spark_text
 from lakehouse.errors import BadProduct
 
 __all__ = ["WINDOW", "check_rows", "parse", "tree_of"]
@@ -57,4 +57,5 @@ def check_rows(tree: exp.Expr, product: Product, *, aggregated: exp.Select | Non
             product.name,
             f"it looks at several events at once ({text if len(text) < 60 else text[:60] + ' …'})",
             "Select from the source row by row; joins, DISTINCT, nested aggregates and window functions do not merge",
+            line=line_of(bad),
         )

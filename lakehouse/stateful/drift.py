@@ -155,7 +155,8 @@ def _detector(product: Product) -> Any:
     try:
         return classes[product.detector](**given)
     except (TypeError, ValueError) as error:
-        raise BadProduct(product.name, f"{product.detector} refuses its parameters: {error}") from None
+        problem = f"{product.detector} refuses its parameters: {error}"
+        raise BadProduct(product.name, problem, key="parameters") from None
 
 
 def _dump(watch: _Watch) -> bytes:

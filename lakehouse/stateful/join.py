@@ -29,7 +29,8 @@ class Join(Aggregate):
         super().__init__(product)
         self.retracts = product.kind == "left_outer" or product.match == "first"
         if product.lateness_ms is not None:
-            raise BadProduct(product.name, "a join has no lateness", "Leave it out: late events find their pairs")
+            remedy = "Leave it out: late events find their pairs"
+            raise BadProduct(product.name, "a join has no lateness", remedy, key="lateness")
         if self.retracts:
             self._check_retracts()
 
@@ -71,9 +72,8 @@ class Join(Aggregate):
     def _check_retracts(self) -> None:
         name = self._product.name
         if self._product.storage == "append":
-            raise BadProduct(
-                name, "pairs of this join are taken back, so it keeps no partial rows", "Leave out storage"
-            )
+            problem = "pairs of this join are taken back, so it keeps no partial rows"
+            raise BadProduct(name, problem, "Leave out storage", key="storage")
         if self.counts is None:
             raise BadProduct(name, "pairs of this join are taken back", "Add count(*) AS … to its SELECT")
         if any(fold != "sum" for fold in self.fold.values()):

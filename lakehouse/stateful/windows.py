@@ -242,7 +242,8 @@ def _declared(product: Product, name: str, text: str) -> DeclaredAggregate:
     try:
         tree = sqlglot.parse_one(text, dialect="spark")
     except sqlglot.errors.ParseError as error:
-        raise BadProduct(product.name, f"aggregate {name} does not parse: {str(error).splitlines()[0]}") from None
+        problem = f"aggregate {name} does not parse: {str(error).splitlines()[0]}"
+        raise BadProduct(product.name, problem, key=f"aggregates.{name}") from None
     fold = fold_of(tree)
     several = isinstance(tree, exp.Count) and tree.expressions
     if fold is None or several or list(tree.find_all(exp.AggFunc, exp.Query, exp.Window)) != [tree]:
@@ -250,6 +251,7 @@ def _declared(product: Product, name: str, text: str) -> DeclaredAggregate:
             product.name,
             f"aggregate {name} ({text}) cannot be put together from parts",
             "Use one of count, count_if, sum, min and max; keep sums and counts and divide when reading",
+            key=f"aggregates.{name}",
         )
     return DeclaredAggregate(name, text, _row(tree), fold)
 

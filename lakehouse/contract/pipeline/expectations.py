@@ -6,8 +6,7 @@ predicate over each of its rows, or an expectation of great-expectations by its 
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -86,7 +85,7 @@ class Expectation:
     def __post_init__(self) -> None:
         one_of("action", self.action, ACTIONS)
         if self.at:
-            _known(self.at, (BORDER,), "at")
+            one_of("at", self.at, (BORDER,))
         if self.at and self.action != QUARANTINE:
             raise ConfigError(
                 f"what is to {self.action} is not judged at the border", key="at", remedy="Leave out at, or action"
@@ -136,21 +135,13 @@ def _check(name: str, value: Any, key: str) -> Check:
     if expect == FRESH:
         _check_fresh(rest, key)
     elif expect:
-        _known(expect, GX_TYPES, f"{key}.expect")
+        one_of(f"{key}.expect", expect, GX_TYPES)
     else:
         for argument in rest:
-            _known(argument, ("mostly",), f"{key}.{argument}")
+            one_of(f"{key}.{argument}", argument, ("mostly",))
         if not sql.strip():
             raise ConfigError("an expectation needs a predicate", key=key, remedy="Write e.g. 'n > 0'")
     return Check(name, sql, expect, tuple(rest.items()), action)
-
-
-def _known(name: str, allowed: Iterable[str], key: str) -> None:
-    allowed = tuple(allowed)
-    if name not in allowed:
-        near = difflib.get_close_matches(name, allowed, n=1)
-        remedy = f"Did you mean {near[0]!r}?" if near else f"Use one of: {', '.join(allowed)}"
-        raise ConfigError(f"{name!r} is not known", key=key, remedy=remedy)
 
 
 def _check_fresh(arguments: Mapping[str, Any], key: str) -> None:

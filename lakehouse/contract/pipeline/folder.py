@@ -13,6 +13,7 @@ from lakehouse.contract.errors import ConfigError, QueryRefused
 from lakehouse.contract.lake import ALERTS, LOADS, NAME_PATTERN, QUALITY, QUARANTINE, WARNINGS
 from lakehouse.contract.pipeline.product import EVERYTHING, ChannelSpec, Product, check_keys
 from lakehouse.contract.pipeline.source import Source
+from lakehouse.contract.text import did_you_mean
 from lakehouse.contract.tomlfile import build, duration_ms, line_of, one_of, read_toml
 
 
@@ -255,7 +256,7 @@ class Pipeline:
 
 def _known(kind: str, name: str, known: Mapping[str, Any], key: str) -> None:
     if name not in known:
-        remedy = f"{kind.capitalize()}s: {', '.join(known)}"
+        remedy = did_you_mean(name, known, f"{kind.capitalize()}s")
         raise ConfigError(f"there is no {kind} {name!r}", key=key, remedy=remedy)
 
 

@@ -6,10 +6,11 @@ no parser of SQL here: a collector that judges no SQL does not load one (17 MB).
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+
+from lakehouse.contract.text import nearest
 
 _TOKEN = re.compile(r"\s*(`(?:[^`]|``)*`|'(?:[^'\\]|\\.)*'|[A-Za-z_0-9]+|[<>(),:])")
 _NUMBER = frozenset({int, float})
@@ -84,7 +85,7 @@ def unknown_type(fields: Mapping[str, Field]) -> tuple[str, str] | None:
             one = one.element
         if one.declared.removesuffix(" COLLATE") not in _TYPES:
             word = one.text.split()[0]
-            return word, next(iter(difflib.get_close_matches(word.upper(), _TYPES, n=1)), "")
+            return word, nearest(word.upper(), _TYPES)
         if found := unknown_type(one.fields):
             return found
     return None

@@ -7,7 +7,6 @@ another answer when it is asked again (``now``, ``rand``, ``uuid``) is in neithe
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
 import re
@@ -21,6 +20,7 @@ from sqlglot.tokenizer_core import TokenType
 
 from lakehouse.contract.errors import QueryRefused
 from lakehouse.contract.sql.ddl import Field
+from lakehouse.contract.text import did_you_mean, nearest
 
 MAX_DEPTH = 100
 
@@ -272,9 +272,9 @@ def _no_sql(error: sqlglot.errors.SqlglotError) -> QueryRefused:
         return QueryRefused("sql", f"it is not SQL: {str(error).splitlines()[0]}")
     before = re.findall(r"\w+", str(place.get("start_context") or ""))[-3:]
     for word in (token, *reversed(before)):
-        near = difflib.get_close_matches(word.upper(), _KEYWORDS, n=1, cutoff=0.75)
-        if near and near[0] != word.upper():
-            return QueryRefused("sql", f"it is not SQL at {word!r}", f"Did you mean {near[0]}?", place["line"])
+        near = nearest(word.upper(), _KEYWORDS, cutoff=0.75)
+        if near and near != word.upper():
+            return QueryRefused("sql", f"it is not SQL at {word!r}", f"Did you mean {near}?", place["line"])
     return QueryRefused("sql", f"it is not SQL at {token!r}", "Correct the text before it", place["line"])
 
 
@@ -300,8 +300,8 @@ def check_spark_query(sql: str, relation: str, columns: Mapping[str, Field]) -> 
     for table in tree.find_all(exp.Table):
         plain = isinstance(table.this, exp.Identifier) and not table.db
         if relation and plain and table.name.lower() not in (relation.lower(), *own):
-            line = table.this.meta.get("line", 0)
-            raise QueryRefused("relation", f"there is no table {table.name!r}", f"It reads FROM {relation}", line)
+            problem = f"there is no table {table.name!r}"
+            raise QueryRefused("relation", problem, f"It reads FROM {relation}", line_of(table))
     open_ended = any(node.is_star for node in tree.find_all(exp.Column)) or re.search(_NAMES_COLUMNS, sql, re.I)
     if columns and not (open_ended and len(list(tree.find_all(exp.Select))) > 1):
         check_columns(tree, (*columns, *_UNITS) if relation else columns)
@@ -326,8 +326,8 @@ def _check_known_functions(tree: exp.Expr, text: str) -> None:
             continue
         qualified = at > 0 and tokens[at - 1].token_type in (TokenType.DOT, TokenType.ALIAS)
         if name not in SPARK_FUNCTIONS and name not in aliases and not qualified:
-            near = difflib.get_close_matches(name, SPARK_FUNCTIONS, n=1)
-            remedy = f"Did you mean {near[0]!r}?" if near else "Spark's documentation lists its functions"
+            near = nearest(name, SPARK_FUNCTIONS)
+            remedy = f"Did you mean {near!r}?" if near else "Spark's documentation lists its functions"
             raise QueryRefused("function", f"Spark has no function {token.text!r}", remedy, token.line)
 
 
@@ -343,11 +343,14 @@ def _check_members(tree: exp.Expr, columns: Mapping[str, Field]) -> None:
                 break
             found = next((field for name, field in members.items() if name.lower() == part.name.lower()), None)
             if found is None:
-                near = difflib.get_close_matches(part.name, list(members), n=1)
-                remedy = f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(members)}"
-                line = part.meta.get("line", 0)
                 path = ".".join(one.name for one in column.parts)
-                raise QueryRefused("column", f"there is no field {part.name!r} in {path!r}", remedy, line)
+                problem, remedy = f"there is no field {part.name!r} in {path!r}", did_you_mean(part.name, members)
+                raise QueryRefused("column", problem, remedy, line_of(part))
+
+
+def line_of(tree: exp.Expr) -> int:
+    """The first line of the text, 1-based, that a name in the tree stands on; 0 if it holds none."""
+    return min((name.meta["line"] for name in tree.find_all(exp.Identifier) if "line" in name.meta), default=0)
 
 
 def spark_text(sql: str) -> str:
@@ -436,9 +439,8 @@ def check_columns(tree: exp.Expr, known: Collection[str]) -> None:
     for column in tree.find_all(exp.Column):
         first = column.parts[0].name
         if first.lower() not in names and not isinstance(column.this, exp.Star):
-            near = difflib.get_close_matches(first, list(known), n=1)
-            remedy = f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(known)}"
-            raise QueryRefused("column", f"there is no column {first!r}", remedy, column.parts[0].meta.get("line", 0))
+            problem, remedy = f"there is no column {first!r}", did_you_mean(first, known)
+            raise QueryRefused("column", problem, remedy, line_of(column))
 
 
 def outputs(tree: exp.Query, *, limit: int) -> tuple[str, ...]:

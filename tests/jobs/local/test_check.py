@@ -50,9 +50,42 @@ from = "by_city"
 key = ["city"]
 sql = "SELECT city, sum(n) AS n FROM by_city GROUP BY city"
 
+[products.by_city.channel]
+where = "n > 1"
+columns = ["n"]
+
+[products.by_city.expectations]
+counted = "n > 0"
+fresh = { expect = "fresh", column = "window_start", within = "1 hour" }
+
+[products.visits]
+layer = "gold"
+source = "rides"
+operator = "sessions"
+by = ["city"]
+time = "event_time"
+aggregates = { rides = "count(*)" }
+
+[products.newest]
+layer = "silver"
+source = "rides"
+operator = "latest"
+sql = "SELECT id, at, city FROM rides"
+by = ["id"]
+version = "at"
+
 [alerts.crowd]
 product = "by_city"
 when = "n > 100"
+by = ["city"]
+
+[alerts.popular]
+product = "top"
+when = "count > 1000"
+
+[staging.copy]
+product = "newest"
+columns = ["city"]
 '''
 SQL = """SELECT
   window.start AS window_start,
@@ -82,10 +115,35 @@ MISTAKES = [
     ("toml", "FROM by_city GROUP", "FROM by_town GROUP", 30, "no source or product 'by_town'"),
     ("toml", "sum(n) AS n", "sum(m) AS n", 30, "there is no column 'm'"),
     ("toml", "sum(n) AS n", "count_min_sketch(n) AS n", 30, "count_min_sketch is not taken here"),
-    ("toml", "n > 100", "n >> > 100", 34, "not SQL"),
-    ("toml", "n > 100", "m > 100", 34, "there is no column 'm'"),
-    ("toml", 'product = "by_city"', 'product = "by_town"', 33, "there is no product 'by_town'"),
-    ("toml", "[alerts.crowd]", "[alerts.Crowd]", 32, "not a name"),
+    ("toml", "n > 100", "n >> > 100", 58, "not SQL"),
+    ("toml", "n > 100", "m > 100", 58, "there is no column 'm'"),
+    ("toml", 'product = "by_city"', 'product = "by_town"', 57, "there is no product 'by_town'"),
+    ("toml", "[alerts.crowd]", "[alerts.Crowd]", 56, "not a name"),
+    ("toml", 'event_id = "{id}"', 'event_id = "{id}"\nkey = "{citi}"', 9, "no field 'citi'"),
+    ("toml", 'topic = "rides"', 'topic = "rides"\npartitions = 0', 4, "at least 1"),
+    ("toml", 'topic = "rides"', 'topic = "rides"\nretention = "7 dayz"', 4, "not a duration"),
+    (
+        "toml",
+        'layer = "gold"\nsource = "rides"\nsql',
+        'layer = "golden"\nsource = "rides"\nsql',
+        16,
+        "Did you mean 'gold'",
+    ),
+    ("toml", 'item = "city"', 'item = "city"\nn = "ten"', 26, "not of type int"),
+    ("toml", 'item = "city"', 'item = "city"\nfpp = 0.1', 26, "says nothing to top_n"),
+    ("toml", 'key = ["city"]', 'key = ["town"]', 29, "there is no column 'town'"),
+    ("toml", 'where = "n > 1"', 'where = "m > 1"', 33, "there is no column 'm'"),
+    ("toml", 'columns = ["n"]', 'columns = ["m"]', 34, "there is no column 'm'"),
+    ("toml", 'counted = "n > 0"', 'counted = "m > 0"', 37, "there is no column 'm'"),
+    ("toml", 'column = "window_start"', 'column = "windows_tart"', 38, "Did you mean 'window_start'"),
+    ("toml", '"fresh", column', '"freshh", column', 38, "'freshh' is not known"),
+    ("toml", 'rides = "count(*)"', 'rides = "avg(id)"', 46, "cannot be put together from parts"),
+    ("toml", 'by = ["city"]\ntime', 'by = ["town"]\ntime', 44, "there is no column 'town'"),
+    ("toml", 'version = "at"', 'version = "att"', 54, "Did you mean 'at'"),
+    ("toml", 'by = ["city"]\n\n[alerts.popular]', 'by = ["town"]\n\n[alerts.popular]', 59, "no column 'town'"),
+    ("toml", 'by = ["city"]\n\n[alerts.popular]', 'time = "at"\n\n[alerts.popular]', 59, "no column 'at'"),
+    ("toml", "count > 1000", "counts > 1000", 63, "Did you mean 'count'"),
+    ("toml", 'columns = ["city"]', 'columns = ["town"]', 67, "there is no column 'town'"),
     ("sql", "count_if(", "countif(", 4, "Did you mean 'count_if'"),
     ("sql", "GROUP BY", "GROUPE BY", 6, "Did you mean GROUP"),
     ("sql", "FROM rides", "FORM rides", 5, "Did you mean FROM"),
@@ -94,6 +152,13 @@ MISTAKES = [
     ("sql", "rider.age", "rider.agee", 4, "Did you mean 'age'"),
     ("sql", "count_if(rider.age > 30)", "count_if(rider.age > 30", 4, "not SQL"),
     ("sql", "SELECT\n", "SELEC\n", None, "not SQL"),
+    ("sql", "count_if(rider.age > 30) AS n", "avg(rider.age) AS n", 4, "cannot be merged from partial results"),
+    ("sql", "count_if(rider.age > 30) AS n", "count(DISTINCT id) AS n", 4, "operator = 'distinct'"),
+    ("sql", ", city\n", ", city\nHAVING count(id) > 1\n", 7, "HAVING"),
+    ("sql", ", city\n", "\n", 3, "neither grouped by nor an aggregate"),
+    ("sql", "  city,\n", "  upper(city),\n", 3, "has no name"),
+    ("sql", "window.start AS window_start,\n", "", 5, "it groups by what is not a column"),
+    ("sql", "FROM rides", "FROM rides JOIN rides AS r", 5, "several events at once"),
 ]
 
 
@@ -155,9 +220,9 @@ def test_what_spark_takes_is_not_refused(sql: str) -> None:
     check_spark_query(sql, "t", columns)
 
 
-def millrace(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+def millrace(*arguments: str, module: str = "jobs.cli", **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "jobs.cli", *arguments],
+        [sys.executable, "-m", module, *arguments],
         cwd=ROOT,
         env={"PATH": "/usr/bin:/bin", "HOME": str(Path.home()), "COLUMNS": "200", **environ},
         capture_output=True,
@@ -207,6 +272,15 @@ def test_a_machine_that_does_not_fit_starts_nothing(
     assert "Traceback" not in done.stderr
     assert "ready" not in done.stderr
     assert not (tmp_path / "lake").is_dir(), "nothing was started"
+
+
+def test_a_spark_job_begins_with_the_check(tmp_path: Path) -> None:
+    folder = write(tmp_path / "rides", sql=SQL.replace("GROUP BY", "GROUPE BY"))
+    arguments = ("--lake", str(tmp_path / "lake"), "--pipeline", str(folder))
+    done = millrace(*arguments, module="jobs.run_gold", MILLRACE_KAFKA="127.0.0.1:9")
+    assert done.returncode == 1
+    (error,) = done.stderr.splitlines()  # nothing of Kafka, which gold does not read
+    assert error.startswith(f"error: {folder}/by_city.sql:6: products.by_city.sql: it is not SQL at 'GROUPE'")
 
 
 @pytest.mark.spark

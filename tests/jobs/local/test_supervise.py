@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from jobs.local.supervise import BACKOFF_S, HEALTHY_S, Child, PartRefused, Supervisor
+from lakehouse.contract.errors import EnvironmentProblem
 
 ROOT = Path(__file__).parents[3]
 RUNS = ("simulate", "--port", "0", "--rate", "0.1")  # until it is stopped
@@ -104,6 +106,28 @@ def test_a_child_that_refuses_its_configuration_is_not_started_again(supervisor:
     with pytest.raises(PartRefused, match=r"^configuration: pipeline: there is no pipeline 'nothing'\. Known: .*path$"):
         supervisor.tend()
     assert supervisor.restarts["a"] == 0
+
+
+def test_what_the_machine_lacks_stops_a_part_that_never_worked(
+    supervisor: Supervisor, clock: Clock, tmp_path: Path
+) -> None:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+        command = ("simulate", "--port", str(port))
+        supervisor.start(Child("a", command, tmp_path / "a.log"))
+        eventually(lambda: supervisor.pid("a") is None)
+        with pytest.raises(EnvironmentProblem, match=rf"^port {port} is taken\. Stop .* choose another port$"):
+            supervisor.tend()
+        assert supervisor.restarts["a"] == 0
+        # One that worked before is started again: the trouble may pass.
+        supervisor.start(Child("b", command, tmp_path / "b.log"))
+        eventually(lambda: supervisor.pid("b") is None)
+        clock.now += HEALTHY_S
+        supervisor.tend()
+        clock.now += BACKOFF_S[0] + 0.01
+        supervisor.tend()
+        assert supervisor.restarts["b"] == 1
 
 
 def test_the_pause_has_an_upper_bound(supervisor: Supervisor, clock: Clock, tmp_path: Path) -> None:
