@@ -16,7 +16,7 @@ from ingest.answers.acks import RecentEvents, Signer
 from ingest.answers.respond import Answers, Responder
 from ingest.answers.stream import Streams
 from ingest.answers.tables import ProductTables
-from ingest.border.access import SenderGate, SenderKeys, keys_path
+from ingest.border.access import SenderGate, sender_keys
 from ingest.border.admission import KEPT_BYTES, Border, FrontBorder, front_source
 from ingest.border.shed import Shedder, Waiting
 from ingest.collectors import Collector, CollectorContext, UpstreamStatus, make_collector
@@ -29,6 +29,7 @@ from ingest.intake import Intake, RequestIntake
 from ingest.kafka import KafkaPublisher, ensure_topics
 from ingest.log.message_log import MessageLog, least_limit
 from ingest.stats import NodeStats
+from lakehouse.contract.control import state_manager
 from lakehouse.contract.errors import ConfigError, MillraceError
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, Source, load_pipeline
@@ -80,7 +81,8 @@ class CollectorNode:
 
     def __init__(self, settings: Settings, pipeline: Pipeline, options: NodeOptions = NodeOptions()) -> None:
         collect, lake = settings.collect, Lake(settings.lake)
-        keys = SenderKeys(keys_path(settings))
+        self._manager = state_manager(settings)
+        keys = sender_keys(settings, self._manager)
         check_exposure(collect, keys)
         self._settings = settings
         self._options = options
@@ -199,6 +201,8 @@ class CollectorNode:
         Raises:
             EnvironmentProblem: the port is taken.
         """
+        if self._manager is not None:
+            self._manager.start()
         try:
             app = make_app(self._requests, self._stats, self._responder)
             server = HttpServer(app, self._requests, self._settings.collect, ws=self._streams.protocol)
@@ -224,6 +228,8 @@ class CollectorNode:
                 await self._drain()
                 delivery.cancel()
         finally:  # unacknowledged events stay in the log
+            if self._manager is not None:
+                await asyncio.to_thread(self._manager.stop)
             self._sources.close()
             await asyncio.to_thread(self._publisher.close, 1.0)
             await self._log.close()

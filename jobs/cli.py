@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from jobs.commands import care, collecting, load, machine, parts, query, tables
+from jobs.commands import care, collecting, control, load, machine, parts, query, tables
 from jobs.console import choose, print_problems
 from jobs.local.supervise import exit_status, follow_parent
 from lakehouse.contract.errors import MillraceError
@@ -75,6 +75,7 @@ for _command in (
     parts.collect,
     parts.run,
     parts.serve,
+    control.control,
     parts.refine,
     parts.latest,
     parts.simulate,
@@ -87,7 +88,6 @@ for _command in (
     load.load,
     load.staging,
     collecting.log,
-    collecting.keys,
     collecting.audit,
     care.quality,
     care.maintain,
@@ -102,6 +102,11 @@ query_app = typer.Typer(help="Add, list and remove continuous queries and alerts
 for _query in (query.add, query.alert, query.ls, query.rm):
     query_app.command(epilog=_EPILOG)(_query)
 app.add_typer(query_app, name="query")
+for _name, (_help, _members) in control.GROUPS.items():
+    _group = typer.Typer(help=_help, no_args_is_help=True)
+    for _member, _run in _members.items():
+        _group.command(_member, epilog=_EPILOG)(_run)
+    app.add_typer(_group, name=_name)
 
 
 def main() -> None:

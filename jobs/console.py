@@ -127,7 +127,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def log_to_stderr() -> None:
-    """Log from INFO on; py4j and kafka from WARNING on. ``MILLRACE_LOG=json`` makes each line a JSON object.
+    """Log from INFO on; libraries that say much from WARNING on. ``MILLRACE_LOG=json`` makes each line a JSON object.
 
     Raises:
         ConfigError: the variable has another value.
@@ -138,5 +138,5 @@ def log_to_stderr() -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if kind == "json" else logging.Formatter(_TEXT))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    for noisy in ("py4j", "kafka"):
+    for noisy in ("py4j", "kafka", "alembic.runtime.plugins"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import parse_qs, urlsplit
 
+from lakehouse.contract.control import StateManager, state_manager
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.keys import Key, KeyFile, KeyRing, TokenBucket, is_loopback
 from lakehouse.contract.lake import Lake
@@ -282,10 +283,14 @@ def is_local_name(host: str) -> bool:
     return True
 
 
-def make_gate(settings: Settings, seal: Seal) -> ReaderGate:
-    """The gate of a process. Raises ConfigError: everybody could read everything, or keys or origins are unusable."""
+def make_gate(settings: Settings, seal: Seal, manager: StateManager | None = None) -> ReaderGate:
+    """The gate of a process; with a state manager the control plane says who may read, without one a key file.
+
+    Raises:
+        ConfigError: everybody could read everything, or keys or origins are unusable.
+    """
     serve = settings.serve
-    keys = KeyRing(reader_keys(settings))
+    keys = KeyRing(reader_keys(settings) if manager is None else manager.keys(ReaderKey, "read"))
     for origin in serve.origin_list:
         parts = urlsplit(origin)
         if parts.scheme not in ("http", "https") or not parts.netloc or parts.path or parts.query:
@@ -295,14 +300,14 @@ def make_gate(settings: Settings, seal: Seal) -> ReaderGate:
         raise ConfigError(
             f"{serve.host} is reached from elsewhere, and there are no readers' keys",
             key="serve.host",
-            remedy="Make one with `millrace keys new --reader NAME`, or set serve.allow_anonymous = true",
+            remedy="Make one with `millrace key new --reader NAME`, or set serve.allow_anonymous = true",
         )
     return ReaderGate(serve, keys, Tickets(Seal(seal.derived(b"tickets"))))
 
 
 def check_start(settings: Settings) -> None:
     """Raises ConfigError for whatever would keep a server from starting. For whoever starts several."""
-    make_gate(settings, lake_seal(Lake(settings.lake).state))
+    make_gate(settings, lake_seal(Lake(settings.lake).state), state_manager(settings))
     uses_tls(settings.serve)
 
 

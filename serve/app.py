@@ -7,16 +7,15 @@ import contextlib
 import gc
 import logging
 import resource
-import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
 from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 
-from lakehouse.contract.errors import EnvironmentProblem
+from lakehouse.contract.control import state_manager
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.contract.settings import ServeSettings, Settings
@@ -28,6 +27,7 @@ from serve.core.ring import Link, deliver
 from serve.http import routes
 from serve.http.metrics import ServerCollector, ServerMetrics
 from serve.http.rows import RowSource
+from serve.listen import BACKLOG, listen, serve_until, url_of
 from serve.push.sse import ServingHttpProtocol
 from serve.push.websocket import WEBSOCKET, SubscriberWebSocket
 from serve.sql.pool import Workers
@@ -37,7 +37,6 @@ from serve.webhooks.runner import WebhookContext, WebhookFleet
 log = logging.getLogger(__name__)
 
 OTHER_FILES = 256  # tables, logs, workers, requests
-_BACKLOG = 4_096
 _STOP_S = 3
 _BEAT_S = 0.02
 _AGAIN_S = 0.1  # after an unexpected failure
@@ -75,7 +74,8 @@ def make_app(settings: Settings, *, name: str = "") -> Starlette:
     """
     lake = Lake(settings.lake)
     seal = lake_seal(lake.state)
-    gate = make_gate(settings, seal)
+    manager = state_manager(settings)
+    gate = make_gate(settings, seal, manager)
     pipeline = load_pipeline(settings.pipeline_folder())
     specs = channels_of(pipeline)
 
@@ -89,6 +89,8 @@ def make_app(settings: Settings, *, name: str = "") -> Starlette:
         own = ServerCollector(hub, gate, workers, rows, fleet)
         metrics = ServerMetrics(lake.state / "run" / "metrics", name, own)
         kept = (partial(_run_clock, hub, settings.serve), partial(_run_work, hub, work), partial(_run_gate, gate))
+        if manager is not None:
+            manager.start()
         runs = [tables.run(), fleet.run(), *map(_run_forever, kept), *([metrics.run()] if name else [])]
         tasks = [asyncio.create_task(run) for run in runs]
         try:
@@ -109,6 +111,8 @@ def make_app(settings: Settings, *, name: str = "") -> Starlette:
             await asyncio.gather(*tasks, return_exceptions=True)
             rows.close()
             await workers.close()
+            if manager is not None:
+                await asyncio.to_thread(manager.stop)
 
     return Starlette(
         routes=routes.ROUTES,
@@ -143,8 +147,7 @@ async def run_server(
         allow_files(settings.serve.max_subscribers)
     tls = uses_tls(settings.serve)
     app = make_app(settings, name=name)
-    listener = _bind(settings.serve, shared=bool(name))
-    host, port = listener.getsockname()[:2]
+    listener = listen(settings.serve.host, settings.serve.port, "serve", shared=bool(name))
     config = uvicorn.Config(
         app,
         http=ServingHttpProtocol,
@@ -153,12 +156,12 @@ async def run_server(
         log_config=None,
         access_log=False,
         server_header=False,
-        backlog=_BACKLOG,
+        backlog=BACKLOG,
         timeout_graceful_shutdown=_STOP_S,
         ssl_certfile=settings.serve.tls_cert or None,
         ssl_keyfile=settings.serve.tls_key or None,
     )
-    url = f"{'https' if tls else 'http'}://" + (f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+    url = url_of(listener, tls=tls)
 
     def up() -> None:
         if alone:
@@ -166,31 +169,11 @@ async def run_server(
         if ready is not None:
             ready(url)
 
-    server = _ServingServer(config, up)
-    stopper = asyncio.create_task(_stop_when(stop or asyncio.Event(), server))
     try:
-        await server.serve(sockets=[listener])
+        await serve_until(stop or asyncio.Event(), config, listener, up)
     finally:
-        stopper.cancel()
-        listener.close()
         if alone:
             gc.unfreeze()  # else DuckDB reports its own types as leaked when the interpreter ends
-
-
-class _ServingServer(uvicorn.Server):
-    """Uvicorn without its own signal handlers; calls ``up`` once it takes connections."""
-
-    def __init__(self, config: uvicorn.Config, up: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._up = up
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._up()
 
 
 def _tune_gc() -> None:
@@ -200,28 +183,6 @@ def _tune_gc() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 100)
-
-
-async def _stop_when(stop: asyncio.Event, server: uvicorn.Server) -> None:
-    await stop.wait()
-    server.should_exit = True
-
-
-def _bind(settings: ServeSettings, *, shared: bool) -> socket.socket:
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT if shared else socket.SO_REUSEADDR, 1)
-        listener.bind((settings.host, settings.port))
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise EnvironmentProblem(
-            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}",
-            "Stop what holds the port, or set MILLRACE_SERVE_PORT to another (0: any free one)",
-        ) from None
-    listener.setblocking(False)
-    return listener
 
 
 async def _run_forever(run: partial[Coroutine[Any, Any, None]]) -> None:

@@ -28,6 +28,7 @@ from lakehouse.contract.settings import PREFIX, Settings, load_settings
 from lakehouse.counts import EVENTS
 from lakehouse.maintain.backlog import RETENTION_SHARE
 from serve.app import make_app
+from serve.control.openapi import control_openapi
 from serve.http import routes
 from serve.http.schema import openapi
 
@@ -70,8 +71,17 @@ def operators() -> str:
 
 def server_routes() -> str:
     """Each route of the server, from its OpenAPI document."""
+    return _routes(openapi(routes.ROUTES))
+
+
+def control_routes() -> str:
+    """Each route of the control plane, from its OpenAPI document."""
+    return _routes(control_openapi())
+
+
+def _routes(document: dict[str, Any]) -> str:
     rows = []
-    for path, methods in openapi(routes.ROUTES)["paths"].items():
+    for path, methods in document["paths"].items():
         for method, operation in methods.items():
             asked = ", ".join(f"`{one['name']}`" for one in operation["parameters"] if one["in"] == "query")
             answers = ", ".join(code for code in operation["responses"] if code != "4XX")
@@ -109,6 +119,7 @@ def decisions() -> str:
 PARTS = {
     "changes": changes,
     "commands": commands,
+    "control_routes": control_routes,
     "decisions": decisions,
     "metrics": metrics,
     "operators": operators,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ingest.errors import RequestRefused
+from lakehouse.contract.control import StateManager
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.keys import Key, KeyFile, KeyRing, TokenBucket
 from lakehouse.contract.lake import Lake
@@ -59,7 +60,7 @@ class SenderGate:
 
     def __init__(
         self,
-        keys: SenderKeys | None = None,
+        keys: KeyRing[ApiKey] | None = None,
         *,
         max_connections: int = 20_000,
         rejects_per_s: int = 1_000,
@@ -252,3 +253,8 @@ class SenderKeys(KeyRing[ApiKey]):
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(KeyFile(path, ApiKey), clock)
+
+
+def sender_keys(settings: Settings, manager: StateManager | None) -> KeyRing[ApiKey]:
+    """The keys of a node; with a state manager the control plane says who may send, without one a key file."""
+    return SenderKeys(keys_path(settings)) if manager is None else KeyRing(manager.keys(ApiKey, "send"))

@@ -44,14 +44,14 @@ from starlette.types import Receive, Scope, Send
 
 from ingest import intake
 from ingest.answers.respond import Responder, json_response, refuse, unavailable
-from ingest.border.access import SenderGate, SenderKeys
+from ingest.border.access import ApiKey, SenderGate
 from ingest.border.cloudevents import BATCHED, STRUCTURED
 from ingest.collectors.wire import CollectorHttpProtocol
 from ingest.errors import IngestError, RequestRefused
 from ingest.intake import RequestIntake, first_key, presented_key
 from ingest.stats import NodeStats
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem
-from lakehouse.contract.keys import is_loopback
+from lakehouse.contract.keys import KeyRing, is_loopback
 from lakehouse.contract.settings import CollectSettings
 
 REQUEST_TIMEOUT_S = 20.0  # for head and body; a slow phone sends an event in less
@@ -104,7 +104,7 @@ async def _refused(_: Request, error: Exception) -> Response:
     return refuse(error)
 
 
-def check_exposure(settings: CollectSettings, keys: SenderKeys) -> None:
+def check_exposure(settings: CollectSettings, keys: KeyRing[ApiKey]) -> None:
     """Refuse to listen on a public address without keys.
 
     Raises:
@@ -114,7 +114,7 @@ def check_exposure(settings: CollectSettings, keys: SenderKeys) -> None:
         raise ConfigError(
             f"{settings.host} is reached from elsewhere, and there are no API keys",
             key="collect.host",
-            remedy="Make one with `millrace keys new`, or set collect.allow_anonymous = true",
+            remedy="Make one with `millrace key new`, or set collect.allow_anonymous = true",
         )
 
 

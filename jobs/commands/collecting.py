@@ -1,4 +1,4 @@
-"""``log``, ``keys`` and ``audit``: what collectors hold, who may send and read, and the way of events."""
+"""``log`` and ``audit``: what collectors hold, and the way of events."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,7 +24,6 @@ from jobs.console import (
     print_json,
 )
 from lakehouse.contract.errors import ConfigError, MillraceError
-from lakehouse.contract.keys import KeyFile
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.settings import Settings
 
@@ -138,99 +136,6 @@ def _retry(logs: Path, node: str, ids: Sequence[str], as_json: bool) -> None:
 
 def _advance(progress: Progress, bar: TaskID, done: int, of: int) -> None:
     progress.update(bar, completed=done, total=of)
-
-
-class KeyAction(StrEnum):
-    """What ``millrace keys`` does."""
-
-    LS = "ls"
-    NEW = "new"
-    REVOKE = "revoke"
-
-
-def keys(
-    action: Annotated[
-        KeyAction, typer.Argument(help="ls: list keys; new: make one; revoke: take one away.")
-    ] = KeyAction.LS,
-    name: Annotated[str, typer.Argument(help="Of a new key: its name. Of revoke: the id, as ls shows it.")] = "",
-    reader: Annotated[
-        bool, typer.Option("--reader", help="Keys of the server: who may read. Default: who may send.")
-    ] = False,
-    source: Annotated[list[str] | None, typer.Option(help="Sender: only this source; may be repeated.")] = None,
-    max_event_bytes: Annotated[int, typer.Option(help="Sender: largest event; 0: the source's limit.", min=0)] = 0,
-    table: Annotated[list[str] | None, typer.Option(help="Reader: only this table; may be repeated.")] = None,
-    rows: Annotated[
-        list[str] | None,
-        typer.Option(help="Reader: TABLE=CONDITION in SQL that limits the rows; TABLE * is every other table."),
-    ] = None,
-    queries: Annotated[bool, typer.Option("--queries", help="Reader: may add and remove continuous queries.")] = False,
-    tenant: Annotated[str, typer.Option(help="Tenant of the key.", show_default="the node's")] = "",
-    rate: Annotated[int, typer.Option(help="Events or requests a second; 0: no limit of its own.", min=0)] = 0,
-    connections: Annotated[int, typer.Option(help="Connections at a time; 0: no limit of its own.", min=0)] = 0,
-    as_json: JsonOption = False,
-) -> None:
-    """List, make and revoke API keys. As soon as there is one key, every client needs one.
-
-    A new key is printed once; only its hash is kept. Running processes refuse a revoked key within two seconds.
-    """
-    file = _file(chosen_settings(), reader)
-    if action is KeyAction.LS:
-        _list_keys(file, reader, as_json)
-        return
-    if not name:
-        raise ConfigError("a name is missing", key="keys", remedy="Write: millrace keys new NAME, or keys revoke ID")
-    if action is KeyAction.REVOKE:
-        gone = file.revoke(name)
-        out.print(f"revoked {name} ({escape(gone.name)})")
-        return
-    _refuse_foreign(reader, {"--source": source, "--max-event-bytes": max_event_bytes}, "readers")
-    _refuse_foreign(not reader, {"--table": table, "--rows": rows, "--queries": queries}, "senders")
-    if reader:
-        from serve.access import ReaderKey, checked_rows
-
-        conditions = checked_rows(rows or [])
-        limits = (rate, connections)
-        made: Any = ReaderKey("0" * 64, name, tenant, *limits, "", "", tuple(table or ()), conditions, queries)
-    else:
-        from ingest.border.access import ApiKey
-
-        made = ApiKey("0" * 64, name, tenant, rate, connections, "", "", tuple(source or ()), max_event_bytes)
-    text = file.new(made)
-    if as_json:
-        print_json({"key": text, "id": text.split("_")[1]})
-    else:
-        out.print(text, markup=False, highlight=False, soft_wrap=True)
-        err.print(f"kept as a hash in {file.path}; running processes know it within a second", style="dim")
-
-
-def _list_keys(file: KeyFile[Any], reader: bool, as_json: bool) -> None:
-    found = file.read()
-    if as_json:
-        print_json([{n: v for n, v in dataclasses.asdict(key).items() if n != "hash"} for key in found.values()])
-        return
-    table = Table("id", "name", "tenant", "tables" if reader else "sources", "rate/s", "connections", "made")
-    for key in found.values():
-        limits = (str(key.rate or "–"), str(key.connections or "–"))
-        reach = ", ".join(key.tables if reader else key.sources) or "all"
-        table.add_row(*map(escape, (key.id, key.name, key.tenant or "–", reach, *limits, key.created)))
-    out.print(table)
-
-
-def _file(settings: Settings, reader: bool) -> KeyFile[Any]:
-    if reader:
-        from serve.access import reader_keys
-
-        return reader_keys(settings)
-    from ingest.border.access import ApiKey, keys_path
-
-    return KeyFile(keys_path(settings), ApiKey)
-
-
-def _refuse_foreign(other: bool, options: dict[str, Any], whose: str) -> None:
-    given = [name for name, value in options.items() if value]
-    if other and given:
-        remedy = "Leave it out" if whose == "readers" else "Add --reader"
-        raise ConfigError(f"keys of {whose} have no such property", key=given[0], remedy=remedy)
 
 
 def audit(

@@ -50,6 +50,9 @@ def up(
         list[str] | None,
         typer.Option(help="Load files that arrive in this folder: DIR or SOURCE=DIR; may be repeated."),
     ] = None,
+    control: Annotated[
+        bool, typer.Option("--control", help="Run a control plane too: it says who may send and read.")
+    ] = False,
 ) -> None:
     """Run everything, supervised: broker, collector, Spark driver, server and loaders. Ctrl-C stops all of it."""
     from jobs.local.stack import Stack, inbox_folders
@@ -61,6 +64,8 @@ def up(
     stack = Stack(settings, upstream=upstream or "", feeds=True, inboxes=folders, watch=True)
     stop = stopped_by_signals()
     try:
+        if control:
+            stack.start_control()
         stack.start()
         announced = False
         while not stop.is_set():

@@ -35,6 +35,8 @@ PARTS = "parts.json"
 """Process id by part, or null."""
 ADDRESSES = "addresses.json"
 """Where the parts listen: base URLs, and the broker's ``host:port``."""
+CONTROL = "control"
+"""Name of the control plane's part, and its command."""
 FEEDS = "feeds"
 """Name of the part that fetches feeds."""
 INBOX = "inbox-"
@@ -75,7 +77,7 @@ def parts(lake: Lake) -> list[StackPart]:
     for name, pid in _read(folder / PARTS).items():
         alive = pid if pid and _alive(int(pid)) else None
         address = str(addresses.get(name, ""))
-        metrics = f"{address}/metrics" if address.startswith("http") else ""
+        metrics = f"{address}/metrics" if address.startswith("http") and name != CONTROL else ""
         remarks = ""
         if name == "lakehouse":
             ready = alive is not None and driver.get("pid") == alive  # else the note is of the process before
@@ -219,6 +221,17 @@ class Stack:
         self.address = Address(serve, collect, settings.kafka.bootstrap)
         self._where |= {"serve": serve, "collect": collect, "broker": settings.kafka.bootstrap}
 
+    def start_control(self) -> None:
+        """Start a control plane, which says who may what in the other parts; call it before :meth:`start`."""
+        control = self._settings.control
+        port = control.port or free_port()
+        url = f"http://{control.host}:{port}"
+        self._settings = dataclasses.replace(
+            self._settings, control=dataclasses.replace(control, port=port, url=control.url or url)
+        )
+        self._where[CONTROL] = url
+        self._child(CONTROL, [CONTROL])
+
     def start_loaders(self) -> None:
         """Start what loads files: one process for all feeds, and one for each inbox."""
         sources = load_pipeline(self._settings.pipeline_folder()).sources
@@ -263,7 +276,7 @@ class Stack:
     def stop(self, each: Callable[[str], None] = lambda _: None) -> None:
         """Stop every part, sources first; returns when nothing of them is left."""
         loaders = [name for name in self.supervisor.restarts if name == FEEDS or name.startswith(INBOX)]
-        for name in ("player", "collect", *loaders, "latest", "lakehouse", "serve"):
+        for name in ("player", "collect", *loaders, "latest", "lakehouse", "serve", CONTROL):
             each(name)
             self.supervisor.stop(name)
         if self._broker is not None:

@@ -19,10 +19,10 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.tomlfile import build, read_toml, toml_text
@@ -46,6 +46,7 @@ class Key:
         connections: at a time, on each process; 0: no limit of its own.
         created: when it was made, ISO 8601.
         id: the public part of the key.
+        until: end of its life, seconds since the epoch; 0: none.
     """
 
     hash: str
@@ -55,18 +56,37 @@ class Key:
     connections: int = 0
     created: str = ""
     id: str = ""
+    until: float = field(default=0.0, kw_only=True)
 
     def __post_init__(self) -> None:
-        if min(self.rate, self.connections) < 0:
+        if min(self.rate, self.connections, self.until) < 0:
             raise ConfigError("a limit is not negative", key="keys", remedy="Write 0 for no limit")
         if len(self.hash) != 64:
-            raise ConfigError("not a SHA-256 in hexadecimal", key="hash", remedy="Make keys with: millrace keys new")
+            raise ConfigError("not a SHA-256 in hexadecimal", key="hash", remedy="Make keys with: millrace key new")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.id}, {self.name!r})"
 
 
 K = TypeVar("K", bound=Key)
+
+
+class KeySource(Protocol[K]):
+    """Where a running process takes its keys from. Its methods do not wait.
+
+    Attributes:
+        required: whether a key has to be shown although there is none.
+        reload_s: pause between two looks at the stamp.
+    """
+
+    required: bool
+    reload_s: float
+
+    def stamp(self) -> object:
+        """Differs from the last one when the keys may have changed."""
+
+    def read(self) -> dict[str, K]:
+        """Keys by id. Raises ConfigError or OSError: they cannot be read."""
 
 
 class KeyFile(Generic[K]):
@@ -77,9 +97,22 @@ class KeyFile(Generic[K]):
         kind: what its keys are.
     """
 
+    required = False
+    reload_s = RELOAD_S
+
     def __init__(self, path: Path, kind: type[K]) -> None:
         self.path = path
         self._kind = kind
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def stamp(self) -> tuple[int, int, int] | None:
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            return None
+        return found.st_ino, found.st_mtime_ns, found.st_size
 
     def read(self) -> dict[str, K]:
         """Keys by id; none where there is no file.
@@ -106,10 +139,10 @@ class KeyFile(Generic[K]):
         Args:
             key: its ``hash``, ``id`` and ``created`` do not matter.
         """
-        name = secrets.token_hex(6)
-        text = f"{_PREFIX}_{name}_{secrets.token_urlsafe(32)}"
+        name = new_key_id()
+        text = new_key(name)
         made = dataclasses.replace(
-            key, id=name, hash=_digest(text), created=datetime.now(UTC).isoformat(timespec="seconds")
+            key, id=name, hash=key_hash(text), created=datetime.now(UTC).isoformat(timespec="seconds")
         )
         with self._changing() as keys:
             keys[name] = made
@@ -140,7 +173,7 @@ class KeyFile(Generic[K]):
             draft = path.with_name(f"{path.name}.draft")
             handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write("# API keys: hashes, made and revoked with `millrace keys`.\n")
+                file.write("# API keys: hashes, made and revoked with `millrace key`.\n")
                 file.writelines(toml_text(_said(key), f"keys.{name}") for name, key in keys.items())
                 file.flush()
                 os.fsync(handle)
@@ -153,20 +186,20 @@ class KeyRing(Generic[K]):
     """The keys as a running process uses them.
 
     Args:
-        file: where they are.
+        source: where they come from.
         clock: seconds, monotonic.
 
     Raises:
-        ConfigError: the file cannot be used.
+        ConfigError: the source cannot be used.
     """
 
-    def __init__(self, file: KeyFile[K], clock: Callable[[], float] = time.monotonic) -> None:
-        self._file = file
+    def __init__(self, source: KeySource[K], clock: Callable[[], float] = time.monotonic) -> None:
+        self._source = source
         self._clock = clock
-        self._stamp = _stamp(file.path)
-        self._keys = file.read()
-        self._asked = bool(self._keys)
-        self._look_at = clock() + RELOAD_S
+        self._stamp = source.stamp()
+        self._keys = source.read()
+        self._asked = source.required or bool(self._keys)
+        self._look_at = clock() + source.reload_s
 
     @property
     def required(self) -> bool:
@@ -179,24 +212,24 @@ class KeyRing(Generic[K]):
         self._reload()
         parts = presented.split("_", 2)
         key = self._keys.get(parts[1]) if len(parts) == 3 else None
-        same = hmac.compare_digest(_digest(presented), key.hash if key is not None else _NOBODY)
-        return key if same else None
+        same = hmac.compare_digest(key_hash(presented), key.hash if key is not None else _NOBODY)
+        return _living(key) if same else None
 
     def get(self, name: str) -> K | None:
         """The key of an id, where the id itself is proof enough: a ticket that we signed, something kept for a key."""
         self._reload()
-        return self._keys.get(name)
+        return _living(self._keys.get(name))
 
     def _reload(self) -> None:
         now = self._clock()
         if now < self._look_at:
             return
-        self._look_at = now + RELOAD_S
+        self._look_at = now + self._source.reload_s
         try:
-            stamp = _stamp(self._file.path)
+            stamp = self._source.stamp()
             if stamp == self._stamp:
                 return
-            self._keys = self._file.read()
+            self._keys = self._source.read()
         except ConfigError as error:
             self._stamp = stamp  # said once: it is read again when it has changed
             logger.error("the keys stay as they were: %s", error)
@@ -206,24 +239,30 @@ class KeyRing(Generic[K]):
             return
         self._stamp = stamp
         self._asked = self._asked or bool(self._keys)  # the last key revoked does not open the door to everybody
-        logger.info("%s has been read again: %d keys", self._file.path, len(self._keys))
+        logger.info("%s: %d keys", self._source, len(self._keys))
 
 
-def _digest(text: str) -> str:
+def _living(key: K | None) -> K | None:
+    return None if key is not None and key.until and key.until <= time.time() else key
+
+
+def new_key(name: str) -> str:
+    """A new key with this id."""
+    return f"{_PREFIX}_{name}_{secrets.token_urlsafe(32)}"
+
+
+def new_key_id() -> str:
+    return secrets.token_hex(6)
+
+
+def key_hash(text: str) -> str:
+    """What is kept of a key."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _said(key: Key) -> dict[str, Any]:
     values = dataclasses.asdict(key)
     return {name: value for name, value in values.items() if name != "id" and value not in ("", 0, (), {}, False)}
-
-
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
 
 
 def is_loopback(host: str) -> bool:

@@ -71,7 +71,7 @@ class CollectSettings:
     Attributes:
         host: address that HTTP collectors bind.
         port: port that HTTP collectors bind; 0: any free one.
-        keys: file of the API keys (``millrace keys``); empty: ``_millrace/keys.toml`` in the lake.
+        keys: file of the API keys (``millrace key``); empty: ``_millrace/keys.toml`` in the lake.
         allow_anonymous: bind another address than a loopback one although there are no keys.
         max_connections: connections by HTTP and WebSocket at a time.
         idle_timeout_s: a connection without a request is closed after this.
@@ -116,7 +116,7 @@ class ServeSettings:
         heartbeat_ms: pause between heartbeats.
         max_subscribers: connections of one process.
         processes: server processes on the port.
-        keys: file of the readers' API keys (``millrace keys new --reader``); empty: ``_millrace/readers.toml`` in the
+        keys: file of the readers' API keys (``millrace key new --reader``); empty: ``_millrace/readers.toml`` in the
             lake.
         allow_anonymous: bind another address than a loopback one although there are no readers' keys.
         origins: whose pages may connect beside the server's own, e.g. ``https://shop.example``; separated by commas.

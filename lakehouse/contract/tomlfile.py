@@ -36,7 +36,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def toml_text(values: Mapping[str, Any], at: str = "") -> str:
-    """The TOML of texts, numbers, truth values, lists and tables of them.
+    """The TOML of texts, numbers, truth values, and lists and tables of these.
 
     Args:
         at: the table that they stand in.
@@ -55,6 +55,8 @@ def _key(name: str) -> str:
 def _value(value: Any) -> str:
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(_value, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_key(name)} = {_value(one)}' for name, one in value.items())}}}"
     return json.dumps(value, ensure_ascii=False)
 
 

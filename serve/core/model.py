@@ -144,6 +144,11 @@ class Principal:
     key: str = ""
     queries: bool = False
 
+    @property
+    def owner(self) -> str:
+        """Id that its webhooks are kept under: that of the key before any rotation."""
+        return self.key.partition("-")[0]
+
     def may_read(self, table: str) -> bool:
         """Whether the table exists for it."""
         return self.tables is None or table in self.tables

@@ -1,7 +1,7 @@
 """Continuous queries over HTTP: add, list, show, remove, by the rules of ``lakehouse.contract.pipeline.added``.
 
 A query is only recorded here; the driver runs it. So the server needs no Java, and queries can be added while the
-driver is down. Only keys that may (``millrace keys new --reader --queries``) and that see everything can change
+driver is down. Only keys that may (``millrace key new --reader --queries``) and that see everything can change
 queries, because a query reads whole tables. Without keys, only callers on this machine can.
 """
 
@@ -134,7 +134,7 @@ def _check_may(request: Request) -> None:
     """Only a key with the right may change queries; without keys, only this machine, and no page of another site."""
     principal = admitted(request)
     if not principal.queries:
-        raise _forbidden("this key may not change queries; make one with: millrace keys new NAME --reader --queries")
+        raise _forbidden("this key may not change queries; make one with: millrace key new NAME --reader --queries")
     if principal.key:
         return
     settings: Settings = request.state.settings

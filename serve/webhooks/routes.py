@@ -67,7 +67,7 @@ async def add(request: Request) -> Response:
         raise invalid("bad_webhook", str(error)) from None
     hook = Webhook(
         "wh_" + secrets.token_hex(12),
-        principal.key,
+        principal.owner,
         wanted.table,
         new.url,
         wanted.where,
@@ -87,7 +87,7 @@ async def add(request: Request) -> Response:
 
 async def listed(request: Request) -> Response:
     """Your webhooks"""
-    store, key = await _store(request), admitted(request).key
+    store, key = await _store(request), admitted(request).owner
     hooks = [hook for hook in (await asyncio.to_thread(store.all)).values() if hook.key == key]
     return json_response({"webhooks": [await _with_state(store, hook) for hook in hooks]})
 
@@ -134,7 +134,7 @@ async def _store(request: Request) -> WebhookStore:
 async def _own(request: Request) -> tuple[WebhookStore, Webhook]:
     store, ident = await _store(request), request.path_params["ident"]
     hook = (await asyncio.to_thread(store.all)).get(ident)
-    if hook is None or hook.key != admitted(request).key:
+    if hook is None or hook.key != admitted(request).owner:
         raise RequestError(RequestError.NOT_FOUND, "no_such_webhook", f"there is no webhook {ident!r}")
     return store, hook
 

@@ -61,7 +61,8 @@ def test_reference_has_each_name(site: Path) -> None:
     for name in ("millrace_collector_received_total", "millrace_lakehouse_spark_up", "millrace_serve_subscribers"):
         assert name in metrics
     assert "POST /v1/sql" in routes
-    assert "millrace keys" in commands
+    assert "millrace key rotate" in commands
+    assert "POST /v1/subscriptions" in routes
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -564,7 +564,7 @@ def test_another_address_needs_keys(tmp_path: Path) -> None:
     for host in ("127.0.0.1", "127.8.9.1", "::1", "localhost"):
         check_exposure(CollectSettings(host=host), SenderKeys(path))
     for host in ("0.0.0.0", "::", "10.0.0.1", "example.org"):
-        with pytest.raises(ConfigError, match="millrace keys new"):
+        with pytest.raises(ConfigError, match="millrace key new"):
             check_exposure(CollectSettings(host=host), SenderKeys(path))
         check_exposure(CollectSettings(host=host, allow_anonymous=True), SenderKeys(path))
     KeyFile(path, ApiKey).new(ApiKey("0" * 64))

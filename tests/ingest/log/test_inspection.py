@@ -125,12 +125,12 @@ def test_the_commands(tmp_path: Path) -> None:
     assert millrace("log", "--json").stdout == "[]\n"
     missing = millrace("log", "collector-1")
     assert missing.exit_code == 1 and "no log of a node 'collector-1'" in str(missing.exception)
-    key = json.loads(millrace("keys", "new", "roof", "--source", "rsvps", "--rate", "5", "--json").stdout)["key"]
-    (listed,) = json.loads(millrace("keys", "ls", "--json").stdout)
+    key = json.loads(millrace("key", "new", "roof", "--source", "rsvps", "--rate", "5", "--json").stdout)["key"]
+    (listed,) = json.loads(millrace("key", "ls", "--json").stdout)
     assert (listed["name"], listed["sources"], listed["rate"]) == ("roof", ["rsvps"], 5)
     assert key[-16:] not in str(listed)
-    assert millrace("keys", "revoke", listed["id"]).exit_code == 0
-    assert millrace("keys", "ls", "--json").stdout == "[]\n"
+    assert millrace("key", "revoke", listed["id"]).exit_code == 0
+    assert millrace("key", "ls", "--json").stdout == "[]\n"
 
 
 async def test_export_gives_back_every_byte(open_log: OpenLog, tmp_path: Path) -> None:
