@@ -34,6 +34,7 @@ from lakehouse.contract.errors import ConfigError, MillraceError
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, Source, load_pipeline
 from lakehouse.contract.pipeline.source import STREAM_KINDS, CollectorSpec
+from lakehouse.contract.pipeline.tenants import border_of
 from lakehouse.contract.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class CollectorNode:
             self._sources.add(source)
         gate = SenderGate(keys, max_connections=collect.max_connections)
         self._requests = RequestIntake(self._sources.intakes, self._not_ready, gate, Signer.of_lake(lake.state))
-        self._tables = ProductTables(lake, _WATCH_S)
+        self._tables = ProductTables(lake, _WATCH_S, border_of(pipeline, settings.tenant))
         answers = Answers(self._sources.get, recent, self._tables, MAX_WAITERS)
         self._responder = Responder(answers, pipeline, self._requests)
         self._streams = Streams(self._requests, pipeline, self._tables, collect.max_connections, self._until_ready)

@@ -20,7 +20,7 @@ from lakehouse.contract.pipeline.expectations import QUARANTINE, WARN
 
 _JUDGES = ("schema", "event_id", "event_time", "required")  # fields of a source that decide what an event is
 # Fields of a product that change no row.
-_NO_ROWS = {"name", "channel", "confirm", "positions", "expectations", "trigger"}
+_NO_ROWS = {"name", "channel", "confirm", "positions", "expectations", "trigger", "tenant"}
 
 
 def source_declaration(source: Source) -> str:

@@ -28,6 +28,7 @@ from lakehouse.contract.control import StateManager, state_manager
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.keys import Key, KeyFile, KeyRing, TokenBucket, is_loopback
 from lakehouse.contract.lake import Lake
+from lakehouse.contract.pipeline.tenants import UNDECLARED, TenantBorder
 from lakehouse.contract.settings import ServeSettings, Settings
 from lakehouse.contract.sql.filters import checked
 from serve.core.model import OPEN, Principal
@@ -89,9 +90,10 @@ class ReaderKey(Key):
             except FilterError as error:
                 raise ConfigError(str(error), key=f"rows.{table}", remedy="Write a condition as in where=") from None
 
-    def principal(self) -> Principal:
+    def principal(self, border: TenantBorder) -> Principal:
         tables = frozenset(self.tables) if self.tables else None
-        return Principal(self.name or self.id, self.tenant, tables, self.rows, key=self.id, queries=self.queries)
+        name = self.name or self.id
+        return Principal(name, self.tenant, tables, self.rows, key=self.id, queries=self.queries, border=border)
 
 
 def reader_keys(settings: Settings) -> KeyFile[ReaderKey]:
@@ -149,6 +151,7 @@ class ReaderGate:
         settings: address and origins.
         keys: the readers' keys; if there are any, every caller must show one.
         tickets: makes and accepts tickets.
+        border: between tenants.
         clock: seconds, monotonic.
     """
 
@@ -157,12 +160,14 @@ class ReaderGate:
         settings: ServeSettings,
         keys: KeyRing[ReaderKey],
         tickets: Tickets,
+        border: TenantBorder = UNDECLARED,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._origins = frozenset(settings.origin_list)
         self._any_host = settings.allow_anonymous or not is_loopback(settings.host)
         self._keys = keys
         self._tickets = tickets
+        self._border = border
         self._clock = clock
         self._buckets: dict[str, TokenBucket] = {}
         self._principals: dict[str, tuple[ReaderKey, Principal]] = {}
@@ -252,7 +257,7 @@ class ReaderGate:
     def _principal(self, key: ReaderKey) -> Principal:
         known = self._principals.get(key.id)
         if known is None or known[0] is not key:  # the file was read again
-            known = self._principals[key.id] = key, key.principal()
+            known = self._principals[key.id] = key, key.principal(self._border)
         return known[1]
 
     def _spend(self, key: ReaderKey) -> None:
@@ -283,7 +288,9 @@ def is_local_name(host: str) -> bool:
     return True
 
 
-def make_gate(settings: Settings, seal: Seal, manager: StateManager | None = None) -> ReaderGate:
+def make_gate(
+    settings: Settings, seal: Seal, border: TenantBorder = UNDECLARED, manager: StateManager | None = None
+) -> ReaderGate:
     """The gate of a process; with a state manager the control plane says who may read, without one a key file.
 
     Raises:
@@ -302,7 +309,7 @@ def make_gate(settings: Settings, seal: Seal, manager: StateManager | None = Non
             key="serve.host",
             remedy="Make one with `millrace key new --reader NAME`, or set serve.allow_anonymous = true",
         )
-    return ReaderGate(serve, keys, Tickets(Seal(seal.derived(b"tickets"))))
+    return ReaderGate(serve, keys, Tickets(Seal(seal.derived(b"tickets"))), border)
 
 
 def check_start(settings: Settings) -> None:

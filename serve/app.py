@@ -18,6 +18,7 @@ from starlette.applications import Starlette
 from lakehouse.contract.control import state_manager
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import load_pipeline
+from lakehouse.contract.pipeline.tenants import border_of
 from lakehouse.contract.settings import ServeSettings, Settings
 from serve.access import ReaderGate, make_gate, uses_tls
 from serve.core.channel import channels_of
@@ -75,15 +76,15 @@ def make_app(settings: Settings, *, name: str = "") -> Starlette:
     lake = Lake(settings.lake)
     seal = lake_seal(lake.state)
     manager = state_manager(settings)
-    gate = make_gate(settings, seal, manager)
     pipeline = load_pipeline(settings.pipeline_folder())
-    specs = channels_of(pipeline)
+    specs, border = channels_of(pipeline), border_of(pipeline, settings.tenant)
+    gate = make_gate(settings, seal, border, manager)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[dict[str, Any]]:
         work = asyncio.Event()
         hub = Hub(settings.serve, [WEBSOCKET], seal, work.set, specs)
-        tables, workers = Tables(lake, hub, settings.serve, deliver), Workers(settings)
+        tables, workers = Tables(lake, hub, border, deliver), Workers(settings)
         rows = RowSource(hub, tables, workers)
         fleet = WebhookFleet(lake.state / "webhooks", WebhookContext(hub, tables, gate, settings.serve))
         own = ServerCollector(hub, gate, workers, rows, fleet)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from ingest.answers.tables import ProductTables
+from ingest.answers.tables import ProductTables, TenantRows
 from ingest.errors import RequestRefused
 
 logger = logging.getLogger(__name__)
@@ -38,51 +38,51 @@ class Interests(Generic[S]):
     """
 
     def __init__(self) -> None:
-        self._wanted: dict[str, dict[Key, set[S]]] = {}
-        self._by: dict[S, dict[str, frozenset[Key]]] = {}
-        self._states: dict[str, dict[Key, KeyState]] = {}
+        self._wanted: dict[TenantRows, dict[Key, set[S]]] = {}
+        self._by: dict[S, dict[TenantRows, frozenset[Key]]] = {}
+        self._states: dict[TenantRows, dict[Key, KeyState]] = {}
 
-    def want(self, subscriber: S, product: str, keys: Iterable[Key]) -> frozenset[Key]:
+    def want(self, subscriber: S, part: TenantRows, keys: Iterable[Key]) -> frozenset[Key]:
         """Replace the keys that a subscriber wants of a product. Returns the new ones among them."""
         new = frozenset(keys)
         mine = self._by.setdefault(subscriber, {})
-        old = mine.get(product, frozenset())
+        old = mine.get(part, frozenset())
         for key in old - new:
-            self._forget(subscriber, product, key)
-        wanted = self._wanted.setdefault(product, {})
+            self._forget(subscriber, part, key)
+        wanted = self._wanted.setdefault(part, {})
         for key in new - old:
             wanted.setdefault(key, set()).add(subscriber)
         if new:
-            mine[product] = new
+            mine[part] = new
         else:
-            mine.pop(product, None)
+            mine.pop(part, None)
         if not wanted:
-            del self._wanted[product]
+            del self._wanted[part]
         if not mine:
             del self._by[subscriber]
         return new - old
 
     def gone(self, subscriber: S) -> None:
         """Forget a subscriber."""
-        for product in list(self._by.get(subscriber, ())):
-            self.want(subscriber, product, ())
+        for part in list(self._by.get(subscriber, ())):
+            self.want(subscriber, part, ())
 
-    def wanted(self, product: str) -> frozenset[Key]:
+    def wanted(self, part: TenantRows) -> frozenset[Key]:
         """The keys of a product that any subscriber wants."""
-        return frozenset(self._wanted.get(product, ()))
+        return frozenset(self._wanted.get(part, ()))
 
     def count(self, subscriber: S) -> int:
         """Number of keys that a subscriber wants, over all products."""
         return sum(len(keys) for keys in self._by.get(subscriber, {}).values())
 
-    def state(self, product: str, key: Key) -> KeyState | None:
+    def state(self, part: TenantRows, key: Key) -> KeyState | None:
         """The state of a wanted key, if it has been read."""
-        return self._states.get(product, {}).get(key)
+        return self._states.get(part, {}).get(key)
 
-    def updated(self, product: str, version: int, rows: Mapping[Key, bytes]) -> dict[S, list[Key]]:
+    def updated(self, part: TenantRows, version: int, rows: Mapping[Key, bytes]) -> dict[S, list[Key]]:
         """Take the rows of keys in a version. Returns the changed keys by subscriber."""
-        wanted = self._wanted.get(product, {})
-        states = self._states.setdefault(product, {})
+        wanted = self._wanted.get(part, {})
+        states = self._states.setdefault(part, {})
         changed: dict[S, list[Key]] = {}
         for key, body in rows.items():
             old = states.get(key)
@@ -92,18 +92,18 @@ class Interests(Generic[S]):
             for subscriber in wanted[key]:
                 changed.setdefault(subscriber, []).append(key)
         if not states:
-            del self._states[product]
+            del self._states[part]
         return changed
 
-    def _forget(self, subscriber: S, product: str, key: Key) -> None:
-        wanted = self._wanted[product]
+    def _forget(self, subscriber: S, part: TenantRows, key: Key) -> None:
+        wanted = self._wanted[part]
         wanted[key].discard(subscriber)
         if not wanted[key]:
             del wanted[key]
-            states = self._states.get(product, {})
+            states = self._states.get(part, {})
             states.pop(key, None)
-            if product in self._states and not states:
-                del self._states[product]
+            if part in self._states and not states:
+                del self._states[part]
 
 
 class ProductFollower(Generic[S]):
@@ -115,24 +115,24 @@ class ProductFollower(Generic[S]):
     """
 
     def __init__(
-        self, interests: Interests[S], tables: ProductTables, tell: Callable[[S, str, Sequence[Key]], None]
+        self, interests: Interests[S], tables: ProductTables, tell: Callable[[S, TenantRows, Sequence[Key]], None]
     ) -> None:
         self._tell = tell
         self._interests = interests
         self._rows = tables.rows
         self._watch = tables.watch
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._asked: dict[str, asyncio.Event] = {}
+        self._tasks: dict[TenantRows, asyncio.Task[None]] = {}
+        self._asked: dict[TenantRows, asyncio.Event] = {}
 
-    def follow(self, product: str) -> None:
+    def follow(self, part: TenantRows) -> None:
         """Read the product now, because new keys of it are wanted, and follow it from here on."""
-        self._asked.setdefault(product, asyncio.Event()).set()
-        if product not in self._tasks:
-            self._tasks[product] = asyncio.create_task(self._follow(product), name=f"follow {product}")
+        self._asked.setdefault(part, asyncio.Event()).set()
+        if part not in self._tasks:
+            self._tasks[part] = asyncio.create_task(self._follow(part), name=f"follow {part.product}")
 
-    def width(self, product: str) -> int | None:
+    def width(self, part: TenantRows) -> int | None:
         """Most values in a key of the product; None if it is not followed, or has not been read yet."""
-        return self._rows.width(product) if product in self._tasks else None
+        return self._rows.width(part.product) if part in self._tasks else None
 
     async def close(self) -> None:
         """Stop following."""
@@ -141,32 +141,32 @@ class ProductFollower(Generic[S]):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _follow(self, product: str) -> None:
-        asked = self._asked[product]
+    async def _follow(self, part: TenantRows) -> None:
+        asked = self._asked[part]
         try:
-            while keys := self._interests.wanted(product):
+            while keys := self._interests.wanted(part):
                 asked.clear()
                 version = -1
                 try:
-                    version, rows = await asyncio.to_thread(self._rows.by_keys, product, keys)
+                    version, rows = await asyncio.to_thread(self._rows.by_keys, part, keys)
                 except RequestRefused as error:
                     if error.status != 404:  # wait for a product that does not exist yet
-                        logger.warning("%s is not followed: %s", product, error)
+                        logger.warning("%s is not followed: %s", part.product, error)
                         return
                 except Exception:  # subscribers of other products are not affected
-                    logger.exception("the rows of %s cannot be read", product)
+                    logger.exception("the rows of %s cannot be read", part.product)
                     await asyncio.sleep(_RETRY_S)
                     continue
                 else:
-                    for subscriber, changed in self._interests.updated(product, version, rows).items():
-                        self._tell(subscriber, product, changed)
-                await self._until_newer(product, version, asked)
+                    for subscriber, changed in self._interests.updated(part, version, rows).items():
+                        self._tell(subscriber, part, changed)
+                await self._until_newer(part, version, asked)
         finally:
-            del self._tasks[product]
-            del self._asked[product]
+            del self._tasks[part]
+            del self._asked[part]
 
-    async def _until_newer(self, product: str, version: int, asked: asyncio.Event) -> None:
-        newer = asyncio.create_task(self._watch.newer(product, version))
+    async def _until_newer(self, part: TenantRows, version: int, asked: asyncio.Event) -> None:
+        newer = asyncio.create_task(self._watch.newer(part.product, version))
         wanted = asyncio.create_task(asked.wait())
         try:
             await asyncio.wait((newer, wanted), return_when=asyncio.FIRST_COMPLETED)

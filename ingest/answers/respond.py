@@ -147,13 +147,14 @@ class Responder:
         declared = self._pipeline.products.get(product)
         if declared is None or not declared.channel:
             raise RequestRefused(f"there is no product {product!r} to be looked up", 404)
-        self._requests.gate.show(declared, self._pipeline, first_key(request.headers.raw))
+        sender = self._requests.gate.show(declared, self._pipeline, first_key(request.headers.raw))
+        seen = self._rows.seen_by(sender.tenant, product)
         if bool(key) == bool(columns):
             raise RequestRefused("give the key in the path, or columns in the query", 400)
         if key:
-            found = await asyncio.to_thread(self._rows.by_key, product, key)
+            found = await asyncio.to_thread(self._rows.by_key, seen, key)
         else:
-            found = await asyncio.to_thread(self._rows.where, product, columns)
+            found = await asyncio.to_thread(self._rows.where, seen, columns)
         if not found.rows:
             raise RequestRefused(f"{product} has no row of this key", 404, version=found.version)
         return Response(found.json(product=product), media_type=_JSON_TYPE, headers={"ETag": f'"{found.version}"'})
@@ -365,7 +366,8 @@ class Answers:
         key = self._keys.get(_event_key(token)) or await asyncio.to_thread(self._key_from_bronze, token, spec)
         if key is None:
             return EventAnswer(spec.product, refused="the event has no value for the key of its answer")
-        return EventAnswer(spec.product, await asyncio.to_thread(self.tables.rows.where, spec.product, key))
+        seen = self.tables.rows.seen_by(token.tenant, spec.product)
+        return EventAnswer(spec.product, await asyncio.to_thread(self.tables.rows.where, seen, key))
 
     def _key_from_bronze(self, token: Token, spec: AnswerSpec) -> dict[str, str] | None:
         event = self.tables.state.find_event(token.source, token.tenant, token.event_id, token.received_at)

@@ -37,7 +37,7 @@ from websockets.protocol import State
 from websockets.server import ServerProtocol
 
 from ingest.answers.interests import Interests, Key, ProductFollower
-from ingest.answers.tables import ProductTables
+from ingest.answers.tables import ProductTables, TenantRows
 from ingest.border.admission import Admitted
 from ingest.errors import LogFull, LogUnavailable, NotReady, RequestRefused, refusal_code
 from ingest.intake import RequestIntake, first_key, published_event
@@ -89,7 +89,7 @@ class StreamProtocol(asyncio.Protocol):
         self._silent = 0
         self._parts: list[bytes] = []  # of a message in several frames
         self._opcode = Opcode.TEXT  # of that message
-        self._stale: dict[tuple[str, Key], None] = {}  # sent when the socket drains
+        self._stale: dict[tuple[TenantRows, Key], None] = {}  # sent when the socket drains
         self._held: deque[bytes] = deque()  # messages that came while the log was full
         self._unacked: deque[tuple[Any, CommitGroup | None, Admitted]] = deque()
         self._waiting: asyncio.Task[None] | None = None
@@ -136,8 +136,8 @@ class StreamProtocol(asyncio.Protocol):
         self._paused = False
         self._balance()
         stale, self._stale = self._stale, {}
-        for product, key in stale:
-            self.tell(product, (key,))
+        for part, key in stale:
+            self.tell(part, (key,))
 
     def ping(self) -> None:
         """Send a ping; cut the connection if the two before it were not answered."""
@@ -228,16 +228,16 @@ class StreamProtocol(asyncio.Protocol):
 
     # --- messages
 
-    def tell(self, product: str, keys: Sequence[Key]) -> None:
+    def tell(self, part: TenantRows, keys: Sequence[Key]) -> None:
         """Send the states of keys, or mark them stale if the socket is full."""
         if not self._open:
             return
         for key in keys:
-            state = self._streams.interests.state(product, key)
+            state = self._streams.interests.state(part, key)
             if self._paused:
-                self._stale[product, key] = None
+                self._stale[part, key] = None
             elif state is not None:
-                head = orjson.dumps({"product": product, "key": key, "version": state.version})
+                head = orjson.dumps({"product": part.product, "key": key, "version": state.version})
                 self._send(head[:-1] + b',"rows":' + state.rows + b"}")
 
     def _refusal(self, request: Request) -> tuple[http.HTTPStatus, str] | None:
@@ -353,22 +353,23 @@ class StreamProtocol(asyncio.Protocol):
     def _subscribe(self, content: dict[str, Any]) -> None:
         product, number = content["subscribe"], content.get("id")
         try:
-            keys = self._keys(product, content.get("keys"))
+            part, keys = self._keys(product, content.get("keys"))
         except RequestRefused as error:
             self._refuse(number, error)
             return
         interests = self._streams.interests
-        new = interests.want(self, product, keys)
+        new = interests.want(self, part, keys)
         self._send(orjson.dumps({"subscribed": product, "keys": len(keys), "id": number}))
-        self.tell(product, [key for key in new if interests.state(product, key) is not None])
-        if any(interests.state(product, key) is None for key in new):
-            self._streams.follower.follow(product)
+        self.tell(part, [key for key in new if interests.state(part, key) is not None])
+        if any(interests.state(part, key) is None for key in new):
+            self._streams.follower.follow(part)
 
-    def _keys(self, product: str, given: Any) -> list[Key]:
+    def _keys(self, product: str, given: Any) -> tuple[TenantRows, list[Key]]:
         declared = self._streams.pipeline.products.get(product)
         if declared is None or not declared.channel:
             raise RequestRefused(f"there is no product {product!r} to subscribe to", 404)
-        self._streams.requests.gate.show(declared, self._streams.pipeline, self._key)
+        sender = self._streams.requests.gate.show(declared, self._streams.pipeline, self._key)
+        part = self._streams.tables.rows.seen_by(sender.tenant, product)
         if not isinstance(given, list):
             raise RequestRefused("keys is a list of keys, each a list of values", 400)
         parts = [key if isinstance(key, list) else [key] for key in given]
@@ -376,13 +377,13 @@ class StreamProtocol(asyncio.Protocol):
             raise RequestRefused("a key is a list of texts or whole numbers", 400)
         if len({len(key) for key in parts}) > 1:
             raise RequestRefused("the keys of a subscription name equally many columns", 400)
-        width = self._streams.follower.width(product)
+        width = self._streams.follower.width(part)
         if width is not None and any(len(key) > width for key in parts):
             raise RequestRefused(f"a key of {product!r} has {width} values at most", 400)
         others = self._streams.interests.count(self)
         if len(parts) > MAX_KEYS or others > 4 * MAX_KEYS:
             raise RequestRefused(f"a connection may want {MAX_KEYS} keys of a product at most", 413)
-        return list({tuple(str(value) for value in key): None for key in parts})
+        return part, list({tuple(str(value) for value in key): None for key in parts})
 
     def _refuse(self, number: Any, error: RequestRefused) -> None:
         body = {
@@ -414,6 +415,7 @@ class Streams:
     ) -> None:
         self.requests = requests
         self.pipeline = pipeline
+        self.tables = tables
         self.most = most
         self.until_ready = until_ready
         self.interests: Interests[StreamProtocol] = Interests()

@@ -28,6 +28,7 @@ from ingest.border.admission import RAW_PLACE
 from ingest.errors import RequestRefused
 from lakehouse.contract.deltalog import DeltaLog, TableGone
 from lakehouse.contract.lake import COMMIT_THROUGH, Lake, TableRef
+from lakehouse.contract.pipeline.tenants import UNDECLARED, TenantBorder
 from lakehouse.contract.rows import KeyedRows, UnknownColumn
 
 logger = logging.getLogger(__name__)
@@ -266,39 +267,74 @@ class FoundRows:
         )
 
 
-class ProductRows:
-    """Rows of products by key (:mod:`lakehouse.contract.rows`). Thread-safe; blocks."""
+@dataclass(frozen=True, slots=True)
+class TenantRows:
+    """A product as one tenant sees it.
 
-    def __init__(self, lake: Lake) -> None:
+    Attributes:
+        product: its name.
+        limit: column and value that each row must have; empty: all rows are seen.
+    """
+
+    product: str
+    limit: tuple[tuple[str, str], ...] = ()
+
+    def limited(self, wanted: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
+        """Values by column as they are wanted, of the rows that are seen."""
+        limits = {column: [value] if value in wanted.get(column, (value,)) else [] for column, value in self.limit}
+        return {**wanted, **limits}
+
+
+class ProductRows:
+    """Rows of products by key (:mod:`lakehouse.contract.rows`), those of one tenant. Thread-safe; blocks.
+
+    Args:
+        border: between tenants. No tenant (None) is the node's.
+    """
+
+    def __init__(self, lake: Lake, border: TenantBorder = UNDECLARED) -> None:
         self._lake = lake
+        self._border = border
         self._tables: dict[Path, KeyedRows] = {}
         self._widths: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def by_key(self, product: str, values: Sequence[str]) -> FoundRows:
+    def seen_by(self, tenant: str | None, product: str) -> TenantRows:
+        """The part of a product that a tenant sees; equal for tenants that see the same.
+
+        Raises:
+            RequestRefused: the product does not exist for it (404).
+        """
+        whose = tenant or self._border.home
+        column = self._border.limit(whose, product)
+        if column is None:
+            raise _no_product(product)
+        return TenantRows(product, ((column, whose),) if column else ())
+
+    def by_key(self, part: TenantRows, values: Sequence[str]) -> FoundRows:
         """Rows with these values in the key columns, not counting the window's.
 
         Raises:
             RequestRefused: no such table (404), or too many values (400).
         """
-        names = self._names(product)
+        names = self._names(part.product)
         if len(values) > len(names) or not values:
-            raise RequestRefused(f"{product} is looked up by {', '.join(names) or 'no column'}", 400)
-        return self.where(product, dict(zip(names, values, strict=False)))
+            raise RequestRefused(f"{part.product} is looked up by {', '.join(names) or 'no column'}", 400)
+        return self.where(part, dict(zip(names, values, strict=False)))
 
-    def where(self, product: str, match: Mapping[str, str]) -> FoundRows:
+    def where(self, part: TenantRows, match: Mapping[str, str]) -> FoundRows:
         """Rows with these values, given as text, in these columns.
 
         Raises:
             RequestRefused: no such table (404) or column (400).
         """
         try:
-            version, rows = self._table(product).find({column: [value] for column, value in match.items()})
+            version, rows = self._table(part.product).find(part.limited({name: [text] for name, text in match.items()}))
         except UnknownColumn as error:
-            raise RequestRefused(f"{product} has no column {error.column!r}", 400) from None
+            raise RequestRefused(f"{part.product} has no column {error.column!r}", 400) from None
         return FoundRows(version, _newest_first(rows).slice(0, MAX_ROWS).to_pylist())
 
-    def by_keys(self, product: str, keys: Collection[tuple[str, ...]]) -> tuple[int, dict[tuple[str, ...], bytes]]:
+    def by_keys(self, part: TenantRows, keys: Collection[tuple[str, ...]]) -> tuple[int, dict[tuple[str, ...], bytes]]:
         """Rows of the newest window of each key as a JSON array; none for a key with too many values.
 
         Args:
@@ -310,13 +346,14 @@ class ProductRows:
         Raises:
             RequestRefused: no such table (404).
         """
-        table = self._table(product)
-        names = self._names(product)
+        table = self._table(part.product)
+        names = self._names(part.product)
         rows: dict[tuple[str, ...], list[dict[str, Any]]] = {key: [] for key in keys}
         version = table.version()
         for width in {len(key) for key in keys if len(key) <= len(names)}:
             same = [key for key in keys if len(key) == width]
-            _, found = table.find({name: sorted({key[n] for key in same}) for n, name in enumerate(names[:width])})
+            wanted = {name: sorted({key[n] for key in same}) for n, name in enumerate(names[:width])}
+            _, found = table.find(part.limited(wanted))
             for row in _newest_first(found).to_pylist():
                 mine = rows.get(tuple(_key_text(row[name]) for name in names[:width]))
                 if mine is not None and (not mine or row.get(_TIMES[0]) == mine[0].get(_TIMES[0])):
@@ -336,13 +373,20 @@ class ProductRows:
     def _table(self, product: str) -> KeyedRows:
         ref = find_product(self._lake, product)
         if ref is None:
-            raise RequestRefused(f"there is no product {product!r} yet", 404)
+            raise _no_product(product)
         with self._lock:
             return self._tables.setdefault(ref.path, KeyedRows(ref.path))
 
 
+def _no_product(name: str) -> RequestRefused:
+    return RequestRefused(f"there is no product {name!r} yet", 404)
+
+
 class ProductTables:
     """What a node reads of the tables.
+
+    Args:
+        border: between tenants.
 
     Attributes:
         state: progress of tables, and events in them.
@@ -350,9 +394,9 @@ class ProductTables:
         watch: follows products.
     """
 
-    def __init__(self, lake: Lake, poll_s: float) -> None:
+    def __init__(self, lake: Lake, poll_s: float, border: TenantBorder = UNDECLARED) -> None:
         self.state = LakeState(lake)
-        self.rows = ProductRows(lake)
+        self.rows = ProductRows(lake, border)
         self.watch = ProductWatch(self.state, poll_s)
 
 

@@ -96,15 +96,16 @@ class SenderGate:
             sender = self._senders[key.id] = Sender(key, key.tenant or None, key.max_event_bytes or None)
         return sender
 
-    def show(self, product: Product, pipeline: Pipeline, presented: str | None) -> None:
-        """Check that this key sees the product, that is, may send to every source of the product.
+    def show(self, product: Product, pipeline: Pipeline, presented: str | None) -> Sender:
+        """The sender, if its key sees the product, that is, may send to every source of the product.
 
         Raises:
             RequestRefused: as by :meth:`admit`.
         """
-        for name in (product.source, product.right):
-            if name:
-                self.admit(pipeline.sources[name], presented)
+        sender = self.admit(pipeline.sources[product.source], presented)
+        if product.right:
+            self.admit(pipeline.sources[product.right], presented)
+        return sender
 
     def key(self, presented: str | None) -> ApiKey:
         """The key that was presented.

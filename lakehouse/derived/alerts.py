@@ -17,7 +17,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pyarrow as pa
-from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
+from deltalake import CommitProperties, DeltaTable, Schema, Transaction, write_deltalake
 from sqlglot import exp
 
 from lakehouse.contract import lake as names
@@ -26,6 +26,7 @@ from lakehouse.contract.errors import QueryRefused
 from lakehouse.contract.faults import crash_point
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline.folder import Alert, Patience
+from lakehouse.contract.pipeline.tenants import UNDECLARED, TenantBorder
 from lakehouse.contract.sql.spark import parse_condition
 from lakehouse.derived.follow import Follower
 from lakehouse.derived.views import KEPT, ViewEngine, sweep
@@ -147,6 +148,7 @@ COLUMNS = pa.schema(
         ("cleared_at", pa.timestamp("us", "UTC")),
         ("raised_version", pa.int64()),
         ("cleared_version", pa.int64()),
+        ("tenant", pa.string()),  # of the key, where it names one; else the default tenant
     ]
 )
 
@@ -178,18 +180,28 @@ class AlertProgress:
 
 
 class AlertBook:
-    """Table ``alerts``; this process is its one writer."""
+    """Table ``alerts``; this process is its one writer.
 
-    def __init__(self, lake: Lake) -> None:
+    Args:
+        border: says whose an alert is.
+    """
+
+    def __init__(self, lake: Lake, border: TenantBorder = UNDECLARED) -> None:
         self.table = lake.table("gold", names.ALERTS)
+        self._border = border
         self.progress: dict[str, AlertProgress] = {}
         self._rows: dict[tuple[str, str], dict[str, Any]] = {}
         self._create()
         self._delta = DeltaTable(str(self.table.path))
+        absent = {field.name for field in COLUMNS} - {field.name for field in self._delta.schema().fields}
+        if absent:
+            self._delta.alter.add_columns(
+                [field for field in Schema.from_arrow(COLUMNS).fields if field.name in absent]
+            )
         if found := DeltaLog(self.table.path).newest_info(COMMIT_ALERTS, within=None):
             self.progress = {name: AlertProgress.read(progress) for name, progress in json.loads(found).items()}
         for row in self._delta.to_pyarrow_table().to_pylist():
-            self._rows[row["alert"], row["key"]] = row
+            self._rows[row["alert"], row["key"]] = row | {"tenant": self._tenant(row["product"], row["key"])}
 
     def _create(self) -> None:
         properties = {names.PROPERTY_KEY: "alert,key", **KEPT}
@@ -211,6 +223,7 @@ class AlertBook:
             changed = True
             row = self._rows.setdefault((name, turn.key), dict.fromkeys(COLUMNS.names))
             row |= {"alert": name, "key": turn.key, "product": alert.product}
+            row |= {"tenant": self._tenant(alert.product, turn.key)}
             if turn.raised:
                 since = EPOCH + timedelta(milliseconds=turn.since)
                 row |= {"state": RAISED, "value": turn.value, "since": since, "raised_at": at, "cleared_at": None}
@@ -231,6 +244,9 @@ class AlertBook:
             del self._rows[at]
         if gone:
             self._commit(True)
+
+    def _tenant(self, product: str, key: str) -> str:
+        return str(json.loads(key).get(self._border.columns.get(product, "")) or self._border.home)
 
     def _prune(self, name: str) -> None:
         cleared = [at for at, row in self._rows.items() if at[0] == name and row["state"] == CLEARED]

@@ -22,6 +22,7 @@ from lakehouse.contract.lake import PROPERTY_PIPELINE, Lake
 from lakehouse.contract.pipeline import Pipeline, View
 from lakehouse.contract.pipeline.added import MAX_COLUMNS, OWNER, Declared, QuerySpec, State
 from lakehouse.contract.pipeline.folder import Alert, in_order
+from lakehouse.contract.pipeline.tenants import border_of
 from lakehouse.contract.settings import Settings
 from lakehouse.derived.alerts import AlertBook, Watcher
 from lakehouse.derived.follow import Follower
@@ -47,6 +48,7 @@ class Derivations:
         self._lake = Lake(settings.lake)
         self._settings = settings.queries
         self._pipeline = pipeline
+        self._border = border_of(pipeline, settings.tenant)
         self._alerting = "gold" in layers
         self._alerts_declared = Declared(self._lake, Alert)
         self._states = Declared(self._lake, QuerySpec)
@@ -223,7 +225,7 @@ class Derivations:
             self._watchers.pop(name, None)
             self._forget_failure(f"alert {name}")
         if self._book is None and (wanted or self._lake.table("gold", "alerts").exists()):
-            self._book = AlertBook(self._lake)
+            self._book = AlertBook(self._lake, self._border)
         if self._book is None:
             return
         self._book.keep_only(wanted)

@@ -153,7 +153,8 @@ class ViewStream:
             yield from self.live.opening(unread)
             self.opened = True
             yield  # the caller applies commits that came meanwhile
-        table, position, total, facts = self.live.table, self.head, self.total, self.channel.state.facts
+        table, position, total = self.live.table, self.head, self.total
+        facts = self.view.facts(self.channel.state.facts)
         rows = yield from rows_in_order(self.live, self.channel.state.rows)
         messages = []
         for message in snapshot_messages(table, position, facts, rows, self.channel.seal, self.view.description):

@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
+from sqlglot import exp
 
 from lakehouse.contract.lake import CommitFacts
+from lakehouse.contract.pipeline.tenants import UNDECLARED, TenantBorder
 from lakehouse.contract.rows import Fold, Key, Row
 from serve.core.position import Position
 from serve.errors import RequestError
@@ -135,6 +137,7 @@ class Principal:
         rows: SQL conditions by table (``*``: every other one) that its rows must fulfil, whatever else it asks for.
         key: id of the key that it showed; empty if none was required.
         queries: may add and remove continuous queries.
+        border: between tenants.
     """
 
     name: str = "anyone"
@@ -143,6 +146,7 @@ class Principal:
     rows: Mapping[str, str] = field(default_factory=dict)
     key: str = ""
     queries: bool = False
+    border: TenantBorder = field(default=UNDECLARED, compare=False)
 
     @property
     def owner(self) -> str:
@@ -151,7 +155,8 @@ class Principal:
 
     def may_read(self, table: str) -> bool:
         """Whether the table exists for it."""
-        return self.tables is None or table in self.tables
+        listed = self.tables is None or table in self.tables
+        return listed and self.border.limit(self.tenant, table) is not None
 
     def check_table(self, table: str) -> None:
         """Raises RequestError as for a missing table: what it may not read does not exist for it."""
@@ -159,13 +164,19 @@ class Principal:
             raise no_such_table(table)
 
     def condition(self, table: str) -> str:
-        """Condition on the table's rows; empty if none."""
-        return self.rows.get(table, self.rows.get("*", ""))
+        """Condition on the table's rows; empty if none. Raises RequestError for a table that it may not read."""
+        self.check_table(table)
+        own = self.rows.get(table, self.rows.get("*", ""))
+        column = self.border.limit(self.tenant, table)
+        if not column:
+            return own
+        limited = exp.EQ(this=exp.column(column, quoted=True), expression=exp.Literal.string(self.tenant)).sql("duckdb")
+        return f"{limited} AND ({own})" if own else limited
 
     @property
     def unlimited(self) -> bool:
         """Whether it may see everything, as a monitoring system must."""
-        return self.tables is None and not self.rows
+        return self.tables is None and not self.rows and not self.tenant
 
 
 def no_such_table(table: str) -> RequestError:

@@ -213,7 +213,7 @@ def _answer(
     view: SubscriberView, state: TableState, seal: Seal, limit: int | None, live: LiveView | None = None
 ) -> Generator[dict[str, Any] | None, None, None]:
     """The answer, after a None for each slice of the work."""
-    position, facts = Position(state.table.table_id, state.version, 0, view.id), state.facts
+    position, facts = Position(state.table.table_id, state.version, 0, view.id), view.facts(state.facts)
     if live is None:
         live = yield from opened_view(view, state)
     table = live.table

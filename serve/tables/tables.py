@@ -25,8 +25,9 @@ from typing import TypeVar
 
 from lakehouse.contract.deltalog import Commit, DeltaLog, LogFollower, TableGone, TableUnreadable
 from lakehouse.contract.lake import NAME_PATTERN, Lake, TableRef
+from lakehouse.contract.pipeline.added import Declared, QuerySpec
 from lakehouse.contract.pipeline.product import EVERYTHING
-from lakehouse.contract.settings import ServeSettings
+from lakehouse.contract.pipeline.tenants import TenantBorder
 from serve.core.channel import NOT_SERVED, channel_problem, finished, opened_view
 from serve.core.hub import Hub
 from serve.core.messages import Message, change_messages
@@ -258,19 +259,22 @@ class Tables:
     Args:
         lake: where tables are.
         hub: told of every table and commit.
-        settings: poll interval.
+        border: between tenants; queries that are added and removed are entered.
         deliver: carries out the hub's deliveries.
     """
 
     def __init__(
-        self, lake: Lake, hub: Hub, settings: ServeSettings, deliver: Callable[[Iterable[Outgoing]], None]
+        self, lake: Lake, hub: Hub, border: TenantBorder, deliver: Callable[[Iterable[Outgoing]], None]
     ) -> None:
         self.lake = lake
         self._specs = hub.specs
         self.problems: dict[str, str] = {}
         self.scanned = asyncio.Event()
         self._hub = hub
-        self._settings = settings
+        self._settings = hub.settings
+        self._border = border
+        self._added: dict[str, str] = {}  # columns of the border that run-time queries declare
+        self._added_at: int | None = None
         self._deliver = deliver
         self._executor = ThreadPoolExecutor(max_workers=4, thread_name_prefix="tail")
         self._replays = ThreadPoolExecutor(max_workers=_REPLAYS, thread_name_prefix="replay")
@@ -400,8 +404,20 @@ class Tables:
         subscriber.link.pump()
         return False
 
+    def _enter_queries(self) -> None:
+        """Bring the border up to date with the run-time queries. It blocks."""
+        declared = Declared(self.lake, QuerySpec)
+        if (stamp := declared.stamp()) == self._added_at:
+            return
+        found = {name: spec.tenant_column for name, spec in declared.all().items()}
+        for name in self._added.keys() - found.keys():
+            self._border.columns.pop(name, None)
+        self._border.columns.update(found)
+        self._added, self._added_at = found, stamp
+
     async def _scan(self) -> None:
         loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._executor, self._enter_queries)
         for table in await loop.run_in_executor(self._executor, self.lake.tables):
             if not self._specs.get(table.name, EVERYTHING).served:
                 self.problems[table.name] = NOT_SERVED

@@ -319,6 +319,7 @@ class AggregateView:
             upserts=tuple(upserts.values()),
             deletes=tuple(deletes),
             before={},
+            facts=self._view.facts(change.facts),
             was=None,
             keys=tuple(upserts),
         )

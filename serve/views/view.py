@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import orjson
 
+from lakehouse.contract.lake import CommitFacts
 from lakehouse.contract.rows import Key, Row
 from lakehouse.contract.sql.closures import Columns, Getter, Pin, compile_condition, pin_of
 from lakehouse.contract.sql.filters import MAX_LENGTH, conjunction, parse_condition
@@ -68,6 +69,10 @@ class SubscriberView:
     def description(self) -> dict[str, Any]:
         """The view as ``snapshot`` and ``resumed`` describe it; without the principal's own condition."""
         return {name: text for name, text in (("where", self.where), ("select", self.select)) if text}
+
+    def facts(self, facts: CommitFacts) -> CommitFacts:
+        """What of a commit is told: who sees a part of the rows does not learn how many events others sent."""
+        return replace(facts, through=None, events=0) if self.guard else facts
 
 
 @contextmanager
@@ -166,9 +171,8 @@ class RowsView:
         deletes = [key for key in gone if key in before and matches(before[key]) is True]
         if left:
             deletes = sorted([*deletes, *left], key=in_order)
-        return TableChange(
-            bound.seen, change.version, tuple(upserts), tuple(deletes), change.facts, left=frozenset(left)
-        )
+        facts = self._view.facts(change.facts)
+        return TableChange(bound.seen, change.version, tuple(upserts), tuple(deletes), facts, left=frozenset(left))
 
     def source(self, rows: Mapping[Key, Row]) -> list[tuple[Key, Row]]:
         return list(rows.items())
@@ -192,6 +196,7 @@ class RowsView:
             upserts=tuple(map(bound.project or _same, inside.values())),
             deletes=tuple(sorted(gone, key=in_order)),
             before={},
+            facts=self._view.facts(change.facts),
             left=frozenset(gone) - frozenset(change.deletes),
             keys=(),
         )

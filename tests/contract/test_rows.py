@@ -16,7 +16,7 @@ from deltalake import DeltaTable, write_deltalake
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingest.answers.tables import ProductRows
+from ingest.answers.tables import ProductRows, TenantRows
 from lakehouse.contract import rows as contract
 from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.lake import PROPERTY_FOLD, PROPERTY_KEY, PROPERTY_ORDER, Lake
@@ -112,7 +112,7 @@ def by_look_up(table: Table) -> Rows:
     for part in table.parts:
         for row in part.select(list(table.fold.key)).to_pylist():
             if None not in row.values():  # a key is asked for as text: there is none for NULL
-                rows = products.by_key("folded", [str(value) for value in row.values()]).rows
+                rows = products.by_key(TenantRows("folded"), [str(value) for value in row.values()]).rows
                 found |= table.keyed(pa.Table.from_pylist(rows, schema=table.schema))
     return found
 

@@ -39,11 +39,11 @@ def root(tmp_path: Path) -> Path:
 
 
 @contextlib.asynccontextmanager
-async def serving(root: Path, **changed: int) -> AsyncIterator[str]:
+async def serving(root: Path, pipeline: str = "meetup", **changed: int) -> AsyncIterator[str]:
     """A server in this loop; its base URL."""
     stop = asyncio.Event()
     up: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    settings = Settings(lake=root, serve=ServeSettings(**({"port": 0, "poll_ms": 5} | changed)))
+    settings = Settings(lake=root, pipeline=pipeline, serve=ServeSettings(**({"port": 0, "poll_ms": 5} | changed)))
     task = asyncio.create_task(run_server(settings, ready=up.set_result, stop=stop))
     try:
         await asyncio.wait({task, up}, return_when=asyncio.FIRST_COMPLETED)

@@ -46,13 +46,15 @@ def window(number: int) -> datetime:
 
 
 class Product:
-    """One product table and its writer."""
+    """One product table, made if it is absent, and its writer."""
 
     def __init__(self, folder: Path, schema: pa.Schema, configuration: dict[str, str]) -> None:
         self.folder = folder
         self.schema = schema
         folder.parent.mkdir(parents=True, exist_ok=True)
-        self.table = DeltaTable.create(folder, schema, configuration=configuration, raise_if_key_not_exists=False)
+        self.table = DeltaTable.create(
+            folder, schema, mode="ignore", configuration=configuration, raise_if_key_not_exists=False
+        )
         self.batch = 0
 
     @property

@@ -7,6 +7,7 @@ Loading a pipeline starts no JVM and connects to nothing.
     folder         Pipeline, load_pipeline; View, Alert and Staging
     source         Source and its collectors, feeds, answers, enrichment and load shedding
     product        Product with the keys of every operator; ChannelSpec
+    tenants        which rows a tenant sees
     expectations   what is expected of events, batches and tables
     added          queries and alerts that are declared at run time
 """

@@ -16,11 +16,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from lakehouse.contract.envelope import TENANT
 from lakehouse.contract.errors import ConfigError, QueryRefused
 from lakehouse.contract.faults import crash_point
 from lakehouse.contract.lake import ALERTS, LOADS, NAME_PATTERN, QUALITY, QUARANTINE, WARNINGS, Lake
 from lakehouse.contract.pipeline import Pipeline, Product
 from lakehouse.contract.pipeline.folder import Alert, View
+from lakehouse.contract.pipeline.product import EVENTS
+from lakehouse.contract.pipeline.tenants import check_tenant
 from lakehouse.contract.settings import QuerySettings
 from lakehouse.contract.sql.ddl import parse_ddl
 from lakehouse.contract.sql.spark import (
@@ -85,6 +88,11 @@ class QuerySpec:
         values = {"layer": "gold", "source": self.relation, "sql": sql, "name": self.name, **self.options}
         return build(Product, values, file=file)
 
+    @property
+    def tenant_column(self) -> str:
+        """As a product's, by the options alone: the SQL was checked when the query was added."""
+        return str(self.options.get("tenant", TENANT if self.options.get("operator") == EVENTS else ""))
+
     def view(self) -> View:
         """The view that it is, over a product."""
         return View(base=self.relation, sql=self.sql, key=self.key, name=self.name)
@@ -123,6 +131,13 @@ class Declared(Generic[T]):
             except ConfigError:
                 continue
         return found
+
+    def stamp(self) -> int:
+        """Changes whenever a declaration or a state does; 0: there is no folder."""
+        try:
+            return self.folder.stat().st_mtime_ns
+        except FileNotFoundError:
+            return 0
 
     def add(self, item: T) -> None:
         """Write a declaration that is not there yet, in one step.
@@ -228,6 +243,7 @@ def checked_query(
 def _over_source(spec: QuerySpec, own: tuple[str, ...]) -> QuerySpec:
     try:
         product = spec.product()
+        check_tenant(product)
     except ConfigError as error:
         raise QueryRefused("option", f"{error.key}: {error.problem}", error.remedy) from None
     if product.operator == "join":

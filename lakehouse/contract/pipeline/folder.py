@@ -13,6 +13,7 @@ from lakehouse.contract.errors import ConfigError, QueryRefused
 from lakehouse.contract.lake import ALERTS, LOADS, NAME_PATTERN, QUALITY, QUARANTINE, WARNINGS
 from lakehouse.contract.pipeline.product import EVERYTHING, ChannelSpec, Product, check_keys
 from lakehouse.contract.pipeline.source import Source
+from lakehouse.contract.pipeline.tenants import check_tenants
 from lakehouse.contract.text import did_you_mean
 from lakehouse.contract.tomlfile import build, duration_ms, line_of, one_of, read_toml
 
@@ -27,6 +28,7 @@ class View:
         key: columns that name one row; empty: what the SQL groups by.
         layer: ``silver`` or ``gold``.
         channel: whether it is served to subscribers, and what of it.
+        tenant: as a product's.
         name: of the table.
     """
 
@@ -35,6 +37,7 @@ class View:
     key: tuple[str, ...] = ()
     layer: str = "gold"
     channel: ChannelSpec = EVERYTHING
+    tenant: str = ""
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -280,6 +283,7 @@ def load_pipeline(folder: Path) -> Pipeline:
     try:
         pipeline = build(Pipeline, raw, file=path)
         _check_keys(pipeline, raw.get("products", {}), path)
+        _check_border(pipeline, path)
         return pipeline
     except ConfigError as error:
         if error.key.startswith("views."):  # a view is written as a product
@@ -297,6 +301,14 @@ def _check_keys(pipeline: Pipeline, products: dict[str, Any], file: Path) -> Non
             key = f"products.{name}.{error.key}"
             line = line_of(file, key)
             raise ConfigError(error.problem, key=key, remedy=error.remedy, file=file, line=line) from None
+
+
+def _check_border(pipeline: Pipeline, file: Path) -> None:
+    try:
+        check_tenants(pipeline)
+    except ConfigError as error:
+        error.file, error.line = file, line_of(file, error.key)
+        raise
 
 
 def _set_views_apart(raw: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from lakehouse.contract.envelope import TENANT
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline.expectations import Check, checks_of
 from lakehouse.contract.tomlfile import at_least, between, duration_ms, durations, one_of
@@ -28,6 +29,12 @@ OPERATORS = ("top_n", "distinct", "frequency", "membership", "quantiles", "reser
 
 SKETCHES = ("top_n", "distinct", "frequency", "membership", "quantiles", "skew")
 """Operators whose rows carry a sketch."""
+
+EVENTS = "events"
+"""The operator whose rows are single events."""
+
+SHARED = "*"
+"""Value of ``tenant`` for a table that every tenant may see."""
 
 _WINDOWED = (*SKETCHES, "reservoir")
 _REMEMBERING = ("sessions", "count_window", "drift")
@@ -154,6 +161,8 @@ class Product:
         retention: windows that began longer ago, counted back from the newest event, and sessions, windows by count and
             alarms that ended longer ago are removed, and not added to any more; empty: never.
         channel: whether it is served to subscribers, and what of it.
+        tenant: column that holds the tenant of each row, so that a tenant's key sees its own; ``*``: every tenant sees
+            all rows; empty: for the default tenant only (:mod:`lakehouse.contract.pipeline.tenants`).
         positions: how long a subscriber's position in it lives: versions and files are kept for so long.
         expectations: what is expected of its rows and of the whole table (:attr:`checks`), by name.
     """
@@ -196,6 +205,7 @@ class Product:
     trigger: str = ""
     retention: str = ""
     channel: ChannelSpec = EVERYTHING
+    tenant: str = ""
     positions: str = "6 hours"
     expectations: dict[str, Any] = field(default_factory=dict, hash=False)
     name: str = ""
@@ -229,6 +239,11 @@ class Product:
     def checks(self) -> tuple[Check, ...]:
         """What is expected of the table."""
         return checks_of(self.expectations, f"products.{self.name}.expectations")
+
+    @property
+    def tenant_column(self) -> str:
+        """Column that holds the tenant of each row, or :data:`SHARED`; empty: there is none."""
+        return self.tenant or (TENANT if self.operator == EVENTS else "")
 
     @property
     def positions_ms(self) -> int:

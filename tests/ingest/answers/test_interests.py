@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from ingest.answers.interests import Interests, Key
+from ingest.answers.tables import TenantRows
 
+PARTS = [TenantRows("p"), TenantRows("p", (("tenant", "acme"),))]
 KEYS: list[Key] = [("a",), ("b",), ("c",)]
 
 
@@ -17,12 +19,12 @@ class Model(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.interests: Interests[str] = Interests()
-        self.wanted: dict[tuple[str, str], set[Key]] = {}
-        self.states: dict[tuple[str, Key], bytes] = {}
+        self.wanted: dict[tuple[str, TenantRows], set[Key]] = {}
+        self.states: dict[tuple[TenantRows, Key], bytes] = {}
         self.version = 0
 
-    @rule(who=st.sampled_from("xyz"), product=st.sampled_from("pq"), keys=st.sets(st.sampled_from(KEYS)))
-    def want(self, who: str, product: str, keys: set[Key]) -> None:
+    @rule(who=st.sampled_from("xyz"), product=st.sampled_from(PARTS), keys=st.sets(st.sampled_from(KEYS)))
+    def want(self, who: str, product: TenantRows, keys: set[Key]) -> None:
         new = self.interests.want(who, product, keys)
         assert new == keys - self.wanted.get((who, product), set())
         self.wanted[who, product] = keys
@@ -34,8 +36,10 @@ class Model(RuleBasedStateMachine):
         self.wanted = {place: keys for place, keys in self.wanted.items() if place[0] != who}
         self._forget()
 
-    @rule(product=st.sampled_from("pq"), rows=st.dictionaries(st.sampled_from(KEYS), st.sampled_from([b"[1]", b"[2]"])))
-    def updated(self, product: str, rows: dict[Key, bytes]) -> None:
+    @rule(
+        product=st.sampled_from(PARTS), rows=st.dictionaries(st.sampled_from(KEYS), st.sampled_from([b"[1]", b"[2]"]))
+    )
+    def updated(self, product: TenantRows, rows: dict[Key, bytes]) -> None:
         self.version += 1
         told = self.interests.updated(product, self.version, rows)
         expected = {
@@ -53,7 +57,7 @@ class Model(RuleBasedStateMachine):
 
     @invariant()
     def agrees(self) -> None:
-        for product in "pq":
+        for product in PARTS:
             wanted = {key for (_, name), keys in self.wanted.items() if name == product for key in keys}
             assert self.interests.wanted(product) == wanted
             for key in KEYS:

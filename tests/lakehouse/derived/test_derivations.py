@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
@@ -19,7 +20,7 @@ from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import View
 from lakehouse.contract.pipeline.added import Declared, QuerySpec
 from lakehouse.contract.pipeline.folder import Alert
-from lakehouse.derived.alerts import COMMIT_ALERTS
+from lakehouse.derived.alerts import COLUMNS, COMMIT_ALERTS
 from lakehouse.derived.views import COMMIT_BASE, proofs
 from tests.lakehouse.derived.tables import Driver, Product, a_pipeline, at, rows_of, versions
 
@@ -219,6 +220,26 @@ def test_an_alert_is_said_once_when_it_comes_about_and_once_when_it_ends(lake: L
     loads.put(("Bonn", at(0), 3, 1.0))  # gone is cleared
     driver.turn()
     assert [state[2] for state in states(lake)] == ["cleared"]
+
+
+def test_an_alert_belongs_to_the_tenant_of_its_key(lake: Lake) -> None:
+    loads = Product(lake)
+    loads.put(("acme", at(0), 11, 1.0), ("globex", at(0), 12, 1.0))
+    old = pa.schema([field for field in COLUMNS if field.name != "tenant"])
+    DeltaTable.create(str(lake.table("gold", "alerts").path), old)  # of an earlier release
+    mine = View(base="loads", name="mine", sql="SELECT city, n FROM loads", key=("city",), tenant="city")
+    alerts = [
+        Alert(product="mine", name="by_tenant", when="n > 10"),
+        Alert(product="mine", name="by_number", when="n > 10", by=("n",)),
+        Alert(product="loads", name="of_no_tenant", when="n > 10", by=("city",)),
+    ]
+    driver = Driver(lake, a_pipeline([mine], alerts))
+    for _ in range(3):
+        driver.turn()
+    found = {(row["alert"], row["tenant"]) for row in rows_of(lake, "alerts")}
+    assert found == {
+        ("by_tenant", "acme"), ("by_tenant", "globex"), ("by_number", "default"), ("of_no_tenant", "default"),
+    }  # fmt: skip
 
 
 def test_each_version_is_looked_at_also_those_that_came_while_no_driver_ran(lake: Lake) -> None:
