@@ -24,6 +24,7 @@ from serve.access import LIVES_S, ReaderGate, needs_key
 from serve.core.hub import Hub
 from serve.errors import RequestError
 from serve.http import control, listing, schema
+from serve.http.history import history
 from serve.http.metrics import ServerMetrics
 from serve.http.rows import row, rows
 from serve.push import longpoll
@@ -141,6 +142,7 @@ ROUTES: list[BaseRoute] = [
     Route("/v1/tables/{name}/{key:path}", row),  # first, because it is called by the thousand
     Route("/v1/tables", listing.tables),
     Route("/v1/tables/{name}", rows),
+    Route("/v1/history/{name}", history),
     Route("/v1/poll", longpoll.poll),
     Route("/v1/subscribe", subscribe),
     *schema.ROUTES,

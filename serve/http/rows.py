@@ -43,6 +43,7 @@ from serve.tables.tables import Tables, now_ms
 from serve.views.view import LiveView, RowsView, SubscriberView, filter_errors
 
 _K = TypeVar("_K", bound=Hashable)
+_T = TypeVar("_T")
 
 CACHE_BYTES = 33_554_432
 ENTRY_BYTES = 256  # overhead of an entry
@@ -188,8 +189,6 @@ class RowSource:
         spec = self.hub.specs.get(wanted.table, EVERYTHING)
         if not spec.served:
             raise RequestError(4409, "not_served", NOT_SERVED)
-        if self._reading >= 3 * self._at_once:
-            raise RequestError(RequestError.FULL, "busy", "too many older versions are being read; ask again")
 
         def read() -> bytes:
             state = TableReader(folder).load(version_at(folder, moment))
@@ -198,6 +197,16 @@ class RowSource:
                 content = next(each for each in _answer(view, state, self.hub.seal, limit) if each is not None)
             return to_json(content | {"version": state.version})
 
+        return await self.read_log(read)
+
+    async def read_log(self, read: Callable[[], _T]) -> _T:
+        """Run a function that reads a table's log, in a thread of its own.
+
+        Raises:
+            RequestError: the versions are gone, the table has no rows by key, or too many ask.
+        """
+        if self._reading >= 3 * self._at_once:
+            raise RequestError(RequestError.FULL, "busy", "too many older versions are being read; ask again")
         self._reading += 1
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, read)
@@ -296,8 +305,7 @@ async def rows(request: Request) -> Response:
             raise await asyncio.to_thread(_not_in_memory, source.tables, name)
         view = hub.view_of(name, principal, wanted)
         headers = _headers(hub, channel, position_of(channel, view))
-        known = request.headers.get("if-none-match", "")  # RFC 9110, 13.1.2: any of the tags listed, compared weakly
-        if known.strip() == "*" or headers["ETag"] in [each.strip().removeprefix("W/") for each in known.split(",")]:
+        if is_known(request, headers["ETag"]):
             return Response(status_code=304, headers=headers)
         body, position = await source.current(channel, view, limit)
         return Response(body, headers=_headers(hub, channel, position), media_type="application/json")
@@ -353,6 +361,12 @@ def _not_in_memory(tables: Tables, name: str) -> RequestError:
     layer = tables.lake.find(name).layer
     why = tables.problems.get(name) or f"{layer} table {name!r} is not kept in memory; query it with SQL"
     return RequestError(4409, "not_served", why)
+
+
+def is_known(request: Request, tag: str) -> bool:
+    """Whether the client has what this entity tag names (RFC 9110, 13.1.2: any of the tags listed, compared weakly)."""
+    known = request.headers.get("if-none-match", "")
+    return known.strip() == "*" or tag in [each.strip().removeprefix("W/") for each in known.split(",")]
 
 
 def _headers(hub: Hub, channel: Channel, position: Position) -> dict[str, str]:

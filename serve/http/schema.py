@@ -32,6 +32,7 @@ _OBJECTS: Schema = {"type": "array", "items": {"type": "object"}}
 _POSITION: Schema = {"type": "string", "description": "opaque: everything up to here has been delivered"}
 _MS: Schema = {"type": "integer", "description": "milliseconds since the epoch"}
 _MAYBE: Schema = {"type": ["integer", "null"]}
+_MAYBE_TEXT: Schema = {"type": ["string", "null"]}
 _VIEW: dict[str, Schema] = {
     "table": TEXT,
     "key": _NAMES,
@@ -112,11 +113,13 @@ PARAMETERS = {
     "wait": "seconds to wait for something, at most 60",
     "limit": "at most so many",
     "as_of": "version, or time in ISO 8601",
+    "since": "version, or time in ISO 8601, behind which changes begin",
+    "until": "version, or time in ISO 8601, of the last change; without it the newest",
     "before": "older than this number",
     "drop": "true: the table too",
 }
 _JSON = "application/json"
-_SHAPES = {"/v1/poll": "Poll", "/v1/tables/{name}": "State"}
+_SHAPES = {"/v1/poll": "Poll", "/v1/tables/{name}": "State", "/v1/history/{name}": "History"}
 BODIES: dict[tuple[str, str], type[msgspec.Struct]] = {
     ("POST", "/v1/sql"): NewStatement,
     ("POST", "/v1/webhooks"): NewWebhook,
@@ -124,6 +127,7 @@ BODIES: dict[tuple[str, str], type[msgspec.Struct]] = {
 }
 ANSWERS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
     ("GET", "/v1/tables/{name}"): {"200": (_JSON,), "304": ()},
+    ("GET", "/v1/history/{name}"): {"200": (_JSON, "application/x-ndjson"), "304": ()},
     ("GET", "/v1/subscribe"): {"101": (), "200": ("text/event-stream",)},
     ("POST", "/v1/sql"): {"200": (_JSON, "application/vnd.apache.arrow.stream")},
     ("POST", "/v1/webhooks"): {"201": (_JSON,)},
@@ -168,9 +172,16 @@ def answer_schemas() -> dict[str, Schema]:
     polled = [_schema(name) for name in ("snapshot", "change", "heartbeat", "slow", "expired")]
     poll = {"messages": {"type": "array", "items": {"oneOf": polled}}, "position": _POSITION, "behind": NUMBER}
     state = _VIEW | {"rows": _OBJECTS, "version": NUMBER} | _RESULT
+    history = {name: _VIEW[name] for name in ("table", "key", "columns", "position")}
+    history |= {"until": NUMBER, "changes": {"type": "array", "items": _schema("change")}, "next": _MAYBE_TEXT}
     texts = dict.fromkeys(("type", "title", "detail", "code"), TEXT)
     problem = {"type": "object", "properties": texts | {"status": NUMBER}, "required": ["title", "status"]}
-    return {"Poll": shape(poll), "State": shape(state, _SOMETIMES | {"version"}), "Problem": problem}
+    return {
+        "Poll": shape(poll),
+        "History": shape(history),
+        "State": shape(state, _SOMETIMES | {"version"}),
+        "Problem": problem,
+    }
 
 
 def asyncapi() -> dict[str, Any]:

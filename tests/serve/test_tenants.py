@@ -152,6 +152,11 @@ def cases(theirs: dict[str, str]) -> dict[tuple[str, str], list[Case]]:
         ("GET", "/v1/tables/{name}/{key:path}"): [
             {"path": f"/v1/tables/{table}/{key}"} for table in TABLES for key in keys
         ],
+        ("GET", "/v1/history/{name}"): [
+            *({"path": f"/v1/history/{table}", "params": {"since": "0"}} for table in TABLES),
+            {"path": "/v1/history/notes", "params": {"since": "0", "where": "tenant = 'globex' OR true"}},
+            {"path": "/v1/history/notes", "params": {"from": theirs["position"]}},
+        ],
         ("GET", "/v1/poll"): polls,
         ("GET", "/v1/subscribe"): [{"params": {"table": "house"}}],
         SQL: [{"json": {"sql": text}} for text in statements] + [{"json": {"sql": "FROM notes", "as_of": 1}}],

@@ -81,6 +81,7 @@ async def test_answers_are_as_described(root: Path) -> None:
             ("GET", "/v1/webhooks/{ident}", {}),
             ("GET", "/v1/webhooks/{ident}/dead", {}),
             ("DELETE", "/v1/webhooks/{ident}", {}),
+            ("GET", "/v1/history/{name}", {"params": {"since": "0"}}),
             ("GET", "/v1/openapi.json", {}),
             ("GET", "/v1/asyncapi.json", {}),
             ("GET", "/healthz", {}),
