@@ -314,7 +314,7 @@ def make_gate(
 
 def check_start(settings: Settings) -> None:
     """Raises ConfigError for whatever would keep a server from starting. For whoever starts several."""
-    make_gate(settings, lake_seal(Lake(settings.lake).state), state_manager(settings))
+    make_gate(settings, lake_seal(Lake(settings.lake).state), manager=state_manager(settings))
     uses_tls(settings.serve)
 
 
