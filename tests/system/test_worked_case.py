@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
 import random
+import shutil
 import signal
+import time
+import urllib.error
+import urllib.request
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,7 +20,9 @@ from typing import Any
 import pytest
 
 from ingest.simulate.generator import generate
+from jobs.local.stack import free_port
 from tests.recordings import RECORDINGS
+from tests.system.prometheus import Prometheus, panels, require_tool
 from tests.system.worked_case import Demo, Expected, check_tables, processes_of, run, wait_for
 
 pytestmark = [pytest.mark.spark, pytest.mark.broker]
@@ -33,6 +40,7 @@ NAMED = [
     '{"rsvp_id": 7, "mtime": 1489925470960, "response": "já"}'.encode(),
 ]
 MALFORMED = NAMELESS + NAMED
+FIRED = 'max by (alertname) (max_over_time(ALERTS{alertstate="firing"}[15m]))'
 
 
 def shuffled(events: list[bytes], seed: int) -> list[bytes]:
@@ -84,11 +92,39 @@ def recorded() -> list[bytes]:
 
 @dataclass(frozen=True)
 class Played:
-    """A lake on which a file has been played, and what it must hold."""
+    """A lake on which a file has been played, what it must hold, and what Prometheus saw meanwhile."""
 
     lake: Path
     file: Path
     expected: Expected
+    empty_panels: list[str] | None
+    fired: set[str]
+
+
+def provoke(demo: Demo) -> None:
+    """What a dashboard shows only once it has happened: a refused request, a statement, a webhook that fails."""
+    serve, collect = demo.address("serve"), demo.address("collect")
+    for url, kind, body in (
+        (f"{collect}/v1/rsvps", "text/plain", b"not an event"),
+        (f"{serve}/v1/sql", "application/json", b'{"sql": "SELECT count(*) FROM members"}'),
+        (f"{serve}/v1/webhooks", "application/json", b'{"table": "members", "url": "http://127.0.0.1:9/"}'),
+    ):
+        request = urllib.request.Request(url, body, {"Content-Type": kind}, method="POST")
+        try:
+            urllib.request.urlopen(request, timeout=60).close()
+        except urllib.error.HTTPError as error:
+            assert error.code == 415, error.read()
+
+
+def empty_panels(prometheus: Prometheus, demo: Demo) -> list[str]:
+    """Panels without data, after a counter that begins has been seen twice."""
+    left = panels()
+    deadline = time.monotonic() + 60
+    while left and time.monotonic() < deadline:
+        provoke(demo)
+        time.sleep(2)
+        left = {name: expression for name, expression in left.items() if not prometheus.query(expression)}
+    return list(left)
 
 
 @pytest.fixture(scope="module")
@@ -100,14 +136,23 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
     folder = tmp_path_factory.mktemp("played")
     lake = folder / "lake"
     lines = shuffled(recorded(), 3) + made_up(9, 40_000)
-    demo = Demo(lake, "--input", str(written(folder / "all.jsonl", lines)), "--rate", "80", rehearse=False)
+    metrics = free_port()
+    options = {"SPARK_REHEARSE": "false", "METRICS_PORT": str(metrics), "SERVE_WEBHOOK_PRIVATE": "true"}
+    demo = Demo(lake, "--input", str(written(folder / "all.jsonl", lines)), "--rate", "80", **options)
 
     wait_for(lambda: demo.rows("members") > 0, "the first result")
-    for part in ("collect", "serve", "lakehouse", "broker"):
-        before = demo.rows("rsvps")
-        demo.kill(part)
-        wait_for(lambda before=before: demo.rows("rsvps") > before, f"events after the end of {part}")
-    wait_for(lambda: demo.rows("rsvps") > 2_000, "the whole of the mixed lines")
+    with contextlib.ExitStack() as stack:
+        watch = None
+        if shutil.which("prometheus"):
+            targets = [demo.address(part).removeprefix("http://") for part in ("serve", "collect")]
+            watch = stack.enter_context(Prometheus(folder / "prometheus", [*targets, f"127.0.0.1:{metrics}"]))
+        for part in ("collect", "serve", "lakehouse", "broker"):
+            before = demo.rows("rsvps")
+            demo.kill(part)
+            wait_for(lambda before=before: demo.rows("rsvps") > before, f"events after the end of {part}")
+        wait_for(lambda: demo.rows("rsvps") > 2_000, "the whole of the mixed lines")
+        empty = empty_panels(watch, demo) if watch else None
+        fired = {series["metric"]["alertname"] for series in watch.query(FIRED)} if watch else set()
     demo.process.send_signal(signal.SIGINT)
     result = demo.result()
 
@@ -119,17 +164,28 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
     expected = Expected(file)
     check_figures(result, expected)
     check_tables(lake, expected, MALFORMED)
-    return Played(lake, file, expected)
+    return Played(lake, file, expected, empty, fired)
 
 
 def test_every_part_killed_then_ctrl_c_every_event_counts_once(played: Played) -> None:
     verify(played.lake)
 
 
+def test_each_panel_of_the_dashboard_has_data(played: Played) -> None:
+    require_tool("prometheus")
+    assert len(panels()) > 20
+    assert played.empty_panels == []
+
+
+def test_an_alert_fires_for_a_part_that_is_down(played: Played) -> None:
+    require_tool("prometheus")
+    assert "MillracePartDown" in played.fired
+
+
 def test_the_supervisor_killed_leaves_no_process_and_the_same_file_again_changes_nothing(played: Played) -> None:
     lake, expected = played.lake, played.expected
     valid = written(played.file.with_name("valid.jsonl"), [line for line in expected.lines if line not in MALFORMED])
-    demo = Demo(lake, "--input", str(valid), "--rate", "100", rehearse=False)
+    demo = Demo(lake, "--input", str(valid), "--rate", "100", SPARK_REHEARSE="false")
     since = datetime.now(UTC).isoformat()
     newer = f"SELECT count(*) FROM rsvps WHERE received_at > TIMESTAMPTZ '{since}'"
     wait_for(lambda: demo.number(newer) > 0, "events of this run")

@@ -101,15 +101,13 @@ class Demo:
     Args:
         lake: where it keeps everything.
         arguments: more of them.
-        rehearse: whether its driver runs its queries once before the first event, as it does by itself.
+        settings: by their environment variable, without the prefix.
     """
 
-    def __init__(self, lake: Path, *arguments: str, rehearse: bool = True) -> None:
+    def __init__(self, lake: Path, *arguments: str, **settings: str) -> None:
         self.lake = lake
         command = [str(millrace()), "demo", "--lake", str(lake), "--no-browser", "--json", *arguments]
-        environment = user_environment()
-        if not rehearse:
-            environment["MILLRACE_SPARK_REHEARSE"] = "false"
+        environment = user_environment() | {f"MILLRACE_{name}": value for name, value in settings.items()}
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, cwd=lake.parent
         )
@@ -143,6 +141,11 @@ class Demo:
         os.kill(pid, signal.SIGKILL)
         wait_for(lambda: self.part(name) not in (None, pid), f"{name} to be started again")
         return pid
+
+    def address(self, name: str) -> str:
+        """URL of a part that has HTTP."""
+        found = json.loads((self.lake / "_millrace" / "run" / "addresses.json").read_text())
+        return str(found[name])
 
     def number(self, query: str) -> int:
         """What a query gives by now, without a process of its own; 0 before its table exists."""
