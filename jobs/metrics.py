@@ -183,18 +183,18 @@ def serve_metrics(spark: SparkSession, lake: Lake, port: int) -> Iterator[str]:
     """Serve ``/metrics`` on the loopback address meanwhile; gives its URL.
 
     Args:
-        spark: whose queries.
+        spark: the session; its JVM is measured too.
         lake: whose tables.
         port: 0: any free one.
 
     Raises:
         EnvironmentProblem: the port is taken.
     """
-    from lakehouse.counts import EVENTS
+    from lakehouse.counts import EVENTS, RUNNING
     from lakehouse.maintain.backlog import RETENTION_SHARE
 
     def progress() -> list[Mapping[str, Any]]:
-        found = (query.lastProgress for query in spark.streams.active)
+        found = (query.lastProgress for query in list(RUNNING.values()))
         return [report for report in found if report is not None]
 
     assert spark._jvm is not None

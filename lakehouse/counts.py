@@ -1,8 +1,13 @@
-"""Counters of the events that the queries of this process took, for Prometheus."""
+"""What Prometheus is told of this process's queries: the events that they took, and which of them run."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from prometheus_client import Counter
+
+if TYPE_CHECKING:
+    from pyspark.sql.streaming import StreamingQuery
 
 EVENTS = Counter(
     "millrace_lakehouse_events",
@@ -10,6 +15,9 @@ EVENTS = Counter(
     ["query", "what"],
     registry=None,
 )
+
+RUNNING: dict[str, StreamingQuery] = {}
+"""Streaming queries by name. Each has a session of its own, so ``spark.streams`` of another does not list it."""
 
 
 def count_batch(query: str, taken: int, *, copies: int = 0, rejected: int = 0) -> None:

@@ -36,7 +36,7 @@ from lakehouse.contract.lake import WARNINGS, Lake
 from lakehouse.contract.pipeline import Pipeline, Source
 from lakehouse.contract.pipeline.expectations import WARN
 from lakehouse.contract.settings import Settings
-from lakehouse.counts import count_batch
+from lakehouse.counts import RUNNING, count_batch
 from lakehouse.derived.added import AddedQueries
 from lakehouse.derived.derivations import Derivations
 from lakehouse.errors import BronzeGap, LakehouseError, QueryFailed, TopicReplaced
@@ -154,6 +154,7 @@ def _start_bronze(
         .foreachBatch(writer)
         .start()
     )
+    RUNNING[f"bronze-{source.name}"] = query
     return RunningQuery(query, writer)
 
 
@@ -181,6 +182,7 @@ class RunningQuery:
 
     def stop(self) -> None:
         """Stop it; when this returns, nothing is written any more and all files are closed."""
+        RUNNING.pop(self.name, None)
         self.query.stop()
         self.writer.close()
 

@@ -20,7 +20,7 @@ SETTINGS = {key for key, _ in leaves(Settings())}
 def code_of(page: Path) -> Iterator[str]:
     """The words that the page shows as code."""
     for piece in re.findall(r"```.*?```|`[^`\n]+`", page.read_text(encoding="utf-8"), re.DOTALL):
-        yield from (word.rstrip("./") for word in re.findall(r"[\w./-]+", piece.strip("`")))
+        yield from (word.rstrip("./") for word in re.findall(r"[\w./@-]+", piece.strip("`")))
 
 
 def exists(word: str) -> bool:
