@@ -91,7 +91,7 @@ $(READY): requirements.lock pyproject.toml
 
 # The docs as a site: dist/site/index.html
 docs: $(READY)
-	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(PY) -m mkdocs build --strict --quiet -f docs/site/mkdocs.yml
+	@NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(PY) -m mkdocs build --strict -f docs/site/mkdocs.yml
 
 # Needs uv; everything else does not.
 lock:

@@ -22,7 +22,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built site; ``--strict`` makes a broken link, a missing anchor or a page without a place an error."""
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-f", SITE / "mkdocs.yml", "-d", folder],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", SITE / "mkdocs.yml", "-d", folder],
         cwd=ROOT,
         capture_output=True,
         text=True,
