@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import logging
 import os
@@ -29,6 +30,12 @@ out = Console()
 err = Console(stderr=True)
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, for scripts.")]
+PortOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Port of the server and its dashboard; 0: any free one.", min=0, max=65_535, show_default="serve.port"
+    ),
+]
 NodeOption = Annotated[str, typer.Option(help="Id of this process; each one needs its own.")]
 
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -47,6 +54,13 @@ def chosen_settings() -> Settings:
         ConfigError: one of them is wrong.
     """
     return load_settings(**_chosen)
+
+
+def serving_at(settings: Settings, port: int | None) -> Settings:
+    """The settings with the server on this port; None changes nothing."""
+    if port is None:
+        return settings
+    return dataclasses.replace(settings, serve=dataclasses.replace(settings.serve, port=port))
 
 
 def chosen_pipeline() -> tuple[Settings, Pipeline]:

@@ -32,6 +32,10 @@ def kafka(
             help="start, stop or status of the embedded broker; topics to check topics; apply to make them."
         ),
     ],
+    port: Annotated[
+        int,
+        typer.Option(help="Of start: port of the broker; 0: the one it had, at first any free one.", min=0, max=65_535),
+    ] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Run the lake's embedded broker, or check and make the pipeline's topics on any broker.
@@ -44,7 +48,7 @@ def kafka(
         _topics(action is KafkaAction.APPLY, as_json)
         return
     settings = chosen_settings()
-    broker = embedded(settings)
+    broker = embedded(settings, port=port)
     if action is KafkaAction.START and not broker.running():
         _, pipeline = chosen_pipeline()
         with err.status("Starting the broker …"):

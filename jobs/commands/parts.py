@@ -19,6 +19,7 @@ from rich.table import Column, Table
 from jobs.console import (
     JsonOption,
     NodeOption,
+    PortOption,
     chosen_pipeline,
     chosen_settings,
     err,
@@ -27,6 +28,7 @@ from jobs.console import (
     print_json,
     refuse_to_start,
     run_async,
+    serving_at,
     stopped_by_signals,
 )
 from lakehouse.contract.errors import ConfigError
@@ -53,11 +55,12 @@ def up(
     control: Annotated[
         bool, typer.Option("--control", help="Run a control plane too: it says who may send and read.")
     ] = False,
+    port: PortOption = None,
 ) -> None:
     """Run everything, supervised: broker, collector, Spark driver, server and loaders. Ctrl-C stops all of it."""
     from jobs.local.stack import Stack, inbox_folders
 
-    settings = chosen_settings()
+    settings = serving_at(chosen_settings(), port)
     refuse_to_start(settings, ports=True)
     folders = inbox_folders(inbox or [], list(load_pipeline(settings.pipeline_folder()).sources))
     log_to_stderr()
@@ -89,13 +92,14 @@ def demo(
     live: Annotated[bool, typer.Option("--live", help="Read the pipeline's own upstreams and play nothing.")] = False,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Do not open the dashboard.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the figures at the end.")] = False,
+    port: PortOption = None,
 ) -> None:
     """Play a stream through all of Millrace and show its results; print one JSON object at the end."""
     from jobs.demo.playing import DemoOptions
     from jobs.demo.show import demo as run_demo
 
     options = DemoOptions(seconds, rate, input, browser=not no_browser, quiet=as_json, live=live)
-    settings = chosen_settings()
+    settings = serving_at(chosen_settings(), port)
     refuse_to_start(settings, ports=False)
     raise typer.Exit(run_demo(settings, options))
 
@@ -154,12 +158,12 @@ def run(
     run_stages(settings, Stages(), accept_loss=accept_loss, started=started)
 
 
-def serve() -> None:
+def serve(port: PortOption = None) -> None:
     """Serve the lake's products: WebSocket, SSE, long polling, HTTP, webhooks and the dashboard."""
     from jobs.local.supervise import mark_of_child, serve_many
     from serve.app import run_server
 
-    settings = chosen_settings()
+    settings = serving_at(chosen_settings(), port)
     mark = mark_of_child()
 
     def ready(base: str) -> None:

@@ -42,10 +42,12 @@ class Board:
 
     Args:
         product: whose rows are shown, best ten of a ``top_n`` with bars.
+        url: of the dashboard; it stays on the screen.
     """
 
-    def __init__(self, console: Console, product: Product, *, quiet: bool = False) -> None:
+    def __init__(self, console: Console, product: Product, url: str, *, quiet: bool = False) -> None:
         self._product = product
+        self._url = url
         self._console = console
         self._live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
         self._quiet = quiet
@@ -107,7 +109,8 @@ class Board:
         when = f", {window[11:19]} UTC" if isinstance(window, str) else "" if rows else ": waiting for the first result"
         title = Text(f"{self._product.name.replace('_', ' ').capitalize()}{when}", style="bold")
         table = self._ranking(rows) if self._product.operator == "top_n" else _plain(rows)
-        return Group(title, table, Text(self._line(), style="dim"))
+        address = Text.assemble("Dashboard ", (self._url, f"bold link {self._url}"))
+        return Group(address, title, table, Text(self._line(), style="dim"))
 
     def _ranking(self, rows: list[Mapping[str, Any]]) -> Table:
         rows = sorted(rows, key=lambda row: row["rank"])

@@ -1,4 +1,4 @@
-"""``millrace demo``: everything on free loopback ports, a stream played into it, its results shown live.
+"""``millrace demo``: everything on this machine, a stream played into it, its results shown live.
 
 :mod:`jobs.demo.account` counts the final figures from the tables. Latency is measured at two real sockets: when the
 player sent an event, and when a subscriber of a product got the first message that contains it. With ``live`` nothing
@@ -35,7 +35,8 @@ from jobs.demo.account import (
 )
 from jobs.demo.board import Board, Figures
 from jobs.demo.playing import DemoOptions, Playing, PlayProgress, source_stats, upstream_problems
-from jobs.local.stack import Stack
+from jobs.local.machine import is_free
+from jobs.local.stack import Stack, free_port
 from jobs.local.supervise import Child
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem
 from lakehouse.contract.lake import Lake
@@ -89,7 +90,7 @@ class Show:
         self.before = {name: source_stats(stack, name) for name in self.sources}
         url = f"{stack.address.serve}/"
         self.console.print(f"Dashboard [bold link={url}]{url}[/]   lake {self.settings.lake}")
-        board = Board(self.console, self.shown, quiet=self.options.quiet)
+        board = Board(self.console, self.shown, url, quiet=self.options.quiet)
         readers = [asyncio.create_task(self._follow(name, board)) for name in {p.name for p in self.watched.values()}]
         if self.playing is not None:
             stack.supervisor.start(Child("player", self.playing.command(), stack.log_file("player")))
@@ -258,10 +259,11 @@ async def run_demo(settings: Settings, options: DemoOptions, console: Console) -
         EnvironmentProblem: a part did not get ready, or a live upstream is not reached.
         ConfigError: there is nothing to play for the pipeline.
     """
+    serve, collect = settings.serve, settings.collect
     settings = dataclasses.replace(
         settings,
-        serve=dataclasses.replace(settings.serve, port=0),
-        collect=dataclasses.replace(settings.collect, port=0),
+        serve=dataclasses.replace(serve, port=free_or_other("the dashboard", serve.host, serve.port, console)),
+        collect=dataclasses.replace(collect, port=free_or_other("the collector", collect.host, collect.port, console)),
     )
     shown = Show(settings, load_pipeline(settings.pipeline_folder()), options, console)
     with _signals(shown.seen):
@@ -275,6 +277,16 @@ async def run_demo(settings: Settings, options: DemoOptions, console: Console) -
         finally:
             with console.status("Stopping …"):
                 await asyncio.to_thread(shown.stack.stop)
+
+
+def free_or_other(what: str, host: str, port: int, console: Console) -> int:
+    """The port, or any free one where another program has it; a line says so."""
+    if port and is_free(host, port):
+        return port
+    other = free_port()
+    if port:
+        console.print(f"port {port} is taken, so {what} is at port {other}")
+    return other
 
 
 @contextlib.contextmanager

@@ -28,10 +28,10 @@ from lakehouse.contract.settings import KafkaSettings, Settings
 from lakehouse.maintain.backlog import Ask, Backlog
 
 
-def embedded(settings: Settings, *, die_with_parent: bool = False) -> EmbeddedBroker:
-    """The lake's own broker, whether it runs or not."""
+def embedded(settings: Settings, *, port: int = 0, die_with_parent: bool = False) -> EmbeddedBroker:
+    """The lake's own broker, whether it runs or not; ``port`` of its next start, 0: the one it had."""
     folder = Lake(settings.lake).broker()
-    return EmbeddedBroker(folder, die_with_parent=die_with_parent, secure=settings.kafka.secure)
+    return EmbeddedBroker(folder, port=port, die_with_parent=die_with_parent, secure=settings.kafka.secure)
 
 
 def resolve_kafka(settings: Settings, user: str) -> Settings:

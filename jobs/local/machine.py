@@ -253,12 +253,13 @@ def _ports(settings: Settings) -> Iterator[MachineCheck]:
         (_PLAYER, "127.0.0.1", PLAYER_PORT, "Use simulate --port, or stop what listens there"),
     )
     for what, host, port, remedy in wanted:
-        free = port == 0 or _is_free(host, port)
+        free = port == 0 or is_free(host, port)
         detail = f"{host}:{port} is {'free' if free else 'taken, perhaps by Millrace itself'}"
         yield MachineCheck(what, free, detail, "" if free else remedy, optional=True)
 
 
-def _is_free(host: str, port: int) -> bool:
+def is_free(host: str, port: int) -> bool:
+    """Whether this process could listen there now."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -212,7 +212,7 @@ def measure_millrace(code: Code, seconds: float, rate: float) -> dict[str, Any]:
     err.print(f"Millrace: {seconds:.0f} s at {rate:,.0f} events/s …")
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
         lake = Path(folder) / "lake"
-        command = ["demo", "--no-browser", "--json", "--lake", str(lake)]
+        command = ["demo", "--no-browser", "--json", "--port", "0", "--lake", str(lake)]
         with _millrace(code, *command, "--seconds", str(seconds), "--rate", str(rate)) as process:
             cpu = _driver_cpu(process, Lake(lake), seconds)
             said = process.communicate()[0].strip()
