@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import Counter
 
 if TYPE_CHECKING:
-    from pyspark.sql.streaming import StreamingQuery
+    from pyspark.sql.streaming.query import StreamingQuery
 
 EVENTS = Counter(
     "millrace_lakehouse_events",
