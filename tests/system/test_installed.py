@@ -60,7 +60,7 @@ def test_installed_command_needs_no_checkout(tmp_path: Path) -> None:
         [python, "-P", "-c", code], cwd=tmp_path, env=user_environment(), capture_output=True, text=True, check=True
     )
     assert all(path.startswith(str(millrace().parents[1])) for path in found.stdout.split())
-    checked = run(tmp_path, "check", "--json")
+    checked = run(tmp_path, "check", "--json", "--set", "serve.port=0", "--set", "collect.port=0")
     assert (json.loads(checked.stdout), checked.returncode) == ([], 0), checked.stderr
     doctor = {row["name"]: row for row in json.loads(run(tmp_path, "doctor", "--json").stdout)}
     assert doctor["settings"]["detail"].startswith(str(millrace().parents[1]))
