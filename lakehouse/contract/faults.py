@@ -49,6 +49,21 @@ FORGET_CRASH_POINTS = ("forget.after_reader", "forget.after_index", "forget.afte
 CARE_CRASH_POINTS = ("care.before_commit", "care.after_commit")
 """Points of care by a product's writer: compaction and folding."""
 
+ONCE_CRASH_POINTS = (
+    "once.receive",
+    "once.log_message",
+    "once.store_received",
+    "once.process",
+    "once.log_request",
+    "once.store_sending",
+    "once.request",
+    "once.acknowledge",
+    "once.remove_request",
+    "once.remove_message",
+    "once.acknowledge_upstream",
+)
+"""Points of a client that calls a third party exactly once: each is passed after the step of its name."""
+
 _armed, _, _count = os.environ.get("MILLRACE_CRASH_AT", "").partition(":")
 _passed: Counter[str] = Counter()
 _off = False

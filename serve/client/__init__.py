@@ -6,13 +6,15 @@
         async for message in topics:
             ...  # a Snapshot replaces what you hold, a Change is applied to it
 
-Asking for the next message says that the one before is processed. :class:`SyncSubscription` is for programs without
-asyncio.
+Asking for the next message says that the one before is processed. :class:`Publisher` sends events to a collector and
+loses none; :class:`ExactlyOnce` calls a third party that is not idempotent. :class:`SyncSubscription` and
+:class:`SyncPublisher` are for programs without asyncio.
 
 Errors::
 
     MillraceError
     └── ClientError
+        ├── Declined             raised by your handler: the third party refuses for good
         ├── Refused              the server will not serve this request; it has a code and a detail
         │   ├── NoSuchTable      no such table, or none that the key may read
         │   ├── Unauthorized     no key, or an unknown or revoked one
@@ -23,13 +25,13 @@ Errors::
 
 from __future__ import annotations
 
+from serve.client.once import Declined, ExactlyOnce, OnceHandler, SeenItem, SeenStore, SqliteSeen
+from serve.client.publish import EventState, Publisher, PublisherOptions
+from serve.client.stores import FileStore, MemoryStore, PositionStore, SqliteStore
 from serve.client.subscription import (
     Change,
     ClientOptions,
-    FileStore,
-    MemoryStore,
     Message,
-    PositionStore,
     SlowNotice,
     Snapshot,
     Subscription,
@@ -37,7 +39,7 @@ from serve.client.subscription import (
     TableView,
     subscribe,
 )
-from serve.client.sync import SyncSubscription
+from serve.client.sync import SyncPublisher, SyncSubscription
 from serve.client.transports import (
     BadFilter,
     BadMessage,
@@ -54,16 +56,27 @@ __all__ = [
     "Change",
     "ClientError",
     "ClientOptions",
+    "Declined",
+    "EventState",
+    "ExactlyOnce",
     "FileStore",
     "Forbidden",
     "MemoryStore",
     "Message",
     "NoSuchTable",
+    "OnceHandler",
     "PositionStore",
+    "Publisher",
+    "PublisherOptions",
     "Refused",
+    "SeenItem",
+    "SeenStore",
     "SlowNotice",
     "Snapshot",
+    "SqliteSeen",
+    "SqliteStore",
     "Subscription",
+    "SyncPublisher",
     "SyncSubscription",
     "TableQuery",
     "TableView",

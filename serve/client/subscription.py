@@ -9,20 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import random
-import tempfile
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, TypeAlias
-from urllib.parse import urlsplit, urlunsplit
+from typing import Any, TypeAlias
 
-import orjson
-
+from serve.client.stores import PositionStore
 from serve.client.transports import (
     TRANSPORTS,
     BadMessage,
@@ -33,6 +28,7 @@ from serve.client.transports import (
     Refused,
     StreamRequest,
     TransportBlocked,
+    http_base,
     raise_refusal,
     receive,
 )
@@ -172,74 +168,6 @@ class TableView:
         self.position = message.position
 
 
-class PositionStore(Protocol):
-    """Keeps one subscription's position.
-
-    Where possible, keep it with the application's result in one transaction: then each message takes effect exactly
-    once.
-    """
-
-    async def load(self) -> str | None:
-        """The position stored last; None: none yet."""
-
-    async def save(self, position: str) -> None:
-        """Returns when the position is durable."""
-
-
-class MemoryStore:
-    """Keeps the position as long as the process lives, for several subscriptions in turn."""
-
-    def __init__(self, position: str | None = None) -> None:
-        self.position = position
-
-    async def load(self) -> str | None:
-        return self.position
-
-    async def save(self, position: str) -> None:
-        self.position = position
-
-
-class FileStore:
-    """Keeps the position in a file, replaced as a whole and synced: after a crash it holds the old or the new
-    position."""
-
-    def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
-
-    async def load(self) -> str | None:
-        """The position in the file; None if there is no file. Raises ClientError if the content is not a position."""
-        return await asyncio.to_thread(self._load)
-
-    async def save(self, position: str) -> None:
-        await asyncio.to_thread(self._save, position)
-
-    def _load(self) -> str | None:
-        try:
-            content = orjson.loads(self.path.read_bytes())
-            return str(content["position"])
-        except FileNotFoundError:
-            return None
-        except (orjson.JSONDecodeError, KeyError, TypeError):
-            raise ClientError(f"{self.path} holds no position; remove it to start with a snapshot") from None
-
-    def _save(self, position: str) -> None:
-        descriptor, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(orjson.dumps({"position": position}))
-                file.flush()
-                os.fsync(file.fileno())
-            Path(name).replace(self.path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
-        folder = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-
-
 @dataclass(eq=False, slots=True)
 class _Entry:
     message: Message
@@ -348,7 +276,9 @@ class Subscription:
         self.gaps = 0
         self.lag_ms: int | None = None
         self.slow: SlowNotice | None = None
-        self._request = StreamRequest(_base(url), {"table": table, **query.parameters()}, key, lambda: self._processed)
+        self._request = StreamRequest(
+            http_base(url), {"table": table, **query.parameters()}, key, lambda: self._processed
+        )
         self._transports = TRANSPORTS if options.transport == "auto" else (options.transport,)
         self.transport = self._transports[0]
         self._store = store
@@ -505,9 +435,10 @@ class Subscription:
     def _heed(self, content: Mapping[str, Any]) -> None:
         match content:
             case {"type": "heartbeat", "behind": int(behind)}:
-                self._server_behind = behind
+                caught_up = content.get("position") == self._processed  # what it counts may not be acknowledged yet
+                self._server_behind = 0 if caught_up else behind
                 self.lag_ms = content.get("lag_ms", self.lag_ms)
-                self.slow = self.slow if behind else None
+                self.slow = self.slow if self._server_behind else None
             case {"type": "slow", "behind": int(behind), "behind_ms": int(late), "cut_in_ms": int(cut)}:
                 self._server_behind = behind
                 is_new, self.slow = self.slow is None, SlowNotice(behind, late, cut)
@@ -541,12 +472,3 @@ class _SubscriptionReader:
 
 subscribe = Subscription
 """``async with subscribe(URL, TABLE) as messages``"""
-
-
-def _base(url: str) -> str:
-    """The server's address with the scheme of HTTP. Raises ClientError."""
-    parts = urlsplit(url)
-    scheme = {"ws": "http", "wss": "https"}.get(parts.scheme, parts.scheme)
-    if scheme not in ("http", "https") or not parts.netloc:
-        raise ClientError(f"{url!r} is no address of a server, such as http://127.0.0.1:8400")
-    return urlunsplit((scheme, parts.netloc, parts.path.rstrip("/"), "", ""))

@@ -1,36 +1,30 @@
-"""A subscription for programs without asyncio: it runs in a thread of its own."""
+"""The client for programs without asyncio: subscriptions and publishers run in a thread of their own."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
+from serve.client.publish import Publisher
 from serve.client.subscription import Message, Subscription
 
 _T = TypeVar("_T")
+_C = TypeVar("_C", bound=AbstractAsyncContextManager[Any])
 
 
-class SyncSubscription:
-    """Makes a subscription one to enter with ``with`` and to read with ``for``.
+class _InThread(Generic[_C]):
+    """Enters and leaves an asynchronous object in the loop of a thread."""
 
-    ``with SyncSubscription(subscribe(URL, TABLE)) as messages``. Several threads may read it, each with a
-    :meth:`reader` of its own.
-
-    Attributes:
-        state: the subscription itself; read ``position``, ``behind``, ``lag_ms``, ``slow`` and ``keeping_up`` there.
-    """
-
-    def __init__(self, subscription: Subscription) -> None:
-        self.state = subscription
+    def __init__(self, state: _C, name: str) -> None:
+        self.state = state
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name=f"subscription {subscription.table}", daemon=True
-        )
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
 
-    def __enter__(self) -> SyncSubscription:
+    def __enter__(self) -> Self:
         self._thread.start()
         try:
             self._wait(self.state.__aenter__())
@@ -47,6 +41,33 @@ class SyncSubscription:
         finally:
             self._stop()
 
+    def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class SyncSubscription(_InThread[Subscription]):
+    """Makes a subscription one to enter with ``with`` and to read with ``for``.
+
+    ``with SyncSubscription(subscribe(URL, TABLE)) as messages``. Several threads may read it, each with a
+    :meth:`reader` of its own.
+
+    Attributes:
+        state: the subscription itself; read ``position``, ``behind``, ``lag_ms``, ``slow`` and ``keeping_up`` there.
+    """
+
+    def __init__(self, subscription: Subscription) -> None:
+        super().__init__(subscription, f"subscription {subscription.table}")
+
     def __iter__(self) -> Iterator[Message]:
         return self.reader()
 
@@ -60,15 +81,17 @@ class SyncSubscription:
         while True:
             yield self._wait(following())
 
-    def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
 
-    def _stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+class SyncPublisher(_InThread[Publisher]):
+    """Makes a publisher one to enter with ``with``: ``with SyncPublisher(Publisher(…)) as publisher``."""
+
+    def __init__(self, publisher: Publisher) -> None:
+        super().__init__(publisher, f"publisher {publisher.source}")
+
+    def publish(self, *events: Mapping[str, Any]) -> list[str]:
+        """As :meth:`Publisher.publish`."""
+        return self._wait(self.state.publish(*events))
+
+    def settled(self) -> None:
+        """As :meth:`Publisher.settled`."""
+        self._wait(self.state.settled())

@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias
-from urllib.parse import quote, urlencode
+from urllib.parse import quote, urlencode, urlsplit, urlunsplit
 
 import httpx
 import orjson
@@ -23,6 +23,7 @@ from lakehouse.contract.errors import MillraceError
 
 _MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _SILENCE_S = 75.0  # without a message for this long, a connection is dead; a poll may take 60 s
+_ACK_S = 2.0  # between acknowledgements; the server is patient for longer (`serve.slow_after_ms`)
 _EVENTS = "text/event-stream"
 _WAIT_S = "10"  # of a poll: its heartbeat tells the lag
 _UNAVAILABLE = frozenset({429, 502, 503, 504})  # a proxy's answers while there is no server behind it
@@ -91,6 +92,15 @@ class TransportBlocked(ClientError):
     def __init__(self, problem: str, status: int = 0) -> None:
         super().__init__(problem)
         self.status = status
+
+
+def http_base(url: str) -> str:
+    """The server's address with the scheme of HTTP. Raises ClientError."""
+    parts = urlsplit(url)
+    scheme = {"ws": "http", "wss": "https"}.get(parts.scheme, parts.scheme)
+    if scheme not in ("http", "https") or not parts.netloc:
+        raise ClientError(f"{url!r} is no address of a server, such as http://127.0.0.1:8400")
+    return urlunsplit((scheme, parts.netloc, parts.path.rstrip("/"), "", ""))
 
 
 Messages: TypeAlias = AsyncGenerator[Mapping[str, Any], None]
@@ -171,14 +181,23 @@ async def _websocket(request: StreamRequest) -> Messages:
         ping_interval=None,
         close_timeout=1,
     ) as connection:
+        clock = asyncio.get_running_loop().time
+        heard = acked_at = clock()
+        acked = request.processed()
         while True:
-            async with asyncio.timeout(_SILENCE_S):
-                text = await connection.recv()
-            content = _parsed(text)
-            yield content
+            try:
+                async with asyncio.timeout(_ACK_S):
+                    text = await connection.recv()
+            except TimeoutError:
+                if clock() - heard > _SILENCE_S:
+                    raise
+            else:
+                yield _parsed(text)
+                heard = clock()
             position = request.processed()
-            if content["type"] == "heartbeat" and position is not None:
+            if position is not None and position != acked and clock() - acked_at >= _ACK_S:
                 await connection.send(orjson.dumps({"type": "ack", "position": position}).decode())
+                acked, acked_at = position, clock()
 
 
 async def _sse(request: StreamRequest) -> Messages:

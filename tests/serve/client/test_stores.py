@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from serve.client import ClientError, FileStore, MemoryStore
+from serve.client import ClientError, FileStore, MemoryStore, SqliteStore
 
 
 async def test_a_file_holds_the_last_position(tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ async def test_a_failed_save_leaves_the_old_position(tmp_path: Path, monkeypatch
     def full(_: int) -> None:
         raise OSError(28, "no space left")
 
-    monkeypatch.setattr("serve.client.subscription.os.fsync", full)
+    monkeypatch.setattr("serve.client.stores.os.fsync", full)
     with pytest.raises(OSError, match="no space"):
         await store.save("b")
     assert await store.load() == "a"
@@ -43,3 +43,17 @@ async def test_memory() -> None:
     assert await store.load() == "a"
     await store.save("b")
     assert await store.load() == "b"
+
+
+async def test_a_database_holds_positions_by_name(tmp_path: Path) -> None:
+    store, other = SqliteStore(tmp_path / "db", "a"), SqliteStore(tmp_path / "db", "b")
+    assert await store.load() is None
+    await store.save("1")
+    await store.save("2")
+    await other.save("9")
+    store.close()
+    assert await SqliteStore(tmp_path / "db", "a").load() == "2"
+    other.close()
+    (tmp_path / "text").write_text("x" * 4096)
+    with pytest.raises(ClientError, match="text: file is not a database"):
+        await SqliteStore(tmp_path / "text").load()
