@@ -11,7 +11,7 @@ import asyncio
 import logging
 import random
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -226,6 +226,7 @@ class ClientOptions:
         jitter: 0 to 1, scales each pause.
         queue: messages held for readers; when it is full nothing is read, and the server says how far behind.
         on_slow: called when the server says that this subscriber is too slow, once until it has caught up.
+        ticket: fetches a ticket for each request, for a program that does not have the key.
     """
 
     transport: str = "auto"
@@ -234,6 +235,7 @@ class ClientOptions:
     jitter: Callable[[], float] = random.random
     queue: int = 256
     on_slow: Callable[[SlowNotice], None] = _ignore
+    ticket: Callable[[], Awaitable[str]] | None = None
 
 
 class Subscription:
@@ -276,9 +278,8 @@ class Subscription:
         self.gaps = 0
         self.lag_ms: int | None = None
         self.slow: SlowNotice | None = None
-        self._request = StreamRequest(
-            http_base(url), {"table": table, **query.parameters()}, key, lambda: self._processed
-        )
+        asked = {"table": table, **query.parameters()}
+        self._request = StreamRequest(http_base(url), asked, key, options.ticket, lambda: self._processed)
         self._transports = TRANSPORTS if options.transport == "auto" else (options.transport,)
         self.transport = self._transports[0]
         self._store = store

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeAlias
@@ -127,17 +127,23 @@ class StreamRequest:
         url: the server, with the scheme ``http`` or ``https``.
         query: ``table``, ``from``, ``where`` and so on.
         key: the API key; empty: none.
+        ticket: fetches a ticket, to be shown instead of a key; None: there are no tickets.
         processed: the position up to which messages are processed, for transports that acknowledge.
     """
 
     url: str
     query: Mapping[str, str]
     key: str = field(repr=False)
+    ticket: Callable[[], Awaitable[str]] | None
     processed: Callable[[], str | None]
 
     @property
     def headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.key}"} if self.key else {}
+
+    async def shown(self, query: Mapping[str, str]) -> dict[str, str]:
+        """The query of one request, with a ticket of its own."""
+        return {**query} if self.ticket is None else {**query, "ticket": await self.ticket()}
 
     def http(self) -> httpx.AsyncClient:
         return httpx.AsyncClient(base_url=self.url, headers=self.headers, timeout=httpx.Timeout(_SILENCE_S, connect=10))
@@ -173,7 +179,7 @@ async def receive(transport: str, request: StreamRequest) -> Messages:
 
 async def _websocket(request: StreamRequest) -> Messages:
     async with connect(
-        f"ws{request.url.removeprefix('http')}/v1/subscribe?{urlencode(request.query)}",
+        f"ws{request.url.removeprefix('http')}/v1/subscribe?{urlencode(await request.shown(request.query))}",
         additional_headers=request.headers,
         max_size=_MAX_MESSAGE_BYTES,
         max_queue=16,
@@ -202,11 +208,8 @@ async def _websocket(request: StreamRequest) -> Messages:
 
 async def _sse(request: StreamRequest) -> Messages:
     parts: list[bytes] = []  # of a line
-    accept = {"Accept": _EVENTS}
-    async with (
-        request.http() as http,
-        http.stream("GET", "/v1/subscribe", params=request.query, headers=accept) as response,
-    ):
+    accept, query = {"Accept": _EVENTS}, await request.shown(request.query)
+    async with request.http() as http, http.stream("GET", "/v1/subscribe", params=query, headers=accept) as response:
         kind = response.headers.get("content-type", "")
         if response.status_code != 200 or not kind.startswith(_EVENTS):
             _raise_answer(response.status_code, kind, await response.aread())
@@ -225,12 +228,13 @@ async def _poll(request: StreamRequest) -> Messages:
     keyed = "from" not in query  # else no message says which columns are the key: the table's address does
     async with request.http() as http:
         while True:
-            answer = await _get(http, "/v1/poll", query)
+            answer = await _get(http, "/v1/poll", await request.shown(query))
             for content in answer["messages"]:
                 if content["type"] == "change" and not keyed:
                     asked = {name: text for name, text in query.items() if name in ("where", "columns", "select")}
                     asked["limit"] = "1"
-                    shape = await _get(http, f"/v1/tables/{quote(query['table'], safe='')}", asked)
+                    address = f"/v1/tables/{quote(query['table'], safe='')}"
+                    shape = await _get(http, address, await request.shown(asked))
                     yield {"type": "resumed", "key": shape["key"], "position": query["from"]}
                 keyed = keyed or content["type"] in ("change", "snapshot")
                 yield content

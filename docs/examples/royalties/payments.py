@@ -2,8 +2,8 @@
 
     python payments.py paid.db 8500 --unanswered 0.2
 
-``POST /payments`` pays: ``{"royalty", "owner", "cents"}``. It leaves a share of the requests unanswered after it has paid
-(``--unanswered``), and another without paying (``--lost``). ``GET /payments?royalty=ID`` says what was paid.
+``POST /payments`` pays: ``{"royalty", "owner", "cents"}``. It leaves a share of the requests unanswered after it has
+paid (``--unanswered``), and another without paying (``--lost``). ``GET /payments?royalty=ID`` says what was paid.
 """
 
 from __future__ import annotations

@@ -12,21 +12,24 @@ export class Access {
   #base;
   #name;
   #given;
+  #tickets;
   #needed = false;
 
   /**
    * @param {string} server its address, `http://…` or `ws://…`
    * @param {string|null} [key] used instead of the tab's, and stored nowhere
+   * @param {(() => Promise<string>)|null} [tickets] fetches a ticket for each request, where the page must not have the key
    */
-  constructor(server, key = null) {
+  constructor(server, key = null, tickets = null) {
     this.#base = server.replace(/^ws/, "http").replace(/\/+$/, "");
     this.#name = `millrace.key|${this.#base}`;
     this.#given = key;
+    this.#tickets = tickets;
   }
 
-  /** Whether there is a key. */
+  /** Whether there is a key, or tickets are shown. */
   get keyed() {
-    return this.#key() !== null;
+    return this.#tickets !== null || this.#key() !== null;
   }
 
   /**
@@ -45,12 +48,19 @@ export class Access {
    * @throws {Locked} a key is needed, or this one is not good any more
    */
   async ticket() {
+    if (this.#tickets !== null) return this.#tickets();
     const headers = this.headers();
     if (headers.Authorization === undefined) return null;
     const ticket = await this.#exchange(headers);
     if (ticket !== undefined) return ticket;
     this.refused();
     throw new Locked("the key is not good any more");
+  }
+
+  /** What a request that is not a WebSocket shows: headers, and parameters of its query. Throws as `ticket` does. */
+  async shown() {
+    if (this.#tickets !== null) return { headers: {}, query: { ticket: await this.#tickets() } };
+    return { headers: this.headers(), query: {} };
   }
 
   /** The server wants a key, and this one is not good: forget it. */
@@ -75,8 +85,9 @@ export class Access {
     return true;
   }
 
-  /** Names what this key may see without naming the key: its SHA-256, or nothing where there is no key. */
+  /** Names what this key may see without naming the key: its SHA-256; nothing without a key; null: nobody knows. */
   async scope() {
+    if (this.#tickets !== null) return null;
     const key = this.#key();
     if (key === null) return "";
     const digest = await crypto.subtle.digest("SHA-256", new TextEncoder().encode(key));

@@ -93,6 +93,8 @@ export interface Options {
   conflate?: boolean;
   /** API key. */
   key?: string;
+  /** Instead of `key`, where the page must not have it: fetches a ticket (`POST /v1/tickets`) for each request. */
+  tickets?(): Promise<string>;
   /** Instead of `key`: the key of the tab. */
   access?: Access;
   /** `auto`, the default, takes the first that gets through. */
@@ -139,8 +141,8 @@ export class Locked extends Error {}
 
 /** A reader's key. Without one of its own it takes the tab's, from `sessionStorage`. */
 export class Access {
-  constructor(server: string, key?: string | null);
-  /** Whether there is a key. */
+  constructor(server: string, key?: string | null, tickets?: (() => Promise<string>) | null);
+  /** Whether there is a key, or tickets are shown. */
   readonly keyed: boolean;
   /** Keep a key in this tab; false: the server does not know it. */
   enter(key: string): Promise<boolean>;
@@ -148,6 +150,8 @@ export class Access {
   ticket(): Promise<string | null>;
   /** Headers of a request. Throws Locked. */
   headers(): Record<string, string>;
+  /** What a request other than a WebSocket shows. Throws Locked. */
+  shown(): Promise<{ headers: Record<string, string>; query: Record<string, string> }>;
   /** The server has refused the key: forget it. */
   refused(): void;
 }

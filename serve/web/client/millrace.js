@@ -10,7 +10,7 @@
  * What it offers (types and the meaning of every field: millrace.d.ts; how to use it: docs/clients.md):
  * - `subscribe(url, table, options)` gives a `Subscription`: `rows`, `position`, `status`, `counters`, `transport`, `lagMs`,
  *   `behind`, `skew`, `leads`, `persistent`, `close()`.
- * - `options`: `onChange`, `onState`, `where`, `columns`, `select`, `conflate`, `key` or `access`, `transport` (auto), `waitForTable`,
+ * - `options`: `onChange`, `onState`, `where`, `columns`, `select`, `conflate`, `key`, `tickets` or `access`, `transport` (auto), `waitForTable`,
  *   `store` (indexeddb), `share` (tabs share one connection), `prune`.
  * - `Access`, the key of a tab and its tickets; `Locked`, the error of a missing one.
  *
@@ -92,11 +92,11 @@ export class Subscription {
   #wake = () => this.#onWake();
 
   constructor(url, table, options) {
-    const { key, access, transport = "auto" } = options;
+    const { key, tickets, access, transport = "auto" } = options;
     if (transport !== "auto" && !TRANSPORTS.includes(transport)) throw new TypeError(`${transport} is no transport`);
     this.#base = url.replace(/^ws/, "http").replace(/\/+$/, "");
     this.#options = options;
-    this.#access = access ?? new Access(this.#base, key);
+    this.#access = access ?? new Access(this.#base, key, tickets);
     this.#transports = transport === "auto" ? TRANSPORTS : [transport];
     this.transport = this.#transports[0];
     this.table = table;

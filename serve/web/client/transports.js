@@ -51,9 +51,7 @@ export function receive(transport, request, heard, signal) {
 }
 
 async function websocket(request, heard, signal) {
-  const ticket = await request.access.ticket().catch((error) => {
-    throw error instanceof Locked ? error : new Lost(error.message);
-  });
+  const ticket = await reached(request.access.ticket());
   if (signal.aborted) return;
   const query = new URLSearchParams(ticket === null ? request.query : { ...request.query, ticket });
   const socket = new WebSocket(`${request.base.replace(/^http/, "ws")}/v1/subscribe?${query}`);
@@ -160,8 +158,9 @@ async function poll(request, heard, signal) {
 
 /** The answer to a GET, of the type that was asked for. */
 async function asked({ base, access }, path, query, signal, accept = "application/json") {
-  const headers = { ...access.headers(), Accept: accept };
-  const address = `${base}${path}?${new URLSearchParams(query)}`;
+  const shown = await reached(access.shown());
+  const headers = { ...shown.headers, Accept: accept };
+  const address = `${base}${path}?${new URLSearchParams({ ...query, ...shown.query })}`;
   const answer = await fetch(address, { headers, signal, cache: "no-store" }).catch((error) => {
     throw new Lost(error.message);
   });
@@ -172,6 +171,15 @@ async function asked({ base, access }, path, query, signal, accept = "applicatio
     throw meaning(code ?? `http_${answer.status}`, detail);
   }
   throw UNAVAILABLE.has(answer.status) ? new Lost(`HTTP ${answer.status}`) : new Blocked(`HTTP ${answer.status}`, answer.status);
+}
+
+/** Who gives tickets may be away for a while. */
+async function reached(shown) {
+  try {
+    return await shown;
+  } catch (error) {
+    throw error instanceof Locked ? error : new Lost(error.message);
+  }
 }
 
 function meaning(code, detail) {

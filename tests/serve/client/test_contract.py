@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from websockets.asyncio.server import ServerConnection, serve
 
@@ -123,6 +124,23 @@ async def test_a_server_with_keys_is_killed_and_every_change_is_applied_once(
                 seen.extend(counts(message))
         assert seen == list(range(1, 13))
         assert (subscription.connects, subscription.gaps) == (2, 0)
+
+
+@ALL
+async def test_a_program_without_the_key_shows_tickets(root: Path, transport: str) -> None:
+    product = top_topics(root)
+    key = new_key(root)
+    async with serving(root) as url, httpx.AsyncClient(base_url=url) as backend:
+
+        async def ticket() -> str:
+            answer = await backend.post("/v1/tickets", headers={"Authorization": f"Bearer {key}"})
+            return str(answer.json()["ticket"])
+
+        async with over(transport, url, options={"ticket": ticket}) as subscription:
+            reader = aiter(subscription)
+            await anext(reader)
+            product.overwrite(topics(0, [1]), [window(0)])
+            assert counts(await anext(reader)) == [1]
 
 
 FINAL: list[tuple[dict[str, Any], type[Refused], str]] = [
@@ -242,6 +260,23 @@ async def test_the_notice_of_a_slow_reader_is_passed_on(root: Path, transport: s
         await wait_until(lambda: subscription.lag_ms is not None)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def test_a_reader_that_keeps_up_is_not_told_that_it_is_slow(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve.client.transports._ACK_S", 0.1)
+    product = top_topics(root)
+    notices: list[SlowNotice] = []
+    async with (
+        serving(root, heartbeat_ms=600, slow_after_ms=500) as url,  # heartbeats alone would acknowledge too late
+        over("websocket", url, options={"on_slow": notices.append}) as subscription,
+    ):
+        reader = aiter(subscription)
+        await anext(reader)
+        for number in range(1, 41):
+            await asyncio.to_thread(product.overwrite, topics(0, [number]), [window(0)])
+            assert counts(await anext(reader)) == [number]
+            await asyncio.sleep(0.03)
+        assert notices == []
 
 
 @ALL

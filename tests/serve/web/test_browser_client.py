@@ -25,10 +25,13 @@ pytestmark = pytest.mark.browser
 
 PATIENCE_S = 60.0
 SUBSCRIBE = """
-async ([table, options]) => {
+async ([table, { ticketsOf, ...options }]) => {
   const { subscribe } = await import("/client/millrace.js");
   window.states = [];
   window.seen = []; // the count of rank 1 in each change
+  const headers = { Authorization: `Bearer ${ticketsOf}` };
+  const ticket = async () => (await (await fetch("/v1/tickets", { method: "POST", headers })).json()).ticket;
+  if (ticketsOf) options.tickets = ticket; // as a backend would, which has the key
   window.sub = subscribe(location.origin, table, {
     ...options,
     onState: ({ state }) => states.push(state),
@@ -254,7 +257,7 @@ async def test_final_answers_end_it_and_a_key_is_seen_by_no_other_tab(root: Path
             for table, where, code in refusals:
                 page = await opened(context, url, table, key=key, where=where, transport=transport)
                 assert (await until(page, lambda facts: facts["state"] == "refused"))["code"] == code
-            page = await opened(context, url, key=key, transport=transport)
+            page = await opened(context, url, ticketsOf=key, transport=transport)
             await until(page, live())
             for wrong in ("", "mr_wrong_key"):
                 stranger = await opened(context, url, key=wrong or None, transport=transport)
