@@ -32,7 +32,8 @@ from ingest.stats import NodeStats
 from lakehouse.contract.control import state_manager
 from lakehouse.contract.errors import ConfigError, MillraceError
 from lakehouse.contract.lake import Lake
-from lakehouse.contract.pipeline import Pipeline, Source, load_pipeline
+from lakehouse.contract.pipeline import Pipeline, Source
+from lakehouse.contract.pipeline.files import PipelineFiles
 from lakehouse.contract.pipeline.source import STREAM_KINDS, CollectorSpec
 from lakehouse.contract.pipeline.tenants import border_of
 from lakehouse.contract.settings import Settings
@@ -55,13 +56,13 @@ class NodeOptions:
         node: id of the node, which names the folder of its log.
         urls: upstream by source, in place of the pipeline's.
         front: take payloads in unread and write them to ``TOPIC.raw``; :mod:`ingest.relay` does the rest.
-        watch: apply changes of the pipeline's file at run time.
+        files: of the pipeline, whose changes are applied at run time; None: it stays as it is.
     """
 
     node: str = "collector-1"
     urls: Mapping[str, str] = field(default_factory=dict)
     front: bool = False
-    watch: bool = False
+    files: PipelineFiles | None = None
 
     def sources_of(self, pipeline: Pipeline) -> dict[str, Source]:
         """The pipeline's sources as this node sees them."""
@@ -153,10 +154,11 @@ class CollectorNode:
         """Start, stop and restart sources to match ``pipeline``; unchanged sources are not interrupted.
 
         Raises:
-            MillraceError: a source could not be started; the others match.
+            MillraceError: a source could not be started, and goes on as it was before; the others match.
         """
-        wanted = self._options.sources_of(pipeline)
-        stop, start = changed(self.sources, wanted)
+        wanted, before = self._options.sources_of(pipeline), self.sources
+        stop, start = changed(before, wanted)
+        self._responder.pipeline = self._streams.pipeline = pipeline
         for name in stop:
             await self.remove_source(name)
         problem: MillraceError | None = None
@@ -165,6 +167,8 @@ class CollectorNode:
                 await self.add_source(wanted[name])
             except MillraceError as error:
                 problem = error
+                if name in before:
+                    self._sources.add(before[name])
         if problem is not None:
             raise problem
 
@@ -214,8 +218,8 @@ class CollectorNode:
                     tasks.create_task(self._start(server.url, ready)),
                     tasks.create_task(self._streams.keep_alive()),
                 ]
-                if self._options.watch:
-                    others.append(tasks.create_task(self._follow_file()))
+                if self._options.files is not None:
+                    others.append(tasks.create_task(self._follow_files(self._options.files)))
                 await stop.wait()
                 self._stopping = True
                 self._taking.clear()
@@ -250,23 +254,24 @@ class CollectorNode:
         await self._connected.wait()  # events of an earlier run must not be sent before there is a client
         await self._delivery.run()
 
-    async def _follow_file(self) -> None:
-        """Apply the pipeline's file whenever it changes; an invalid file changes nothing."""
-        path = self._file
-        seen = _stamp(path)
+    async def _follow_files(self, files: PipelineFiles) -> None:
+        """Apply what the pipeline's files say whenever they change."""
+        wanted: Pipeline | None = None
         while True:
             await asyncio.sleep(_FILE_POLL_S)
-            stamp = _stamp(path)
-            if stamp is None or stamp == seen or not self._ready:
+            if not self._ready:
+                continue
+            wanted = await asyncio.to_thread(files.changed) or wanted
+            if wanted is None:
                 continue
             try:
-                await self.apply(await asyncio.to_thread(load_pipeline, path.parent))
-                seen = stamp
+                await self.apply(wanted)
+                wanted = None
             except BrokerUnavailable as error:
-                logger.warning("%s will be applied later: %s", path, error)
+                logger.warning("the changed pipeline will be applied later: %s", error)
             except MillraceError as error:
-                logger.error("%s could not be applied completely: %s", path, error)
-                seen = stamp
+                logger.error("the changed pipeline could not be applied completely: %s", error)
+                wanted = None
 
     async def _drain(self) -> None:
         with contextlib.suppress(TimeoutError):
@@ -470,11 +475,3 @@ async def _run_when_complete(collector: Collector, enricher: Enricher | None) ->
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         logger.error("%s failed and is not running any more", task.get_name(), exc_info=task.exception())
-
-
-def _stamp(path: Path) -> tuple[int, int] | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size

@@ -69,10 +69,10 @@ def chosen_pipeline() -> tuple[Settings, Pipeline]:
     Raises:
         ConfigError: a setting or the pipeline is wrong.
     """
-    from lakehouse.contract.pipeline import load_pipeline
+    from lakehouse.contract.pipeline.files import declared_pipeline
 
     settings = chosen_settings()
-    return settings, load_pipeline(settings.pipeline_folder())
+    return settings, declared_pipeline(settings)
 
 
 def print_json(value: Any) -> None:

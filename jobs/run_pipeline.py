@@ -15,9 +15,11 @@ from pathlib import Path
 from jobs.console import log_to_stderr, print_problems, stopped_by_signals
 from jobs.local.broker import ensure_topics, resolve_kafka
 from jobs.local.machine import before_start
+from lakehouse.contract.control import following
 from lakehouse.contract.errors import MillraceError
 from lakehouse.contract.lake import Lake
-from lakehouse.contract.pipeline import load_pipeline
+from lakehouse.contract.pipeline import Source
+from lakehouse.contract.pipeline.files import PipelineFiles
 from lakehouse.contract.settings import Settings, load_settings
 from lakehouse.stages import Stages
 
@@ -56,7 +58,8 @@ def run_stages(
         accept_loss: go on where Kafka lost what bronze had not taken.
         started: called with the URL of the driver's metrics once all queries run.
     """
-    pipeline = load_pipeline(settings.pipeline_folder())
+    files = PipelineFiles.of(settings)
+    pipeline = files.load()
     stop = stopped_by_signals()
     if stages.bronze:
         settings = resolve_kafka(settings, "lakehouse")
@@ -73,18 +76,26 @@ def run_stages(
         from lakehouse.errors import QueryFailed
         from lakehouse.maintain.caretaker import Caretaker
         from lakehouse.prepared import start_workers
-        from lakehouse.stream import run
+        from lakehouse.stream import PipelineChanges, run
 
         spark = session.result()
     start_workers(spark)
     try:
-        if stages.bronze:
-            ensure_topics(pipeline, bootstrap, security=settings.kafka.security)
         lake = Lake(settings.lake)
         ask = asking(settings.kafka) if stages.bronze else None
-        with serve_metrics(spark, lake, settings.metrics_port) as url, Caretaker(lake, pipeline, ask):
+        with (
+            following(settings),
+            serve_metrics(spark, lake, settings.metrics_port) as url,
+            Caretaker(lake, pipeline, ask) as care,
+        ):
+            patience_s = 60.0
+
+            def topics(source: Source) -> None:
+                ensure_topics([source], bootstrap, security=settings.kafka.security, timeout_s=patience_s)
 
             def tell() -> None:
+                nonlocal patience_s
+                patience_s = 5.0  # meanwhile nobody looks after the queries that run
                 log.info("metrics at %s", url)
                 if started is not None:
                     started(url)
@@ -98,6 +109,8 @@ def run_stages(
                 stop=stop,
                 started=tell,
                 accept_loss=accept_loss,
+                changes=PipelineChanges(files, care.declare),
+                topics=topics,
             )
     except AnalysisException as error:  # ParseException is one too
         lines = str(error).strip().splitlines() or [type(error).__name__]

@@ -126,7 +126,7 @@ class LiveProducts(BronzeFollower):
         needed = (*_READ, *self._watch.columns)
         self.local = LocalQueries(spark, source, products, operators, needed, settings.tenant)
         self._spark = self.local.session
-        self._maintenance = Maintenance(lake, pipeline=pipeline)
+        self._maintenance = Maintenance(lake, sources=[source])
         self._marks = Marks()
         self._committed_at = time.monotonic()
         self._writing = threading.Condition()  # held while this driver writes bronze, or looks up how far bronze is

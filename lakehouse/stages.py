@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lakehouse.contract.lake import ALERTS
 from lakehouse.contract.pipeline import Pipeline, Product, Source
 
 LIVE = ("silver", "gold")
@@ -43,13 +42,9 @@ class Stages:
         kind = "live" if self.layers == LIVE else "-".join(self.layers)
         return f"{kind}-{source.name}" + (f"-every-{trigger_ms}" if trigger_ms else "")
 
-    def tables(self, pipeline: Pipeline) -> list[str]:
-        """Tables that the driver writes."""
-        names = [p.name for source in pipeline.sources.values() for p in self.products(pipeline, source)]
-        names += [p.name for p in pipeline.joins if p.layer in self.layers]
-        names += [view.name for view in pipeline.views.values() if view.layer in self.layers]
-        names += [ALERTS] if self.derives_all else []
-        return names + (list(pipeline.sources) if self.bronze else [])
+    def tables(self, pipeline: Pipeline, source: Source) -> list[str]:
+        """Tables of a source that the driver writes, those that all sources share apart."""
+        return [p.name for p in self.products(pipeline, source)] + ([source.name] if self.bronze else [])
 
     @property
     def derives_all(self) -> bool:

@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -32,12 +35,14 @@ from lakehouse.bronze.offsets import offset_of
 from lakehouse.bronze.query import BronzeWriter, constant_time, read_topic, to_bronze
 from lakehouse.bronze.readers import check_record, note_record
 from lakehouse.bronze.table import create
-from lakehouse.contract.lake import WARNINGS, Lake
-from lakehouse.contract.pipeline import Pipeline, Source
+from lakehouse.contract.faults import crash_point
+from lakehouse.contract.lake import ALERTS, WARNINGS, Lake
+from lakehouse.contract.pipeline import Pipeline, Product, Source, View
 from lakehouse.contract.pipeline.expectations import WARN
+from lakehouse.contract.pipeline.files import PipelineFiles
 from lakehouse.contract.settings import Settings
 from lakehouse.counts import RUNNING, count_batch
-from lakehouse.derived.added import AddedQueries
+from lakehouse.derived.added import AddedQueries, said
 from lakehouse.derived.derivations import Derivations
 from lakehouse.errors import BronzeGap, LakehouseError, QueryFailed, TopicReplaced
 from lakehouse.events import SMALL_BATCH, LocalEvents, SparkEvents, as_bronze, compiled_session, materialized
@@ -48,6 +53,8 @@ from lakehouse.stateful.live_join import LiveJoin
 
 log = logging.getLogger(__name__)
 
+_LOOK_S = 0.5
+_RETRY_S = 30.0  # after a source that was added could not start
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception)\b.*: ")  # the last line of a Python traceback, a Java cause
 _BEGAN_ANEW = re.compile(r"Partition (?P<topic>\S+)-\d+ offset was changed from \d+ to \d+")  # Spark, of an end
 _CONDITION = re.compile(r"\[[A-Z][A-Z0-9_.]+\]|Error|Exception")
@@ -63,13 +70,17 @@ def run(
     stop: threading.Event,
     started: Callable[[], None] | None = None,
     accept_loss: bool = False,
+    changes: PipelineChanges | None = None,
+    topics: Callable[[Source], None] = lambda _: None,
 ) -> None:
     """Run the queries until ``stop`` is set.
 
     Args:
         bootstrap: ``host:port`` of the broker; unused without bronze.
         started: called once all queries run.
-        accept_loss: see :func:`lakehouse.bronze.query.start_bronze`.
+        accept_loss: see :func:`lakehouse.bronze.query.read_topic`.
+        changes: followed meanwhile; None: the pipeline stays as it is.
+        topics: makes a source's topics before its query starts.
 
     Raises:
         TableBusy: another process writes one of the tables.
@@ -77,48 +88,291 @@ def run(
         BronzeGap: Kafka no longer holds what bronze has not taken.
         TopicReplaced: a topic began anew, so that its offsets no longer say what bronze has.
     """
-    lake = Lake(settings.lake)
-    with WriterLocks(lake, stages.tables(pipeline), patience_s=2.0), ExitStack() as stops:
-        warns = any(source.expected(WARN) for source in pipeline.sources.values())
-        restore = not (lake.quarantine().exists() and (lake.table("silver", WARNINGS).exists() or not warns))
-        running: list[Running] = []
-        rehearsing = stops.enter_context(ThreadPoolExecutor(2, thread_name_prefix="rehearsal"))
-        rehearsals: list[Future[object]] = []
-        lives: dict[str, LiveProducts] = {}
-
-        def begun(one: Running) -> None:
-            running.append(one)
-            stops.callback(one.stop)
-
-        for source in pipeline.sources.values():
-            derived = [lake.table(p.layer, p.name) for p in pipeline.products_of(source.name)]
-            check_record(lake, source.name, derived)
-            create(lake.bronze(source.name))
-            note_record(lake, source.name)
-            for trigger_ms, products in stages.by_trigger(pipeline, source).items():
-                keeps = stages.rejected and source.name not in lives
-                options = LiveOptions(keeps, restore and keeps, trigger_ms=trigger_ms)
-                name = stages.set_name(source, trigger_ms)
-                live = LiveProducts(spark, settings, pipeline, source, products, name, options)
-                if settings.spark.rehearse:
-                    rehearsals += [rehearsing.submit(play) for play in live.local.rehearsals()]
-                live.start()
-                begun(live)
-                stops.callback(wait, rehearsals)  # before its queries are closed
-                lives.setdefault(source.name, live)
-            if stages.bronze:
-                begun(_start_bronze(spark, settings, source, bootstrap, lives.get(source.name), accept_loss))
-        for product in pipeline.joins:
-            if product.layer in stages.layers:
-                join = LiveJoin(spark, settings, pipeline, product)
-                join.start()
-                begun(join)
-        for end in _derive(spark, settings, pipeline, stages, lives):
-            stops.callback(end)
-        wait(rehearsals)
+    kafka = KafkaAccess(bootstrap, accept_loss, topics)
+    with PipelineQueries(spark, settings, stages, kafka) as queries:
+        queries.start(pipeline)
         if started is not None:
             started()
-        _watch(running, stop)
+        while not stop.wait(_LOOK_S):
+            queries.check()
+            if changes is not None:
+                queries.follow(changes)
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineChanges:
+    """What is declared while a driver runs.
+
+    Attributes:
+        files: of the pipeline.
+        tell: called with a changed pipeline before its queries start.
+    """
+
+    files: PipelineFiles
+    tell: Callable[[Pipeline], None] = lambda _: None
+
+
+@dataclass(frozen=True, slots=True)
+class KafkaAccess:
+    """Where events come from.
+
+    Attributes:
+        bootstrap: ``host:port`` of the broker; unused without bronze.
+        accept_loss: see :func:`lakehouse.bronze.query.read_topic`.
+        topics: makes a source's topics where they are absent.
+    """
+
+    bootstrap: str
+    accept_loss: bool
+    topics: Callable[[Source], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What starts and stops by itself: a source with its products, a join, or a view.
+
+    Attributes:
+        declared: what it is made of; when that differs, it is started anew.
+        tables: that it writes.
+        start: starts it; leaves on the stack how to stop it.
+        alone: its failure ends nothing else: a source that was added at run time.
+    """
+
+    declared: object
+    tables: Sequence[str]
+    start: Callable[[ExitStack], Iterator[Running]]
+    alone: bool = False
+
+
+@dataclass(slots=True)
+class _RunningPart:
+    part: _Part
+    stops: ExitStack
+    running: list[Running]
+
+
+class PipelineQueries:
+    """All that a driver runs of a pipeline, part by part; a context manager that stops all of it.
+
+    Parts start in one way, at the start of the driver and when their declarations change: from what bronze and the
+    tables hold. So a part that changes is stopped and begins as after a restart, and the others go on. One that cannot
+    start as it is declared now goes on as it was declared before.
+    """
+
+    def __init__(self, spark: SparkSession, settings: Settings, stages: Stages, kafka: KafkaAccess) -> None:
+        self._spark = spark
+        self._settings = settings
+        self._stages = stages
+        self._kafka = kafka
+        self._lake = Lake(settings.lake)
+        self._stops = ExitStack()
+        self._rehearsing = self._stops.enter_context(ThreadPoolExecutor(2, thread_name_prefix="rehearsal"))
+        self._rehearsals: list[Future[object]] = []
+        self._lives: dict[str, LiveProducts] = {}
+        self._restore = False
+        self._parts: dict[str, _RunningPart] = {}
+        self._refused: dict[str, object] = {}  # declarations in whose place an earlier one runs
+        self._told: dict[str, str] = {}
+        self._derivations: Derivations | None = None
+        self._added: AddedQueries | None = None
+        self._pipeline: Pipeline | None = None
+        self._due = math.inf  # when to apply it again
+
+    def __enter__(self) -> PipelineQueries:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stops.close()
+
+    # --- what is declared
+
+    def start(self, pipeline: Pipeline) -> None:
+        """Start everything. Raises what keeps a part from starting, unless it is a source that was added."""
+        stages = self._stages
+        if stages.derives_all:
+            self._stops.enter_context(WriterLocks(self._lake, [ALERTS], patience_s=2.0))
+        self._stops.callback(self._end_all)
+        self._pipeline = pipeline
+        if stages.layers:
+            self._derivations = Derivations(self._settings, pipeline, stages.layers)
+        self._begin_all(pipeline, {}, strict=True)
+        if self._derivations is not None:
+            self._derivations.start()
+            self._stops.callback(self._derivations.stop)
+            if stages.derives_all:
+                self._added = AddedQueries(self._spark, self._settings, pipeline, self._lives, self._derivations)
+                self._added.start()
+                self._stops.callback(self._added.stop)
+        wait(self._rehearsals)
+
+    def follow(self, changes: PipelineChanges) -> None:
+        """Look once for a changed declaration, and for parts that are to be tried again."""
+        if (changed := changes.files.changed()) is not None:
+            self._pipeline, self._due = changed, time.monotonic()
+        if self._pipeline is None or time.monotonic() < self._due:
+            return
+        self._due = math.inf
+        changes.tell(self._pipeline)
+        self._apply(self._pipeline)
+
+    def check(self) -> None:
+        """Raise why a part ended; a source that was added is stopped alone, and tried again later."""
+        for name, running in list(self._parts.items()):
+            stopped = next((one for one in running.running if not one.is_active), None)
+            if stopped is None:
+                continue
+            error = _why(stopped)
+            if not running.part.alone:
+                raise error
+            self._end(name)
+            self._tell(name, f"has stopped: {error}")
+            self._due = time.monotonic() + _RETRY_S
+
+    def _apply(self, pipeline: Pipeline) -> None:
+        wanted = self._wanted(pipeline)
+        before = {}
+        for name, running in reversed(list(self._parts.items())):
+            declared = wanted[name].declared if name in wanted else None
+            if declared != running.part.declared and (declared is None or declared != self._refused.get(name)):
+                before[name] = self._end(name)
+                crash_point("source.after_stop")
+        if self._derivations is not None:
+            self._derivations.declare(pipeline)
+        self._begin_all(pipeline, before)
+        if self._added is not None:
+            self._added.declare(pipeline)
+
+    def _wanted(self, pipeline: Pipeline) -> dict[str, _Part]:
+        """The parts of a pipeline, in the order in which they start."""
+        stages, found = self._stages, {}
+        for source in pipeline.sources.values():
+            found[f"source {source.name}"] = _Part(
+                (source, stages.by_trigger(pipeline, source)),
+                stages.tables(pipeline, source),
+                partial(self._start_source, pipeline, source),
+                source.name in pipeline.added,
+            )
+        for product in pipeline.joins:
+            if product.layer in stages.layers:
+                declared = (product, pipeline.sources[product.source], pipeline.sources[product.right])
+                found[f"join {product.name}"] = _Part(
+                    declared, [product.name], partial(self._start_join, pipeline, product)
+                )
+        for view in pipeline.views.values():
+            if view.layer in stages.layers:
+                found[f"view {view.name}"] = _Part(view, [view.name], partial(self._start_view, view))
+        return found
+
+    # --- parts
+
+    def _begin_all(self, pipeline: Pipeline, before: Mapping[str, _Part], *, strict: bool = False) -> None:
+        """Start what does not run; ``before``: what ran in its place."""
+        warns = any(source.expected(WARN) for source in pipeline.sources.values())
+        lake = self._lake
+        self._restore = not (lake.quarantine().exists() and (lake.table("silver", WARNINGS).exists() or not warns))
+        for name, part in self._wanted(pipeline).items():
+            if name not in self._parts:
+                self._begin(name, part, before.get(name), strict=strict)
+
+    def _begin(self, name: str, part: _Part, before: _Part | None, *, strict: bool) -> None:
+        try:
+            self._parts[name] = self._started(part)
+        except Exception as error:
+            if strict and not part.alone:
+                raise
+            log.debug("%s", name, exc_info=True)
+            self._tell(name, f"cannot start: {said(error)}")
+            if before is None:
+                self._due = time.monotonic() + _RETRY_S
+                return
+            self._refused[name] = part.declared
+            self._parts[name] = self._started(before)
+            log.warning("%s goes on as it was declared before", name)
+        else:
+            self._refused.pop(name, None)
+            self._told.pop(name, None)
+            if not strict:
+                log.info("%s runs", name)
+
+    def _started(self, part: _Part) -> _RunningPart:
+        with ExitStack() as stops:
+            stops.enter_context(WriterLocks(self._lake, part.tables, patience_s=2.0))
+            running = list(part.start(stops))
+            return _RunningPart(part, stops.pop_all(), running)
+
+    def _end(self, name: str) -> _Part:
+        running = self._parts.pop(name)
+        running.stops.close()
+        log.info("%s is stopped", name)
+        return running.part
+
+    def _end_all(self) -> None:
+        for name in reversed(list(self._parts)):
+            self._end(name)
+
+    def _tell(self, name: str, text: str) -> None:
+        if self._told.get(name) != text:
+            self._told[name] = text
+            log.error("%s %s", name, text)
+
+    def _start_source(self, pipeline: Pipeline, source: Source, stops: ExitStack) -> Iterator[Running]:
+        lake, stages = self._lake, self._stages
+        derived = [lake.table(p.layer, p.name) for p in pipeline.products_of(source.name)]
+        check_record(lake, source.name, derived)
+        create(lake.bronze(source.name))
+        note_record(lake, source.name)
+        stops.callback(self._lives.pop, source.name, None)
+        for trigger_ms, products in stages.by_trigger(pipeline, source).items():
+            keeps = stages.rejected and source.name not in self._lives
+            options = LiveOptions(keeps, self._restore and keeps, trigger_ms=trigger_ms)
+            name = stages.set_name(source, trigger_ms)
+            live = LiveProducts(self._spark, self._settings, pipeline, source, products, name, options)
+            rehearsals: list[Future[object]] = []
+            if self._settings.spark.rehearse:
+                rehearsals = [self._rehearsing.submit(play) for play in live.local.rehearsals()]
+            live.start()
+            stops.callback(live.stop)
+            stops.callback(wait, rehearsals)  # before its queries are closed
+            self._rehearsals = [one for one in self._rehearsals if not one.done()] + rehearsals
+            self._lives.setdefault(source.name, live)
+            yield live
+        crash_point("source.after_products")
+        if stages.bronze:
+            query = self._start_bronze(source)
+            stops.callback(query.stop)
+            yield query
+
+    def _start_bronze(self, source: Source) -> RunningQuery:
+        """Start the query that takes the source's events in, and hands them to its products."""
+        session = compiled_session(self._spark)
+        kafka = self._kafka
+        kafka.topics(source)
+        records, bronze = read_topic(
+            session, self._settings, source, bootstrap=kafka.bootstrap, accept_loss=kafka.accept_loss
+        )
+        checkpoint = self._lake.checkpoint(f"bronze-{source.name}")
+        writer = SourceWriter(source, self._settings.tenant, bronze, checkpoint, self._lives.get(source.name))
+        query = (
+            records.writeStream.queryName(f"bronze-{source.name}")
+            .option("checkpointLocation", str(checkpoint))
+            .trigger(processingTime=f"{self._settings.spark.batch_interval_ms} milliseconds")
+            .foreachBatch(writer)
+            .start()
+        )
+        RUNNING[f"bronze-{source.name}"] = query
+        return RunningQuery(query, writer)
+
+    def _start_join(self, pipeline: Pipeline, product: Product, stops: ExitStack) -> Iterator[Running]:
+        join = LiveJoin(self._spark, self._settings, pipeline, product)
+        join.start()
+        stops.callback(join.stop)
+        yield join
+
+    def _start_view(self, view: View, stops: ExitStack) -> Iterator[Running]:
+        assert self._derivations is not None
+        self._derivations.add(view)
+        stops.callback(self._derivations.remove, view.name)
+        yield from ()
 
 
 class Running(Protocol):
@@ -132,30 +386,6 @@ class Running(Protocol):
     def error(self) -> BaseException | None: ...
     def stop(self) -> None:
         """End it; when this returns, nothing is written any more."""
-
-
-def _start_bronze(
-    spark: SparkSession,
-    settings: Settings,
-    source: Source,
-    bootstrap: str,
-    live: LiveProducts | None,
-    accept_loss: bool,
-) -> RunningQuery:
-    """Start the query that takes the source's events in; ``live``: the products that its rows are handed to."""
-    session = compiled_session(spark)
-    records, bronze = read_topic(session, settings, source, bootstrap=bootstrap, accept_loss=accept_loss)
-    checkpoint = Lake(settings.lake).checkpoint(f"bronze-{source.name}")
-    writer = SourceWriter(source, settings.tenant, bronze, checkpoint, live)
-    query = (
-        records.writeStream.queryName(f"bronze-{source.name}")
-        .option("checkpointLocation", str(checkpoint))
-        .trigger(processingTime=f"{settings.spark.batch_interval_ms} milliseconds")
-        .foreachBatch(writer)
-        .start()
-    )
-    RUNNING[f"bronze-{source.name}"] = query
-    return RunningQuery(query, writer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,32 +491,6 @@ class SourceWriter:
         """``TOPIC/PARTITION`` to the offset behind the batch's last one, from the query's own write-ahead log."""
         topics = json.loads(offset_of(self._checkpoint, batch))
         return {f"{topic}/{number}": end for topic, ends in topics.items() for number, end in ends.items()}
-
-
-def _derive(
-    spark: SparkSession,
-    settings: Settings,
-    pipeline: Pipeline,
-    stages: Stages,
-    lives: dict[str, LiveProducts],
-) -> list[Callable[[], None]]:
-    """Start what follows the products: views, alerts, added queries; returns how to stop them, as they started."""
-    if not stages.layers:
-        return []
-    derivations = Derivations(settings, pipeline, stages.layers)
-    derivations.start()
-    if not stages.derives_all:
-        return [derivations.stop]
-    added = AddedQueries(spark, settings, pipeline, lives, derivations)
-    added.start()
-    return [derivations.stop, added.stop]
-
-
-def _watch(running: Sequence[Running], stop: threading.Event) -> None:
-    while not stop.wait(0.5):
-        for one in running:
-            if not one.is_active:
-                raise _why(one)
 
 
 def _why(stopped: Running) -> LakehouseError:

@@ -16,8 +16,9 @@ import uvicorn
 from starlette.applications import Starlette
 
 from lakehouse.contract.control import state_manager
+from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.lake import Lake
-from lakehouse.contract.pipeline import load_pipeline
+from lakehouse.contract.pipeline.files import PipelineFiles
 from lakehouse.contract.pipeline.tenants import border_of
 from lakehouse.contract.settings import ServeSettings, Settings
 from serve.access import ReaderGate, make_gate, uses_tls
@@ -32,7 +33,7 @@ from serve.listen import BACKLOG, listen, serve_until, url_of
 from serve.push.sse import ServingHttpProtocol
 from serve.push.websocket import WEBSOCKET, SubscriberWebSocket
 from serve.sql.pool import Workers
-from serve.tables.tables import Tables, clock_ms
+from serve.tables.tables import Declarations, Tables, clock_ms
 from serve.webhooks.runner import WebhookContext, WebhookFleet
 
 log = logging.getLogger(__name__)
@@ -76,15 +77,24 @@ def make_app(settings: Settings, *, name: str = "") -> Starlette:
     lake = Lake(settings.lake)
     seal = lake_seal(lake.state)
     manager = state_manager(settings)
-    pipeline = load_pipeline(settings.pipeline_folder())
+    files = PipelineFiles.of(settings)
+    pipeline = files.load()
     specs, border = channels_of(pipeline), border_of(pipeline, settings.tenant)
     gate = make_gate(settings, seal, border, manager)
+
+    def declared() -> Declarations | None:
+        changed = files.changed()
+        try:
+            return None if changed is None else (channels_of(changed), border_of(changed, settings.tenant).columns)
+        except ConfigError as error:
+            log.error("%s. Channels stay as they were", error)
+            return None
 
     @contextlib.asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[dict[str, Any]]:
         work = asyncio.Event()
         hub = Hub(settings.serve, [WEBSOCKET], seal, work.set, specs)
-        tables, workers = Tables(lake, hub, border, deliver), Workers(settings)
+        tables, workers = Tables(lake, hub, border, deliver, declared), Workers(settings)
         rows = RowSource(hub, tables, workers)
         fleet = WebhookFleet(lake.state / "webhooks", WebhookContext(hub, tables, gate, settings.serve))
         own = ServerCollector(hub, gate, workers, rows, fleet)
@@ -101,7 +111,7 @@ def make_app(settings: Settings, *, name: str = "") -> Starlette:
                 "metrics": metrics,
                 "gate": gate,
                 "settings": settings,
-                "pipeline": pipeline,
+                "files": files,
                 "rows": rows,
                 "workers": workers,
                 "fleet": fleet,

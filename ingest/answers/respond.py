@@ -67,14 +67,14 @@ class Responder:
     """Serves acknowledgements, answers, look-ups and callbacks.
 
     Args:
-        pipeline: its products with a channel can be looked up.
+        pipeline: its products with a channel can be looked up; another one may be set at any time.
     """
 
     def __init__(self, answers: Answers, pipeline: Pipeline, requests: RequestIntake) -> None:
         self._requests = requests
         self._answers = answers
         self._rows = answers.tables.rows
-        self._pipeline = pipeline
+        self.pipeline = pipeline
         self._callbacks: set[asyncio.Task[None]] = set()
 
     @property
@@ -124,7 +124,7 @@ class Responder:
 
     async def _ack(self, request: Request) -> Response:
         token = self._requests.signer.open(request.path_params["token"])
-        products = [product.name for product in self._pipeline.products_of(token.source)]
+        products = [product.name for product in self.pipeline.products_of(token.source)]
         state = await self._answers.state(token, products)
         found = {name: value for name, value in dataclasses.asdict(state).items() if value is not None}
         found |= found.pop("coordinates", {})
@@ -144,10 +144,10 @@ class Responder:
         product = request.path_params["product"]
         key = [part for part in request.path_params.get("key", "").split("/") if part]
         columns = dict(request.query_params)
-        declared = self._pipeline.products.get(product)
+        declared = self.pipeline.products.get(product)
         if declared is None or not declared.channel:
             raise RequestRefused(f"there is no product {product!r} to be looked up", 404)
-        sender = self._requests.gate.show(declared, self._pipeline, first_key(request.headers.raw))
+        sender = self._requests.gate.show(declared, self.pipeline, first_key(request.headers.raw))
         seen = self._rows.seen_by(sender.tenant, product)
         if bool(key) == bool(columns):
             raise RequestRefused("give the key in the path, or columns in the query", 400)

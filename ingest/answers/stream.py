@@ -401,7 +401,7 @@ class Streams:
 
     Args:
         requests: keys, limits, tokens, and the sources that take publications: those that take events by HTTP.
-        pipeline: its products with a channel can be subscribed to.
+        pipeline: its products with a channel can be subscribed to; another one may be set at any time.
         until_ready: waits until the node takes this many bytes of events.
     """
 

@@ -33,7 +33,7 @@ from jobs.console import (
 )
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.lake import Lake
-from lakehouse.contract.pipeline import load_pipeline
+from lakehouse.contract.pipeline.files import PipelineFiles, declared_pipeline
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,9 +62,9 @@ def up(
 
     settings = serving_at(chosen_settings(), port)
     refuse_to_start(settings, ports=True)
-    folders = inbox_folders(inbox or [], list(load_pipeline(settings.pipeline_folder()).sources))
+    folders = inbox_folders(inbox or [], list(declared_pipeline(settings).sources))
     log_to_stderr()
-    stack = Stack(settings, upstream=upstream or "", feeds=True, inboxes=folders, watch=True)
+    stack = Stack(settings, upstream=upstream or "", feeds=True, inboxes=folders)
     stop = stopped_by_signals()
     try:
         if control:
@@ -113,17 +113,16 @@ def collect(
     front: Annotated[
         bool, typer.Option("--front", help="Put payloads into TOPIC.raw unread; millrace refine does the rest.")
     ] = False,
-    watch: Annotated[
-        bool, typer.Option("--watch", help="Start, stop and change sources when the pipeline's file changes.")
-    ] = False,
 ) -> None:
     """Run a collecting node: the pipeline's upstreams, UDP and HTTP, into the log and Kafka."""
     from ingest.node import CollectorNode, NodeOptions, calm_garbage_collector
     from jobs.local.broker import resolve_kafka
 
-    settings, pipeline = chosen_pipeline()
+    settings = chosen_settings()
+    files = PipelineFiles.of(settings)
+    pipeline = files.load()
     settings = resolve_kafka(settings, "collector")
-    options = NodeOptions(node, upstream_urls(url or [], list(pipeline.sources)), front, watch)
+    options = NodeOptions(node, upstream_urls(url or [], list(pipeline.sources)), front, files)
     calm_garbage_collector()
 
     async def main(stop: asyncio.Event) -> None:

@@ -355,11 +355,11 @@ def _confirmed(answers: list[Answer], table: SketchTable, span: Span) -> list[An
 
 
 def _in_bronze(settings: Any, table: str, item: str, span: Span) -> bool:
-    from lakehouse.contract.pipeline import load_pipeline
+    from lakehouse.contract.pipeline.files import declared_pipeline
     from lakehouse.session import build_session
     from lakehouse.sketches.tables import is_in_bronze
 
-    pipeline = load_pipeline(settings.pipeline_folder())
+    pipeline = declared_pipeline(settings)
     if table not in pipeline.products:
         raise ConfigError(f"the pipeline has no product {table!r}", key="--pipeline", remedy="Name the one that has it")
     with err.status("looking it up in bronze …"):

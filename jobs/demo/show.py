@@ -40,7 +40,8 @@ from jobs.local.stack import Stack, free_port
 from jobs.local.supervise import Child
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem
 from lakehouse.contract.lake import Lake
-from lakehouse.contract.pipeline import Pipeline, Product, load_pipeline
+from lakehouse.contract.pipeline import Pipeline, Product
+from lakehouse.contract.pipeline.files import declared_pipeline
 from lakehouse.contract.settings import Settings
 from serve.client import ClientOptions, Snapshot, subscribe
 
@@ -265,7 +266,7 @@ async def run_demo(settings: Settings, options: DemoOptions, console: Console) -
         serve=dataclasses.replace(serve, port=free_or_other("the dashboard", serve.host, serve.port, console)),
         collect=dataclasses.replace(collect, port=free_or_other("the collector", collect.host, collect.port, console)),
     )
-    shown = Show(settings, load_pipeline(settings.pipeline_folder()), options, console)
+    shown = Show(settings, declared_pipeline(settings), options, console)
     with _signals(shown.seen):
         try:
             with console.status("Starting broker, Spark, server and collector …"):

@@ -8,6 +8,7 @@ import logging
 import socket
 import time
 import uuid
+from collections.abc import Iterable
 
 from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
 from kafka.admin import ConfigResource, ConfigResourceType
@@ -117,15 +118,15 @@ def resolve_bootstrap(settings: Settings) -> str:
 
 
 def ensure_topics(
-    pipeline: Pipeline, bootstrap: str, *, security: ClientSecurity = PLAINTEXT, timeout_s: float = 60.0
+    sources: Iterable[Source], bootstrap: str, *, security: ClientSecurity = PLAINTEXT, timeout_s: float = 60.0
 ) -> None:
-    """Create the pipeline's topics where they are absent, waiting for the broker.
+    """Create the sources' topics where they are absent, waiting for the broker.
 
     Raises:
         EnvironmentProblem: the broker did not answer in time, or a topic would lose events.
     """
     kafka = KafkaSettings(bootstrap=bootstrap).secured_by(security)
-    _ensure(list(pipeline.sources.values()), kafka, timeout_s)
+    _ensure(list(sources), kafka, timeout_s)
 
 
 def _ensure(sources: list[Source], kafka: KafkaSettings, timeout_s: float) -> list[TopicRemark]:

@@ -27,7 +27,7 @@ from jobs.local.supervise import Child, Supervisor
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem, MillraceError
 from lakehouse.contract.kafkasecurity import ClientSecurity
 from lakehouse.contract.lake import Lake
-from lakehouse.contract.pipeline import load_pipeline
+from lakehouse.contract.pipeline.files import PipelineFiles, declared_pipeline
 from lakehouse.contract.pipeline.source import metrics_file
 from lakehouse.contract.settings import Settings, child_arguments
 
@@ -165,7 +165,6 @@ class Stack:
         upstreams: the same by source.
         feeds: fetch the feeds that the pipeline declares.
         inboxes: folders whose files are loaded, by source.
-        watch: the collector follows the pipeline's file.
     """
 
     def __init__(
@@ -176,9 +175,7 @@ class Stack:
         upstreams: Mapping[str, str] | None = None,
         feeds: bool = False,
         inboxes: Mapping[str, Path] | None = None,
-        watch: bool = False,
     ) -> None:
-        self._watch = watch
         self._settings = settings
         self._lake = Lake(settings.lake)
         self._feeds = feeds
@@ -189,6 +186,7 @@ class Stack:
         self._broker_due = 0.0
         self._broker_starting: threading.Thread | None = None
         self._broker_refused: EnvironmentProblem | None = None
+        self._granted: PipelineFiles | None = None  # of the secure broker, which grants each topic
         self.supervisor = Supervisor()
         self.restarts_of_broker = 0
         self._parts: dict[str, int | None] = {}
@@ -212,8 +210,8 @@ class Stack:
         urls = [argument for url in self._urls for argument in ("--url", url)]
         # A player that is about to start on this machine is not waited for with long pauses.
         soon = ["--set", "collect.backoff_max_s=0.3"] if self._played else []
-        self._child("collect", ["collect", *urls, *(["--watch"] if self._watch else []), *soon])
-        if any(source.latest_topic for source in load_pipeline(settings.pipeline_folder()).sources.values()):
+        self._child("collect", ["collect", *urls, *soon])
+        if any(source.latest_topic for source in declared_pipeline(settings).sources.values()):
             self._measured_child("latest", ["latest"])
         self.start_loaders()
         serve = f"http://{settings.serve.host}:{settings.serve.port}"
@@ -234,7 +232,7 @@ class Stack:
 
     def start_loaders(self) -> None:
         """Start what loads files: one process for all feeds, and one for each inbox."""
-        sources = load_pipeline(self._settings.pipeline_folder()).sources
+        sources = declared_pipeline(self._settings).sources
         if self._feeds and any(source.feeds for source in sources.values()):
             self._measured_child(FEEDS, ["load", "--feeds", "--node", FEEDS])
         for source, folder in self._inboxes.items():
@@ -263,6 +261,11 @@ class Stack:
         """
         self.supervisor.tend()
         self._note_parts()
+        if self._granted is not None and not self._is_starting() and (changed := self._granted.changed()) is not None:
+            try:
+                apply_topics(self._settings, changed, timeout_s=5.0)
+            except MillraceError as error:
+                log.warning("%s", error)
         broker = self._broker
         if broker is None or self._is_starting() or broker.running():
             return
@@ -321,7 +324,8 @@ class Stack:
         try:
             self._broker.start()
             if self._settings.kafka.secure:
-                apply_topics(self._settings, load_pipeline(self._settings.pipeline_folder()))
+                self._granted = PipelineFiles.of(self._settings)
+                apply_topics(self._settings, self._granted.load())
         except MillraceError as error:
             log.warning("%s", error)
             self._broker_refused = error if isinstance(error, EnvironmentProblem) else None

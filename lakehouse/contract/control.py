@@ -18,7 +18,7 @@ import secrets
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Generic
@@ -199,6 +199,20 @@ class StateManager:
 def state_manager(settings: Settings) -> StateManager | None:
     """The state manager of this process, not started; None without a control plane. Raises ConfigError."""
     return StateManager(settings) if settings.control.url else None
+
+
+@contextlib.contextmanager
+def following(settings: Settings) -> Iterator[None]:
+    """Keep the state on disk up to date meanwhile, if there is a control plane. For processes that need no keys."""
+    manager = state_manager(settings)
+    if manager is None:
+        yield
+        return
+    manager.start()
+    try:
+        yield
+    finally:
+        manager.stop()
 
 
 class StateKeys(Generic[K]):

@@ -46,6 +46,9 @@ ADDED_CRASH_POINTS = ("added.after_copy", "added.after_note")
 FORGET_CRASH_POINTS = ("forget.after_reader", "forget.after_index", "forget.after_table", "forget.after_state")
 """Points of clearing away what a removed query leaves."""
 
+SOURCE_CRASH_POINTS = ("source.after_stop", "source.after_products")
+"""Points of a source that changes while its driver runs: stopped; its products started, and its query not yet."""
+
 CARE_CRASH_POINTS = ("care.before_commit", "care.after_commit")
 """Points of care by a product's writer: compaction and folding."""
 

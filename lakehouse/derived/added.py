@@ -60,7 +60,7 @@ class AddedQueries:
         self._spark = spark
         self._settings = settings
         self._lake = Lake(settings.lake)
-        self._pipeline = pipeline
+        self._pipeline = self._declared_now = pipeline
         self._live = live
         self._derivations = derivations
         self._declared = Declared(self._lake, QuerySpec)
@@ -82,6 +82,10 @@ class AddedQueries:
         for name in list(self._running):
             self._end(name)
 
+    def declare(self, pipeline: Pipeline) -> None:
+        """Follow another pipeline from the next turn on. Queries over a source that has changed start anew."""
+        self._declared_now = pipeline
+
     def _run(self) -> None:
         self._spark.sparkContext.setJobGroup(_GROUP, "queries that were added", interruptOnCancel=False)
         while not self._stop.wait(_SCAN_S):
@@ -92,6 +96,8 @@ class AddedQueries:
 
     def turn(self) -> None:
         """Look at every declaration once."""
+        if self._pipeline is not self._declared_now:
+            self._follow(self._declared_now)
         declared = self._declared.all()
         for name in [name for name, running in self._running.items() if declared.get(name) != running.spec]:
             self._end(name)
@@ -106,9 +112,21 @@ class AddedQueries:
             elif name not in self._failed:
                 self._begin(spec)
 
+    def _follow(self, pipeline: Pipeline) -> None:
+        before, self._pipeline = self._pipeline.sources, pipeline
+        self._failed.clear()
+        for name, running in list(self._running.items()):
+            of = running.spec.relation
+            if running.live is not None and before[of] != pipeline.sources.get(of):
+                self._end(name)
+
     # --- one query
 
     def _begin(self, spec: QuerySpec) -> None:
+        known = {*self._pipeline.sources, *self._pipeline.products, *self._pipeline.views, *self._declared.all()}
+        if spec.relation not in known:
+            self._fail(spec, f"there is no source or product {spec.relation!r}")
+            return
         log.info("query %s begins", spec.name)
         locks = WriterLocks(self._lake, [spec.name], patience_s=2.0)
         try:
@@ -123,7 +141,7 @@ class AddedQueries:
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this query's alone, and is told
             locks.__exit__(None, None, None)
             if not self._stop.is_set():
-                self._fail(spec, _said(error))
+                self._fail(spec, said(error))
             return
         self._running[spec.name] = _Running(spec, locks, live)
         if live is not None:
@@ -166,7 +184,7 @@ class AddedQueries:
             return
         error = running.live.error
         self._end(running.spec.name)
-        self._fail(running.spec, _said(error) if error is not None else "it was stopped from outside")
+        self._fail(running.spec, said(error) if error is not None else "it was stopped from outside")
 
     def _end(self, name: str) -> None:
         running = self._running.pop(name)
@@ -204,7 +222,8 @@ def copy_index(live: LiveProducts, target: Path) -> str:
     return position
 
 
-def _said(error: BaseException) -> str:
+def said(error: BaseException) -> str:
+    """What an error says, in a line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines if "Error" in line or "Exception" in line]
     return ((named or lines or [type(error).__name__])[0])[:500]

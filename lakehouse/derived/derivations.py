@@ -41,6 +41,7 @@ class Derivations:
     """Views and alerts of one driver.
 
     Args:
+        pipeline: its alerts are kept; views are added.
         layers: of the products that this driver keeps; alerts go with gold.
     """
 
@@ -52,7 +53,7 @@ class Derivations:
         self._alerting = "gold" in layers
         self._alerts_declared = Declared(self._lake, Alert)
         self._states = Declared(self._lake, QuerySpec)
-        self._wanted = {name: view for name, view in pipeline.views.items() if view.layer in layers}
+        self._wanted: dict[str, View] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="views and alerts", daemon=True)
@@ -68,7 +69,7 @@ class Derivations:
         self._swept = time.monotonic()
 
     def start(self) -> None:
-        """Begin; views and alerts of the pipeline first."""
+        """Begin."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -76,6 +77,11 @@ class Derivations:
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join()
+
+    def declare(self, pipeline: Pipeline) -> None:
+        """Follow another pipeline."""
+        with self._lock:
+            self._pipeline = pipeline
 
     def add(self, view: View) -> None:
         """Keep a view from now on."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import Gauge
 
 from lakehouse.bronze.table import Progress, progress
 from lakehouse.contract.lake import Lake
-from lakehouse.contract.pipeline import Pipeline, Source
+from lakehouse.contract.pipeline import Source
 
 log = logging.getLogger(__name__)
 
@@ -92,14 +92,16 @@ class RetentionWatch:
 
     Args:
         lake: the lake.
-        pipeline: its sources.
         ask: asks the broker.
         now: monotonic seconds.
+
+    Attributes:
+        sources: by name; others may be set at any time.
     """
 
-    def __init__(self, lake: Lake, pipeline: Pipeline, ask: Ask, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, lake: Lake, ask: Ask, now: Callable[[], float] = time.monotonic) -> None:
+        self.sources: Mapping[str, Source] = {}
         self._lake = lake
-        self._sources = list(pipeline.sources.values())
         self._ask = ask
         self._now = now
         self._looked: float | None = None
@@ -109,7 +111,7 @@ class RetentionWatch:
         if self._looked is not None and self._now() - self._looked < WATCH_EVERY_S:
             return
         self._looked = self._now()
-        found = {s.name: self._ask(s, progress(self._lake.bronze(s.name))) for s in self._sources}
+        found = {s.name: self._ask(s, progress(self._lake.bronze(s.name))) for s in self.sources.values()}
         RETENTION_SHARE.clear()  # a source without an answer has no value
         for name, backlog in found.items():
             if backlog is None:

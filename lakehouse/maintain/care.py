@@ -17,7 +17,7 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, date, datetime
@@ -31,7 +31,7 @@ from lakehouse.bronze.table import progress
 from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.faults import crash_point
 from lakehouse.contract.lake import LOADS, QUALITY, QUARANTINE, WARNINGS, Lake, TableRef
-from lakehouse.contract.pipeline import Pipeline
+from lakehouse.contract.pipeline import Source
 from lakehouse.contract.tomlfile import duration_ms
 from lakehouse.errors import TableBusy
 from lakehouse.gold.store import ProductStore
@@ -261,14 +261,16 @@ class Maintenance:
     Args:
         lake: the lake.
         now: monotonic seconds.
-        pipeline: declares the retention of bronze and the fields of payloads.
+        sources: whose retention of bronze, and fields of payloads, it looks after.
+
+    Attributes:
+        sources: by name; others may be set at any time.
     """
 
-    def __init__(self, lake: Lake, now: Callable[[], float] = time.monotonic, pipeline: Pipeline | None = None) -> None:
+    def __init__(self, lake: Lake, now: Callable[[], float] = time.monotonic, sources: Iterable[Source] = ()) -> None:
+        self.sources = {source.name: source for source in sources}
         self._lake = lake
         self._now = now
-        self._sources = pipeline.sources if pipeline else {}
-        self._retention = pipeline.bronze_retentions if pipeline else {}
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="maintenance")
         self._running: Future[None] | None = None
         self._looked = self._swept = now()
@@ -328,10 +330,10 @@ class Maintenance:
 
     def _look_at_bronze(self, table: TableRef, sweep_now: bool) -> None:
         compact_bronze(self._lake, table)
-        source = self._sources.get(table.name)
+        source = self.sources.get(table.name)
         if source is None or not sweep_now:
             return
         if fresh := note_unknown_fields(self._lake, source):
             log.warning("payloads of %s have fields that the schema lacks: %s", table.name, ", ".join(fresh[:10]))
-        if table.name in self._retention:
-            end_retention(self._lake, table, self._retention[table.name])
+        if source.bronze_retention:
+            end_retention(self._lake, table, duration_ms(source.bronze_retention))

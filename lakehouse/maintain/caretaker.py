@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from lakehouse.contract.lake import PROPERTY_DECLARATION, Lake, TableRef
 from lakehouse.contract.pipeline import Pipeline, Product
+from lakehouse.contract.tomlfile import duration_ms
 from lakehouse.declaration import product_declaration, source_declaration
 from lakehouse.errors import LakehouseError, TableBusy
 from lakehouse.gold.state_store import store_of
@@ -109,8 +110,8 @@ def _care_of_bronze(lake: Lake, pipeline: Pipeline, table: TableRef, everything:
         yield f"fields that the schema lacks: {', '.join(fresh[:10])}"
     if fewer := compact_bronze(lake, table, target=LARGE, many=2 if everything else MANY_BRONZE_FILES):
         yield f"{fewer} files fewer"
-    keep = pipeline.bronze_retentions.get(table.name)
-    if keep is not None and (days := end_retention(lake, table, keep)):
+    keep = source.bronze_retention if source is not None else ""
+    if keep and (days := end_retention(lake, table, duration_ms(keep))):
         yield f"{len(days)} days past their retention removed"
 
 
@@ -141,13 +142,20 @@ class Caretaker:
         self, lake: Lake, pipeline: Pipeline, ask: Ask | None = None, now: Callable[[], float] = time.monotonic
     ) -> None:
         self._lake = lake
-        self._pipeline = pipeline
         self._now = now
-        self._maintenance = Maintenance(lake, now, pipeline)
-        self._watch = RetentionWatch(lake, pipeline, ask, now) if ask is not None else None
+        self._maintenance = Maintenance(lake, now)
+        self._watch = RetentionWatch(lake, ask, now) if ask is not None else None
+        self.declare(pipeline)
         self._rounded = now()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="caretaker", daemon=True)
+
+    def declare(self, pipeline: Pipeline) -> None:
+        """Follow another pipeline from the next turn on."""
+        self._pipeline = pipeline
+        self._maintenance.sources = pipeline.sources
+        if self._watch is not None:
+            self._watch.sources = pipeline.sources
 
     def __enter__(self) -> Caretaker:
         self._thread.start()

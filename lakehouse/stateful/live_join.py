@@ -87,7 +87,7 @@ class LiveJoin(BronzeFollower):
         self._store = store_of(product, lake.table(product.layer, product.name), pipeline.name, declaration)
         self._no_pairs = self._joined.partial([])
         self._max_bytes = byte_size(settings.spark.max_bytes_per_trigger)
-        self._maintenance = Maintenance(lake, pipeline=pipeline)
+        self._maintenance = Maintenance(lake)
         self._marks = Marks()
         self._committed_at = time.monotonic()
         self._open_indexes()

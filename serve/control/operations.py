@@ -19,8 +19,9 @@ from sqlalchemy.orm import Session
 
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.keys import key_hash, new_key, new_key_id
-from lakehouse.contract.pipeline import Pipeline, Source
-from lakehouse.contract.tomlfile import build, toml_text
+from lakehouse.contract.pipeline import Pipeline
+from lakehouse.contract.pipeline.files import added_source
+from lakehouse.contract.tomlfile import toml_text
 from serve.access import ReaderKey
 from serve.control import types
 from serve.control.store import Actor, ControlChange, now_ms
@@ -374,7 +375,7 @@ def show_source(call: ControlCall) -> tuple[types.SourceEntry, SourceRow]:
 
 
 def put_source(call: ControlCall) -> tuple[types.SourceEntry, SourceRow]:
-    """Declare a source, or change its declaration: what a pipeline.toml has below [sources.NAME]"""
+    """Declare a source, or change its declaration: what a pipeline.toml has below [sources.NAME], and its products"""
     call.operator()
     change, name = call.changing, call.path["name"]
     declaration = checked_source(name, call.body)
@@ -400,14 +401,14 @@ def remove_source(call: ControlCall) -> None:
 
 
 def checked_source(name: str, declaration: dict[str, Any]) -> dict[str, Any]:
-    """The declaration, if a pipeline.toml could have it.
+    """The declaration, if processes will take it: :mod:`lakehouse.contract.pipeline.files`.
 
     Raises:
         RequestError: it could not.
     """
     try:
-        source = build(Source, {**declaration, "name": name}, file=Path(f"{name}.toml"))
-        Pipeline(sources={name: source})
+        source, products = added_source(declaration, Path(f"{name}.toml"))
+        Pipeline({name: source}, products)
     except ConfigError as error:
         raise _wrong(f"{error.key + ': ' if error.key else ''}{error.problem}. {error.remedy}".rstrip(". ")) from None
     try:

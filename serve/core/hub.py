@@ -49,7 +49,7 @@ class Hub:
         codecs: wire forms in which whole tables are kept from the start; others are added when somebody asks for them.
         seal: writes and reads positions.
         working: called when there is work for :meth:`work`.
-        specs: declared channels by table.
+        specs: declared channels by table; others may be set while a table is not open.
     """
 
     def __init__(
@@ -99,10 +99,9 @@ class Hub:
                 deliveries.append(Outgoing(tuple(members), wake=True))
         return deliveries
 
-    def table_closed(self, name: str, problem: str) -> list[Outgoing]:
-        """A table cannot be served any more: its subscribers get ``not_served`` and are closed."""
+    def table_closed(self, name: str, why: RequestError) -> list[Outgoing]:
+        """A table cannot be served any more as it was: its subscribers are told why, and closed."""
         channel = self.channels.pop(name, None)
-        why = RequestError(RequestError.BAD_REQUEST, "not_served", problem)
         streams = [] if channel is None else list(channel.streams.values())
         return [delivery for stream in streams for delivery in self._ended(stream, why)]
 

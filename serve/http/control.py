@@ -19,8 +19,8 @@ from starlette.routing import BaseRoute, Route
 from lakehouse.contract.errors import ConfigError, QueryRefused
 from lakehouse.contract.keys import is_loopback
 from lakehouse.contract.lake import Lake
-from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.contract.pipeline.added import Declared, QuerySpec, State, checked_query
+from lakehouse.contract.pipeline.files import declared_pipeline
 from lakehouse.contract.settings import Settings
 from serve.core.hub import Hub
 from serve.errors import RequestError
@@ -94,7 +94,7 @@ ROUTES: list[BaseRoute] = [
 def _add(settings: Settings, spec: QuerySpec, columns: dict[str, tuple[str, ...]]) -> QuerySpec:
     lake = Lake(settings.lake)
     try:
-        pipeline = load_pipeline(settings.pipeline_folder())
+        pipeline = declared_pipeline(settings)
     except ConfigError as error:
         raise RequestError(RequestError.FULL, "busy", f"the server's pipeline cannot be read: {error}") from None
     checked = checked_query(spec, pipeline, lake, settings.queries, columns)

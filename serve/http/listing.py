@@ -30,7 +30,7 @@ async def tables(request: Request) -> Response:
     hub: Hub = request.state.hub
     known: Tables = request.state.tables
     principal = admitted(request)
-    found, declared = await asyncio.to_thread(_found, known.lake, request.state.pipeline)
+    found, declared = await asyncio.to_thread(_found, known.lake, request.state.files.pipeline)
     listed = []
     for table in found:
         if not principal.may_read(table.name):

@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import TypeVar
 from lakehouse.contract.deltalog import Commit, DeltaLog, LogFollower, TableGone, TableUnreadable
 from lakehouse.contract.lake import NAME_PATTERN, Lake, TableRef
 from lakehouse.contract.pipeline.added import Declared, QuerySpec
-from lakehouse.contract.pipeline.product import EVERYTHING
+from lakehouse.contract.pipeline.product import EVERYTHING, ChannelSpec
 from lakehouse.contract.pipeline.tenants import TenantBorder
 from serve.core.channel import NOT_SERVED, channel_problem, finished, opened_view
 from serve.core.hub import Hub
@@ -54,6 +54,8 @@ _GAP_CHECK_S = 2.0  # how often to check whether a missing version was cleaned u
 _HALF_WRITTEN_TRIES = 40
 _AGAIN_S = 0.5
 _T = TypeVar("_T")
+Declarations = tuple[Mapping[str, ChannelSpec], Mapping[str, str]]
+"""Channels of all products and views, and the columns of tenants, both by table."""
 _AT_ONCE_S = 1.0  # how long a subscriber may keep its slot while it takes what was rebuilt
 
 
@@ -261,13 +263,20 @@ class Tables:
         hub: told of every table and commit.
         border: between tenants; queries that are added and removed are entered.
         deliver: carries out the hub's deliveries.
+        declared: returns what is declared if it has changed; called in a thread, before tables are looked for.
     """
 
     def __init__(
-        self, lake: Lake, hub: Hub, border: TenantBorder, deliver: Callable[[Iterable[Outgoing]], None]
+        self,
+        lake: Lake,
+        hub: Hub,
+        border: TenantBorder,
+        deliver: Callable[[Iterable[Outgoing]], None],
+        declared: Callable[[], Declarations | None] = lambda: None,
     ) -> None:
         self.lake = lake
-        self._specs = hub.specs
+        self._declared = declared
+        self._declaring = asyncio.Lock()
         self.problems: dict[str, str] = {}
         self.scanned = asyncio.Event()
         self._hub = hub
@@ -417,13 +426,37 @@ class Tables:
 
     async def _scan(self) -> None:
         loop = asyncio.get_running_loop()
-        await loop.run_in_executor(self._executor, self._enter_queries)
+        async with self._declaring:  # first: a table is never served otherwise than as it was declared when it was made
+            changed = await loop.run_in_executor(self._executor, self._declared)
+            if changed is not None:
+                await self._redeclare(*changed)
+            await loop.run_in_executor(self._executor, self._enter_queries)
         for table in await loop.run_in_executor(self._executor, self.lake.tables):
-            if not self._specs.get(table.name, EVERYTHING).served:
+            if not self._hub.specs.get(table.name, EVERYTHING).served:
                 self.problems[table.name] = NOT_SERVED
             elif table.layer != "bronze" and table.name not in self._tails:
                 self._tails[table.name] = asyncio.create_task(self._follow(table), name=f"tail {table.name}")
         self.scanned.set()
+
+    async def _redeclare(self, specs: Mapping[str, ChannelSpec], columns: Mapping[str, str]) -> None:
+        """Serve each table as it is declared now; one that is declared no more, as it was."""
+        before, tenants = self._hub.specs, self._border.columns
+        other = [
+            name
+            for name, spec in specs.items()
+            if spec != before.get(name, EVERYTHING) or tenants.get(name) != columns.get(name)
+        ]
+        self._hub.specs = {**before, **specs}
+        for name in specs.keys() - columns.keys():
+            tenants.pop(name, None)
+        tenants.update(columns)
+        for name in other:
+            self.problems.pop(name, None)
+            if (tail := self._tails.pop(name, None)) is not None:
+                tail.cancel()
+                await asyncio.gather(tail, return_exceptions=True)
+                why = RequestError(RequestError.FULL, "busy", "the table is declared otherwise now: connect again")
+                self._deliver(self._hub.table_closed(name, why))
 
     async def _follow(self, table: TableRef) -> None:
         warm = WARM_VERSIONS
@@ -444,7 +477,8 @@ class Tables:
                 if self.problems.get(table.name) != str(error):
                     log.warning("%s", error)
                 await self._tell_opened(table.name, str(error))
-                self._deliver(self._hub.table_closed(table.name, str(error)))
+                why = RequestError(RequestError.BAD_REQUEST, "not_served", str(error))
+                self._deliver(self._hub.table_closed(table.name, why))
                 pause = _UNREADABLE_RETRY_S
             except Exception:
                 log.exception("tail of %s failed", table.name)
@@ -452,7 +486,7 @@ class Tables:
             await asyncio.sleep(pause)
 
     def _check_fits(self, table: TableInfo) -> None:
-        if why := channel_problem(table, self._specs):
+        if why := channel_problem(table, self._hub.specs):
             raise TableUnreadable(table.name, f"products.{table.name}.channel does not fit it: {why}")
 
     async def _tell_opened(self, name: str, problem: str | None) -> None:

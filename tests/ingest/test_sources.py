@@ -17,6 +17,7 @@ from ingest.node import CollectorNode, changed, with_upstream
 from lakehouse.contract.envelope import Envelope
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem
 from lakehouse.contract.pipeline import load_pipeline
+from lakehouse.contract.pipeline.files import PipelineFiles
 from lakehouse.contract.pipeline.source import CollectorSpec
 from tests.ingest.conftest import Upstream, consume, event, get, pipeline_of, request, running_node, settings_of
 
@@ -64,7 +65,9 @@ async def test_the_pipelines_file_is_followed(broker: EmbeddedBroker, tmp_path: 
         upstream.limit = 20
         more = MORE.replace("URL", upstream.url)
         pipeline = load_pipeline(folder)
-        async with running_node(settings_of(tmp_path / "lake"), pipeline, broker.bootstrap, watch=True) as url:
+        files = PipelineFiles(folder, tmp_path / "sources")
+        files.load()
+        async with running_node(settings_of(tmp_path / "lake"), pipeline, broker.bootstrap, files=files) as url:
 
             async def answers(source: str, status: int) -> bool:
                 return (await request(url, "POST", f"/v1/{source}", event(1), **JSON))[0] == status
@@ -93,6 +96,11 @@ async def test_the_pipelines_file_is_followed(broker: EmbeddedBroker, tmp_path: 
             await when(lambda: answers("clicks", 202))  # it is changed too, and away for a moment
             _, _, stats = await get(url, "/v1/stats")
             assert list(stats["sources"]) == ["clicks"]
+            extra = MORE.partition("[sources.visits]")[2].replace("TOPIC", "follow").replace("URL", upstream.url)
+            (tmp_path / "sources").mkdir()
+            (tmp_path / "sources" / "extra.toml").write_text(extra, encoding="utf-8")
+            await when(lambda: answers("extra", 202))
+            assert await answers("clicks", 202)
 
 
 @pytest.mark.broker

@@ -25,10 +25,11 @@ from lakehouse.bronze.table import COLUMNS
 from lakehouse.contract.envelope import Envelope, fingerprint
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, load_pipeline
+from lakehouse.contract.pipeline.files import PipelineFiles
 from lakehouse.contract.settings import Settings, load_settings
 from lakehouse.gold.store import ProductStore
 from lakehouse.stages import Stages
-from lakehouse.stream import run
+from lakehouse.stream import PipelineChanges, run
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 T0 = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -324,21 +325,24 @@ class Site:
     def running(
         self, spark: SparkSession, stages: Stages | None = None, *, accept_loss: bool = False
     ) -> Iterator[Callable[[], bool]]:
-        """The queries in this process; yields a check that they run. Whatever ended them is raised."""
+        """The queries in this process, as its files say; yields a check that they run. What ended them is raised."""
         stop, started = threading.Event(), threading.Event()
         errors: list[BaseException] = []
+        files = PipelineFiles.of(self.settings)
 
         def work() -> None:
             try:
                 run(
                     spark,
                     self.settings,
-                    self.pipeline,
+                    files.load(),
                     stages or Stages(),
                     bootstrap=self.bootstrap,
                     stop=stop,
                     started=started.set,
                     accept_loss=accept_loss,
+                    changes=PipelineChanges(files),
+                    topics=lambda source: ensure_topics([source], self.bootstrap),
                 )
             except BaseException as error:  # noqa: BLE001 - raised below
                 errors.append(error)
@@ -363,7 +367,7 @@ class Site:
 def site(folder: Path, bootstrap: str, topic: str) -> Site:
     """A new lake in ``folder`` with a topic of its own."""
     pipeline = pipeline_in(folder / "clicks", topic)
-    ensure_topics(pipeline, bootstrap)
+    ensure_topics(pipeline.sources.values(), bootstrap)
     settings = load_settings({}, lake=folder / "lake", pipeline=str(folder / "clicks"), kafka__bootstrap=bootstrap)
     return Site(settings, pipeline, bootstrap, [])
 

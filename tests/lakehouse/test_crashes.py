@@ -112,7 +112,7 @@ def test_products_that_remember_at_every_point(
     topic = f"clicks-{uuid.uuid4().hex[:8]}"
     (tmp_path / "first" / "clicks").mkdir(parents=True)
     (tmp_path / "first" / "clicks" / "pipeline.toml").write_text(STATEFUL.replace("TOPIC", topic), encoding="utf-8")
-    ensure_topics(load_pipeline(tmp_path / "first" / "clicks"), broker.bootstrap)  # with one partition
+    ensure_topics(load_pipeline(tmp_path / "first" / "clicks").sources.values(), broker.bootstrap)  # with one partition
     place = stateful(tmp_path / "killed", broker.bootstrap, topic)
     sent = 0
 
@@ -168,6 +168,27 @@ def killed_at(place: Site, point: str, send: Callable[[], None] = lambda: None) 
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def test_a_source_that_changes_while_its_driver_dies(new_site: Callable[[], Site], spark: SparkSession) -> None:
+    """Stopped and not started; with products and without its query; forgotten and not built."""
+    place = new_site()
+    for number, point in enumerate(("source.after_stop", "source.after_products:2", "rebuild.after_forget")):
+        waiting = [lambda n=number: redeclared(place, (f"price >= {-n}", f"price >= {-n - 1}"))]
+        place.send(mixture(100 * number, 60))
+        arrived = place.arrived()
+
+        def change(arrived: Callable[[], bool] = arrived, waiting: list[Callable[[], Site]] = waiting) -> None:
+            if waiting and arrived():
+                waiting.pop()()
+
+        killed_at(place, point, change)
+        assert not waiting
+    place = redeclared(place, ("price >= -3", "price >= 0"))
+    place.send(mixture(50, 100))
+    place.run_until_arrived(spark)
+    assert_exact(place.lake, place.pipeline, place.records)
+    assert [(f.table, f.equal) for f in verify(spark, place.settings, place.pipeline)] == ALL_EQUAL
 
 
 @pytest.mark.parametrize("time", [1, 2, 3])

@@ -105,7 +105,7 @@ def test_how_far_bronze_is_behind_its_topic(tmp_path: Path, broker: EmbeddedBrok
     source = pipeline.sources["clicks"]
     topics = Topics(broker.bootstrap)
     assert topics.backlog(source, Progress()) is None  # there is no topic
-    ensure_topics(pipeline, broker.bootstrap)
+    ensure_topics(pipeline.sources.values(), broker.bootstrap)
     assert topics.backlog(source, Progress()) == Backlog(0, 0.0, 0, 7 * 86_400.0)
     records = mixture(0, 20)
     produce(broker.bootstrap, topic, records)

@@ -219,7 +219,7 @@ def test_a_topic_that_begins_anew_is_refused_until_the_source_has_another(
             pytest.fail("it started")
     assert progress(bronze).offsets == taken
     pipeline = pipeline_in(place.pipeline.path.parent, f"{place.topic}-again")
-    ensure_topics(pipeline, place.bootstrap)
+    ensure_topics(pipeline.sources.values(), place.bootstrap)
     moved = Site(place.settings, pipeline, place.bootstrap, place.records + others)
     copied(place, moved.topic)
     moved.run_until_arrived(spark)

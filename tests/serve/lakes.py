@@ -104,10 +104,10 @@ def top_topics(root: Path) -> Product:
     return Product(root / "gold" / "top_topics", TOPICS, {lake.PROPERTY_KEY: "window_start,rank"})
 
 
-def rsvps_by_city(root: Path) -> Product:
-    """silver/rsvps_by_city, empty: partials."""
+def rsvps_by_city(root: Path, name: str = "rsvps_by_city") -> Product:
+    """silver/rsvps_by_city, or another name, empty: partials."""
     properties = {lake.PROPERTY_KEY: "window_start,city,country", lake.PROPERTY_FOLD: json.dumps(CITY_FOLD)}
-    return Product(root / "silver" / "rsvps_by_city", CITIES, properties)
+    return Product(root / "silver" / name, CITIES, properties)
 
 
 def topics(number: int, counts: Sequence[int]) -> list[dict[str, Any]]:

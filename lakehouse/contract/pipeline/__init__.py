@@ -9,7 +9,8 @@ Loading a pipeline starts no JVM and connects to nothing.
     product        Product with the keys of every operator; ChannelSpec
     tenants        which rows a tenant sees
     expectations   what is expected of events, batches and tables
-    added          queries and alerts that are declared at run time
+    added          queries and alerts that are declared at run time, and what SQL of that time may be
+    files          the files of a pipeline, followed while a process runs; sources that are added at run time
 """
 
 from lakehouse.contract.pipeline.folder import Alert, Pipeline, Staging, View, load_pipeline

@@ -188,6 +188,7 @@ class Pipeline:
         alerts: by name.
         staging: by name: copies of a part of a product, for slow readers.
         path: the ``pipeline.toml`` it was read from.
+        added: names of the sources that were added at run time, see :mod:`~lakehouse.contract.pipeline.files`.
     """
 
     sources: dict[str, Source]
@@ -197,6 +198,7 @@ class Pipeline:
     staging: dict[str, Staging] = field(default_factory=dict)
     name: str = ""
     path: Path = Path()
+    added: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -242,11 +244,6 @@ class Pipeline:
             _known("product", alert.product, derived, f"alerts.{name}.product")
         in_order(self.views)
 
-    @property
-    def bronze_retentions(self) -> dict[str, int]:
-        """How long bronze is kept, in milliseconds, by source; not those that are kept for ever."""
-        return {name: duration_ms(s.bronze_retention) for name, s in self.sources.items() if s.bronze_retention}
-
     def products_of(self, source: str) -> list[Product]:
         """Products that derive from this source alone, in the order of the file."""
         return [p for p in self.products.values() if p.source == source and p.operator != "join"]
@@ -282,8 +279,12 @@ def load_pipeline(folder: Path) -> Pipeline:
     _set_views_apart(raw)
     try:
         pipeline = build(Pipeline, raw, file=path)
-        _check_keys(pipeline, raw.get("products", {}), path)
-        _check_border(pipeline, path)
+        try:
+            check_product_keys(pipeline.products, raw.get("products", {}))
+            check_tenants(pipeline)
+        except ConfigError as error:
+            line = line_of(path, error.key)
+            raise ConfigError(error.problem, key=error.key, remedy=error.remedy, file=path, line=line) from None
         return pipeline
     except ConfigError as error:
         if error.key.startswith("views."):  # a view is written as a product
@@ -292,23 +293,13 @@ def load_pipeline(folder: Path) -> Pipeline:
         raise
 
 
-def _check_keys(pipeline: Pipeline, products: dict[str, Any], file: Path) -> None:
+def check_product_keys(products: Mapping[str, Product], tables: Mapping[str, Any]) -> None:
     """Refuse keys that say nothing to the operator of their product; the dataclass no longer knows which were given."""
-    for name, product in pipeline.products.items():
+    for name, product in products.items():
         try:
-            check_keys(product.operator, products[name])
+            check_keys(product.operator, tables[name])
         except ConfigError as error:
-            key = f"products.{name}.{error.key}"
-            line = line_of(file, key)
-            raise ConfigError(error.problem, key=key, remedy=error.remedy, file=file, line=line) from None
-
-
-def _check_border(pipeline: Pipeline, file: Path) -> None:
-    try:
-        check_tenants(pipeline)
-    except ConfigError as error:
-        error.file, error.line = file, line_of(file, error.key)
-        raise
+            raise ConfigError(error.problem, key=f"products.{name}.{error.key}", remedy=error.remedy) from None
 
 
 def _set_views_apart(raw: dict[str, Any]) -> None:

@@ -156,7 +156,7 @@ def parse_query(sql: str, *, max_bytes: int) -> exp.Query:
     return tree
 
 
-def parse_condition(sql: str, *, max_bytes: int = 4_000) -> exp.Expr:
+def parse_condition(sql: str, *, max_bytes: int = 4_000, functions: frozenset[str] = VIEW_FUNCTIONS) -> exp.Expr:
     """One expression over a row's columns: checked for functions, and that it looks at nothing else.
 
     Raises:
@@ -170,7 +170,7 @@ def parse_condition(sql: str, *, max_bytes: int = 4_000) -> exp.Expr:
     bad = next(expression.find_all(exp.Query, exp.AggFunc, exp.Window, exp.Star), None)
     if bad is not None:
         raise QueryRefused("sql", f"{_short(bad.sql(dialect='spark'))} looks at other rows", "Use a view for that")
-    check_functions(expression, VIEW_FUNCTIONS)
+    check_functions(expression, functions)
     return expression  # type: ignore[no-any-return]
 
 

@@ -26,7 +26,7 @@ from jobs.local.broker import ensure_topics
 from lakehouse.contract.errors import EnvironmentProblem
 from tests.jobs.local.test_broker import pipeline
 try:
-    ensure_topics(pipeline("t"), sys.argv[1], timeout_s=1.0)
+    ensure_topics(pipeline("t").sources.values(), sys.argv[1], timeout_s=1.0)
 except EnvironmentProblem as error:
     print(error.problem, error.remedy, sep="\\n")
 """
@@ -43,9 +43,9 @@ def pipeline(*topics: str, **options: Any) -> Pipeline:
 @pytest.mark.broker
 def test_topics_are_created_once_with_their_settings(broker: EmbeddedBroker) -> None:
     names = [f"t-{uuid.uuid4().hex[:8]}" for _ in range(2)]
-    ensure_topics(pipeline(names[0], partitions=3, retention="2 hours"), broker.bootstrap)
-    ensure_topics(pipeline(*names, partitions=1), broker.bootstrap)  # the first is there and stays as it is
-    ensure_topics(pipeline(*names), broker.bootstrap)
+    ensure_topics(pipeline(names[0], partitions=3, retention="2 hours").sources.values(), broker.bootstrap)
+    ensure_topics(pipeline(*names, partitions=1).sources.values(), broker.bootstrap)  # the first stays as it is
+    ensure_topics(pipeline(*names).sources.values(), broker.bootstrap)
     admin = KafkaAdminClient(bootstrap_servers=broker.bootstrap)
     try:
         described = {topic["name"]: len(topic["partitions"]) for topic in admin.describe_topics(names)}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import signal
-import socket
 import threading
 import time
 import urllib.request
@@ -13,12 +11,9 @@ from pathlib import Path
 
 import pytest
 from deltalake import DeltaTable
-from typer.testing import CliRunner
 
 from ingest.broker import EmbeddedBroker
-from jobs.cli import app
 from jobs.local.stack import Stack, inbox_folders, parts
-from jobs.local.supervise import Child, Supervisor
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.settings import load_settings
@@ -107,31 +102,6 @@ def test_feeds_and_inboxes_are_parts_of_the_stack(tmp_path: Path, monkeypatch: p
     found = sorted((row["event_id"], row["collector"]) for row in rows)
     assert found == [("1", "feeds"), ("2", "feeds"), ("3", "inbox-offers")]
     assert {part.name: part.running for part in parts(lake)} == {"feeds": False, "inbox-offers": False, "broker": False}
-
-
-def test_a_pipeline_that_changes_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    children: dict[str, Child] = {}
-    monkeypatch.setattr(Supervisor, "_launch", lambda _, child: children.setdefault(child.name, child))  # no process
-    monkeypatch.setattr(Supervisor, "tend", lambda _: signal.raise_signal(signal.SIGTERM))
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    (tmp_path / "pipeline.toml").write_text(PIPELINE.replace("URL", "http://127.0.0.1:1"))
-    arguments = ["up", "--lake", str(tmp_path / "lake"), "--pipeline", str(tmp_path)]
-    arguments += ["--set", "serve.port=0", "--set", "collect.port=0"]
-    try:
-        with socket.socket() as kafka:
-            kafka.bind(("127.0.0.1", 0))
-            kafka.listen()
-            bootstrap = f"127.0.0.1:{kafka.getsockname()[1]}"
-            found = CliRunner().invoke(app, arguments, env={"MILLRACE_KAFKA_BOOTSTRAP": bootstrap})
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    assert found.exit_code == 0, found.output
-    assert "--watch" in children["collect"].command
-    settings = load_settings({}, lake=tmp_path / "lake", pipeline=str(tmp_path), kafka__bootstrap="127.0.0.1:1")
-    children.clear()
-    Stack(settings).start()
-    assert "--watch" not in children["collect"].command, "what a demo plays does not change"
 
 
 def test_whose_inbox_it_is(tmp_path: Path) -> None:

@@ -94,6 +94,8 @@ class Driver:
     def __init__(self, lake: Lake, pipeline: Pipeline, **limits: int) -> None:
         settings = Settings(lake=lake.root, queries=QuerySettings(**limits))
         self.derivations = Derivations(settings, pipeline, ("silver", "gold"))
+        for view in pipeline.views.values():
+            self.derivations.add(view)
         self._engine = ViewEngine()
 
     def turn(self) -> None:

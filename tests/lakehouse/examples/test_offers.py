@@ -66,7 +66,7 @@ def place(tmp_path: Path, bootstrap: str) -> tuple[Settings, Pipeline]:
             text.replace('topic = "offers"', f'topic = "offers-{uuid.uuid4().hex[:8]}"'), encoding="utf-8"
         )
     pipeline = load_pipeline(folder)
-    ensure_topics(pipeline, bootstrap)
+    ensure_topics(pipeline.sources.values(), bootstrap)
     return load_settings({}, lake=tmp_path / "lake", pipeline=str(folder), kafka__bootstrap=bootstrap), pipeline
 
 

@@ -247,7 +247,9 @@ async def test_app_that_is_gone_can_come_back_without_its_keys(admin: httpx.Asyn
 
 async def test_source_is_checked_as_a_pipeline_file_is(plane: Plane, admin: httpx.AsyncClient) -> None:
     made = await good(admin, "PUT", "/v1/sources/clicks", 200, **SOURCE)
-    toml = b'topic = "clicks"\nschema = "id STRING"\nevent_time = "at"\n[enrich.c]\nkey = "{id}"\ntopic = "ref"\n'
+    toml = (
+        b'topic = "clicks"\nschema = "id STRING"\nevent_time = "received_at"\n[enrich.c]\nkey = "{id}"\ntopic = "ref"\n'
+    )
     answer = await admin.put("/v1/sources/clicks", content=toml, headers={"content-type": "application/toml"})
     assert answer.status_code == 200 and answer.json()["declaration"]["enrich"] == {
         "c": {"key": "{id}", "topic": "ref"}
@@ -259,6 +261,12 @@ async def test_source_is_checked_as_a_pipeline_file_is(plane: Plane, admin: http
         ({**SOURCE, "retention": "soon"}, "duration"),
         ({**SOURCE, "partitions": None}, "partitions"),
         ({**SOURCE, "collectors": [{"kind": "telepathy"}]}, "collectors"),
+        ({**SOURCE, "collectors": [{"kind": "os:system"}]}, "of one's own"),
+        ({**SOURCE, "event_time": "reflect('java.lang.System', 'exit')"}, "reflect"),
+        (
+            {**SOURCE, "products": {"n": {"layer": "gold", "sql": "SELECT count(*) AS n FROM other GROUP BY id"}}},
+            "other",
+        ),
     ]:
         assert word in (await good(admin, "PUT", "/v1/sources/x", 422, **wrong))["detail"], wrong
     assert (await good(admin, "PUT", "/v1/sources/Clicks", 422, **SOURCE))["detail"]

@@ -118,6 +118,26 @@ async def test_a_table_without_a_channel_is_not_served(root: Path) -> None:
         assert (await client.get("/readyz")).json()["not_served"] == 1
 
 
+async def test_channels_are_served_as_they_are_declared_now(root: Path) -> None:
+    top_topics(root).overwrite(topics(0, [9, 7, 3]), [window(0)])
+    added = root / "_millrace" / "control" / "state" / "sources" / "visits.toml"
+    added.parent.mkdir(parents=True)
+    async with declared(root, PIPELINE) as url, subscribed(url, "top_topics") as connection:
+        assert len((await receive(connection, "snapshot"))["rows"]) == 3
+        source = PIPELINE.partition("[sources.rsvps]")[2].partition("[products")[0]
+        fresh = added.with_suffix(".new")
+        product = "[products.secrets]\nlayer = 'silver'\nsql = 'SELECT id FROM visits'\nchannel = false\n"
+        fresh.write_text(source.replace('"rsvps"', '"visits"') + product)
+        fresh.replace(added)
+        rsvps_by_city(root, "secrets").append([city(0, "Bonn", 1)])  # at once: not served for a moment either
+        folder(root, PIPELINE + CHANNEL)
+        assert json.loads(await connection.recv())["code"] == "busy"
+        async with subscribed(url, "secrets") as other:
+            assert json.loads(await other.recv())["code"] == "not_served"
+        async with subscribed(url, "top_topics") as again:
+            assert [row["count"] for row in (await receive(again, "snapshot"))["rows"]] == [9, 7]
+
+
 async def test_a_filter_that_does_not_fit_the_table_keeps_it_from_being_served(root: Path) -> None:
     top_topics(root).overwrite(topics(0, [9]), [window(0)])
     wrong = PIPELINE + "[products.top_topics.channel]\nwhere = 'price > 1'\n"
