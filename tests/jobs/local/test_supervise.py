@@ -191,6 +191,16 @@ def test_last_words(supervisor: Supervisor, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG")
+def test_a_child_imports_nothing_from_the_users_folder(
+    supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "__init__.py").write_text("raise RuntimeError('a package of the user')")
+    monkeypatch.chdir(tmp_path)
+    supervisor.start(Child("child", ["--help"], tmp_path / "child.log"))
+    eventually(lambda: "Usage:" in (tmp_path / "child.log").read_text())
+
+
 def test_children_end_when_the_supervisor_is_killed(tmp_path: Path) -> None:
     log = tmp_path / "a.log"
     command = [sys.executable, "-c", SUPERVISOR, str(log), *RUNS]
