@@ -188,10 +188,16 @@ async def _families(folder: str) -> dict[str, list[Metric]]:
     relays = [relay_counts(prefix, {}, *names) for prefix, names in kinds]
     return {
         "Collector": _ours(node._stats.registry.collect()),
-        "Spark driver": _ours([*driver.collect(), *EVENTS.collect(), *RETENTION_SHARE.collect()]),
+        "Spark driver": _ours([*driver.collect(), *map(_family, (EVENTS, RETENTION_SHARE))]),
         "Server": _ours(of_server),
         "refine and latest": _ours(family for counts in relays for one in counts for family in one.collect()),
     }
+
+
+def _family(declared: Any) -> Metric:
+    (family,) = declared.collect()
+    family._labelnames = declared._labelnames
+    return family
 
 
 def _ours(families: Iterable[Metric]) -> list[Metric]:
