@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -34,7 +35,9 @@ def quality(
     batch: Annotated[
         str, typer.Option(help="Check this batch of a source: latest, a bronze version, or FROM..TO.")
     ] = "",
-    report: Annotated[Path | None, typer.Option(help="Write an HTML report (Data Docs) into this folder.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Folder of the HTML report (Data Docs), instead of the lake's.")
+    ] = None,
     history: Annotated[bool, typer.Option(help="Keep the results in table quality.")] = True,
     engine: Annotated[str, typer.Option(help="duckdb, or spark for predicates that only Spark knows.")] = "duckdb",
     accept: Annotated[
@@ -64,8 +67,12 @@ def quality(
             spark = build_session(settings, "millrace-quality")
             held.callback(spark.stop)
             status.update("checking …")
+        lake = Lake(settings.lake)
+        if report is None and history:
+            report = lake.data_docs
+            shutil.rmtree(report, ignore_errors=True)
         run = QualityRun(tables or (), batch=batch, report=report, keep=history, spark=spark)
-        found = check_tables(Lake(settings.lake), loaded, run)
+        found = check_tables(lake, loaded, run)
     if as_json:
         print_json([_plain(looked) for looked in found])
     else:

@@ -230,6 +230,11 @@ class Lake:
         """Folder for everything that is not a table."""
         return self.root / "_millrace"
 
+    @property
+    def data_docs(self) -> Path:
+        """Report of the newest run of ``millrace quality``, as HTML."""
+        return self.state / "data-docs"
+
     def checkpoint(self, query: str) -> Path:
         """Spark checkpoint folder of one streaming query."""
         return self.state / "checkpoints" / query

@@ -23,6 +23,7 @@ from lakehouse.contract.pipeline.expectations import FAIL, FRESH, HALT, WARN, Ch
 from lakehouse.contract.sql.locked import locked_connection
 from lakehouse.contract.tomlfile import duration_ms
 from lakehouse.errors import QualityProblem
+from lakehouse.quality.report import make_plain
 from lakehouse.quality.subject import Subject, plain_times, quoted, quoted_name
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ class ExpectationEngine:
     def __init__(self, report: Path | None = None, now: datetime | None = None) -> None:
         self._gx = _library()
         self._report = report
+        self._met: dict[str, tuple[int, int]] = {}
         self._now = now or datetime.now(UTC)
         with _quiet():
             self._context = self._gx.get_context(mode="ephemeral")
@@ -161,7 +163,9 @@ class ExpectationEngine:
             for run in found.run_results.values()
             for result in run.results
         }
-        return [_finding(item, results[item.check.name], len(frame)) for item in asked]
+        findings = [_finding(item, results[item.check.name], len(frame)) for item in asked]
+        self._met[title] = sum(finding.success for finding in findings), len(findings)
+        return findings
 
     def check_subject(self, title: str, subject: Subject, asked: Sequence[BoundCheck]) -> list[Finding]:
         """Check all expectations on a subject; findings in the order of ``asked``.
@@ -185,6 +189,7 @@ class ExpectationEngine:
             return None
         with _quiet():
             self._context.build_data_docs(site_names=[_SITE])
+        make_plain(self._report, self._met)
         return self._report / "index.html"
 
     def _expectation(self, table: str, item: BoundCheck) -> Any:

@@ -1,4 +1,4 @@
-"""What there is to subscribe to: ``GET /v1/tables``, with what the pipeline declares of each table and how it fares."""
+"""What there is: ``GET /v1/tables``, what each table is declared to be and how it fares; and the report on quality."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import asyncio
 from collections.abc import Iterator
 from typing import Any
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.staticfiles import StaticFiles
 
 from lakehouse.contract.errors import MillraceError
-from lakehouse.contract.lake import Lake
+from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Pipeline, Product
 from lakehouse.contract.pipeline.added import Declared, QuerySpec
 from lakehouse.contract.pipeline.product import TAKEN_BY
@@ -18,9 +20,20 @@ from lakehouse.contract.sql.closures import Columns
 from serve.core.channel import Channel
 from serve.core.hub import Hub
 from serve.core.model import Principal
+from serve.errors import RequestError
 from serve.push.request import admitted, json_response
 from serve.tables.tables import Tables, now_ms
 
+_REPORT = {
+    "Content-Security-Policy": (
+        "default-src 'none'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'; sandbox"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "private, no-cache",
+}
+"""Headers of the report: its pages run no script, whatever is in the data that they show."""
 AGGREGATE, VIEW, STAGING = "aggregate", "view", "staging"
 """Kinds of tables that no operator makes."""
 
@@ -30,7 +43,7 @@ async def tables(request: Request) -> Response:
     hub: Hub = request.state.hub
     known: Tables = request.state.tables
     principal = admitted(request)
-    found, declared = await asyncio.to_thread(_found, known.lake, request.state.files.pipeline)
+    found, declared, reported = await asyncio.to_thread(_found, known.lake, request.state.files.pipeline)
     listed = []
     for table in found:
         if not principal.may_read(table.name):
@@ -44,7 +57,24 @@ async def tables(request: Request) -> Response:
         elif why := known.problems.get(table.name):
             entry["detail"] = why
         listed.append(entry)
-    return json_response({"tables": listed})
+    report = {"report": "v1/quality/index.html"} if reported and principal.unlimited else {}
+    return json_response({"tables": listed} | report)
+
+
+async def data_docs(request: Request) -> Response:
+    """A page of the Data Docs that the newest run of millrace quality wrote"""
+    if not admitted(request).unlimited:
+        raise RequestError(RequestError.FORBIDDEN, "forbidden", "the report is of all tables; this key sees some only")
+    known: Tables = request.state.tables
+    files = StaticFiles(directory=known.lake.data_docs, check_dir=False)
+    try:
+        response = await files.get_response(request.path_params["path"], request.scope)
+    except HTTPException:
+        raise RequestError(
+            RequestError.NOT_FOUND, "no_such_page", "millrace quality has written no such page"
+        ) from None
+    response.headers.update(_REPORT)
+    return response
 
 
 def _fares(channel: Channel, principal: Principal) -> dict[str, Any]:
@@ -64,8 +94,8 @@ def _fares(channel: Channel, principal: Principal) -> dict[str, Any]:
     return told
 
 
-def _found(lake: Lake, pipeline: Pipeline) -> tuple[list[Any], dict[str, dict[str, Any]]]:
-    return lake.tables(), dict(declarations(lake, pipeline))
+def _found(lake: Lake, pipeline: Pipeline) -> tuple[list[TableRef], dict[str, dict[str, Any]], bool]:
+    return lake.tables(), dict(declarations(lake, pipeline)), (lake.data_docs / "index.html").is_file()
 
 
 def declarations(lake: Lake, pipeline: Pipeline) -> Iterator[tuple[str, dict[str, Any]]]:

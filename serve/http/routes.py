@@ -145,6 +145,7 @@ ROUTES: list[BaseRoute] = [
     Route("/v1/history/{name}", history),
     Route("/v1/poll", longpoll.poll),
     Route("/v1/subscribe", subscribe),
+    Route("/v1/quality/{path:path}", listing.data_docs),
     *schema.ROUTES,
     *sql.ROUTES,
     *webhooks.ROUTES,

@@ -135,6 +135,7 @@ ANSWERS: dict[tuple[str, str], dict[str, tuple[str, ...]]] = {
     ("POST", "/v1/tickets"): {"201": (_JSON,)},
     ("POST", "/v1/queries"): {"201": (_JSON,)},
     ("DELETE", "/v1/queries/{name}"): {"202": (_JSON,)},
+    ("GET", "/v1/quality/{path}"): {"200": ("text/html", "text/css"), "304": ()},
     ("GET", "/metrics"): {"200": ("text/plain",)},
 }
 """Status and media types of what is no refusal, where it is not 200 and JSON."""

@@ -1,96 +1,162 @@
-/** Small SVG charts: a line over time, a band over time, columns. Colours and strokes are the style sheet's. */
+/** Charts over time, drawn by uPlot (vendor/uplot). Colours are the style sheet's, so they follow the theme. */
 
-const SVG = "http://www.w3.org/2000/svg";
-const WIDTH = 1000;
-const HEIGHT = 100;
-const BREAK_MS = 6000;
+const uPlot = globalThis.uPlot;
+const SMALL = 11; // px, of the labels of axes
+const DAY_S = 86_400;
+const compact = new Intl.NumberFormat(undefined, { notation: "compact", maximumSignificantDigits: 3 });
 
-/** A new SVG element with attributes. */
-export function svgElement(name, attributes = {}) {
-  const element = document.createElementNS(SVG, name);
-  for (const [attribute, value] of Object.entries(attributes)) element.setAttribute(attribute, value);
-  return element;
+const moments = { hour: "2-digit", minute: "2-digit", hourCycle: "h23" };
+const formats = [
+  [60, new Intl.DateTimeFormat(undefined, { ...moments, second: "2-digit" })],
+  [DAY_S, new Intl.DateTimeFormat(undefined, moments)],
+  [Infinity, new Intl.DateTimeFormat(undefined, { day: "numeric", month: "short" })],
+];
+
+/** How many colours of series there are: `--s1` to `--s8`; the last is for what is left over. */
+export const COLOURS = 8;
+
+const probe = document.createElement("i");
+probe.hidden = true;
+document.body.append(probe);
+
+/** What a custom property of the style sheet is in the present theme. */
+function colour(name, opacity = 1) {
+  probe.style.color = `color-mix(in srgb, var(--${name}) ${opacity * 100}%, transparent)`;
+  return getComputedStyle(probe).color;
 }
 
-/** The smallest of 1, 2, 5 × 10ⁿ that is not below `value`; 1 at least. */
-export function niceCeiling(value) {
-  if (!(value > 1)) return 1;
-  const power = 10 ** Math.floor(Math.log10(value));
-  return [1, 1.5, 2, 3, 4, 5, 6, 8, 10].map((m) => m * power).find((step) => step >= value * 0.999);
-}
+/**
+ * One chart in an element that has a size. What is drawn has to be said elsewhere for those who do not see it.
+ *
+ * @typedef {Object} Series
+ * @property {(number|null)[]} values one for each time; null: nothing known
+ * @property {string} colour name of a custom property
+ * @property {"line"|"bar"} [style] a line unless said; bars of several series are stacked, the first one lowest
+ * @property {boolean} [fill] fill below the line
+ * @property {(number|null)[]} [low] with `high`: an error bar around each value
+ * @property {(number|null)[]} [high]
+ */
+export class Chart {
+  #host;
+  #onPoint;
+  #plain;
+  #plot = null;
+  #built = "";
+  #series = [];
+  #data = [[]];
+  #frame = {};
 
-/** A chart over time, in an `<svg class="chart">`: filled below one line, or between two. */
-export class TimeChart {
-  #area;
-  #lines;
-
-  constructor(svg, lines = 1) {
-    svg.setAttribute("viewBox", `0 0 ${WIDTH} ${HEIGHT}`);
-    svg.setAttribute("preserveAspectRatio", "none");
-    this.#area = svgElement("path", { class: "area" });
-    this.#lines = Array.from({ length: lines }, (_, index) => svgElement("path", { class: `line line-${index + 1}` }));
-    const middle = svgElement("line", { class: "grid", x1: 0, x2: WIDTH, y1: HEIGHT / 2, y2: HEIGHT / 2 });
-    const base = svgElement("line", { class: "grid", x1: 0, x2: WIDTH, y1: HEIGHT, y2: HEIGHT });
-    svg.replaceChildren(middle, base, this.#area, ...this.#lines);
+  /**
+   * @param {HTMLElement} host
+   * @param {{onPoint?: (index: number|null) => void, plain?: boolean}} [options] `onPoint` hears which time is pointed at;
+   *   `plain` leaves out the axes
+   */
+  constructor(host, { onPoint, plain = false } = {}) {
+    this.#host = host;
+    this.#onPoint = onPoint;
+    this.#plain = plain;
+    new ResizeObserver(() => this.#plot?.setSize(this.#size())).observe(host);
+    addEventListener("themechange", () => this.#plot?.redraw(false));
   }
 
   /**
-   * Draw one series of `[ms, value]`, or a lower and an upper one of the same times, between the times `from` and `to`,
-   * 0 at the bottom and `top` at the top. Where nothing is known for `BREAK_MS` the line is broken.
+   * @param {number[]} times ms since the epoch, ascending
+   * @param {Series[]} series
+   * @param {{from?: number, to?: number, top?: number}} [frame] of the times (ms) and values shown; else all of them
    */
-  draw(series, from, to, top) {
-    const x = (at) => (((at - from) / (to - from)) * WIDTH).toFixed(1);
-    const y = (value) => (HEIGHT - Math.min(value / top, 1.2) * HEIGHT).toFixed(2);
-    const runs = series.map((points) =>
-      unbroken(points.filter(([at]) => at >= from - BREAK_MS)).map((run) => run.map(([at, v]) => [x(at), y(v)])),
-    );
-    this.#lines.forEach((line, index) => line.setAttribute("d", runs[index].map(path).join("")));
-    const areas = runs[runs.length - 1].map((upper, index) => {
-      const lower = runs.length > 1 ? runs[0][index] : upper.map(([at]) => [at, HEIGHT]);
-      return `${path([...upper, ...[...lower].reverse()])}Z`;
-    });
-    this.#area.setAttribute("d", areas.join(""));
+  show(times, series, frame = {}) {
+    this.#frame = frame;
+    this.#series = series;
+    this.#data = [times.map((at) => at / 1000), ...(series[0]?.style === "bar" ? stacked(series) : series.map(({ values }) => values))];
+    const built = JSON.stringify(series.map(({ colour: name, style, fill }) => [name, style, fill]));
+    if (this.#plot === null || built !== this.#built) {
+      this.#plot?.destroy();
+      this.#built = built;
+      this.#plot = new uPlot(this.#options(), this.#data, this.#host);
+    } else {
+      this.#plot.setData(this.#data);
+    }
+  }
+
+  #size() {
+    return { width: Math.max(40, this.#host.clientWidth), height: Math.max(20, this.#host.clientHeight) };
+  }
+
+  #options() {
+    const bars = this.#series[0]?.style === "bar";
+    const shown = this.#series.map((one) => ({
+      stroke: () => (bars ? "transparent" : colour(one.colour)),
+      width: bars ? 0 : 2,
+      fill: bars || one.fill ? () => colour(one.colour, bars ? 1 : 0.16) : undefined,
+      paths: bars ? uPlot.paths.bars({ size: [0.82, 64] }) : undefined,
+      points: { show: !bars && !this.#plain && this.#data[0].length < 90, size: 5, fill: () => colour(one.colour) },
+      spanGaps: false,
+    }));
+    const axis = {
+      show: !this.#plain,
+      stroke: () => colour("muted"),
+      font: `${SMALL}px system-ui, sans-serif`,
+      grid: { stroke: () => colour("rule"), width: 1 },
+      ticks: { show: false },
+    };
+    const times = (_, splits, __, ___, step) => splits.map((at) => formats.find(([below]) => step < below)[1].format(at * 1000));
+    const values = (_, splits) => splits.map((value) => (value === null ? "" : compact.format(value)));
+    return {
+      ...this.#size(),
+      padding: this.#plain ? [2, 0, 2, 0] : [10, 12, 0, 0],
+      legend: { show: false },
+      cursor: { show: !this.#plain, drag: { x: false, y: false }, y: false, points: { show: !bars } },
+      scales: { x: { range: (_, least, most) => this.#times(least, most, bars) }, y: { range: (_, least, most) => this.#values(least, most) } },
+      axes: [{ ...axis, size: 30, values: times }, { ...axis, size: 46, values }],
+      series: [{}, ...(bars ? shown.reverse() : shown)],
+      hooks: {
+        draw: [(plot) => this.#drawErrors(plot)],
+        setCursor: [(plot) => this.#onPoint?.(plot.cursor.idx ?? null)],
+      },
+    };
+  }
+
+  #times(least, most, bars) {
+    if (this.#frame.from !== undefined) return [this.#frame.from / 1000, this.#frame.to / 1000];
+    const times = this.#data[0];
+    const step = times.length > 1 ? (most - least) / (times.length - 1) : 60;
+    const room = bars || least === most ? step * 0.6 : step * 0.15;
+    return [least - room, most + room];
+  }
+
+  #values(least, most) {
+    const highest = Math.max(most ?? 0, ...this.#series.flatMap(({ high = [] }) => high));
+    return [Math.min(0, least ?? 0), this.#frame.top ?? (highest > 0 ? highest * 1.08 : 1)];
+  }
+
+  #drawErrors(plot) {
+    for (const { low, high, colour: name } of this.#series) {
+      if (low === undefined) continue;
+      const cap = 4 * devicePixelRatio;
+      plot.ctx.save();
+      plot.ctx.strokeStyle = colour(name, 0.75);
+      plot.ctx.lineWidth = 1.5 * devicePixelRatio;
+      plot.ctx.beginPath();
+      this.#data[0].forEach((at, index) => {
+        if (low[index] === null || high[index] === null) return;
+        const x = plot.valToPos(at, "x", true);
+        const [bottom, top] = [low[index], high[index]].map((value) => plot.valToPos(value, "y", true));
+        for (const y of [bottom, top]) {
+          plot.ctx.moveTo(x - cap, y);
+          plot.ctx.lineTo(x + cap, y);
+        }
+        plot.ctx.moveTo(x, bottom);
+        plot.ctx.lineTo(x, top);
+      });
+      plot.ctx.stroke();
+      plot.ctx.restore();
+    }
   }
 }
 
-/** Columns, one a window, the last one set apart; places without a window stay blank. */
-export class ColumnChart {
-  #svg;
-
-  constructor(svg) {
-    this.#svg = svg;
-    svg.setAttribute("preserveAspectRatio", "none");
-    svg.setAttribute("viewBox", `0 0 ${WIDTH} ${HEIGHT}`);
-  }
-
-  /** Draw `values` (null: nothing known) from left to right, `top` being the full height. */
-  draw(values, top) {
-    const step = WIDTH / values.length;
-    const columns = this.#svg.children;
-    while (columns.length > values.length) columns[columns.length - 1].remove();
-    while (columns.length < values.length) this.#svg.append(svgElement("rect", { class: "column" }));
-    values.forEach((value, index) => {
-      const height = value === null ? 0 : Math.max(1.5, (value / top) * HEIGHT);
-      const column = columns[index];
-      column.setAttribute("x", (index * step + step * 0.14).toFixed(1));
-      column.setAttribute("width", (step * 0.72).toFixed(1));
-      column.setAttribute("y", (HEIGHT - height).toFixed(2));
-      column.setAttribute("height", height.toFixed(2));
-      column.classList.toggle("current", index === values.length - 1);
-    });
-  }
-}
-
-function path(points) {
-  return points.length ? `M${points.join("L")}` : "";
-}
-
-function unbroken(points) {
-  const runs = [];
-  for (const point of points) {
-    const run = runs[runs.length - 1];
-    if (run === undefined || point[0] - run[run.length - 1][0] > BREAK_MS) runs.push([point]);
-    else run.push(point);
-  }
-  return runs;
+/** Sums up to each series, the largest first: each bar is drawn over the higher ones behind it. */
+function stacked(series) {
+  const sums = [];
+  series.forEach(({ values }, at) => sums.push(values.map((value, index) => (value ?? 0) + (at ? sums[at - 1][index] : 0))));
+  return sums.reverse();
 }

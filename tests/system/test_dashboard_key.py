@@ -1,4 +1,4 @@
-"""The dashboard of a server that wants a key: a form, a ticket for each connection, and nothing left behind."""
+"""The pages of a server that wants a key: a form, a ticket for each connection, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from playwright.async_api import expect
 from lakehouse.contract.keys import KeyFile
 from lakehouse.contract.lake import Lake
 from serve.access import ReaderKey
-from tests.system.test_dashboard_page import Server, Tables, shown_top, watching
-from tests.system.test_dashboard_page import server as server
-from tests.system.test_dashboard_page import tables as tables
+from tests.system.test_meetup_page import Server, Tables, shown_top, watching
+from tests.system.test_meetup_page import server as server
+from tests.system.test_meetup_page import tables as tables
 
 pytestmark = pytest.mark.browser
 
@@ -39,7 +39,7 @@ async def test_a_key_is_entered_kept_for_the_tab_and_revoked(tables: Tables, ser
     tables.commit()
     server.start()
     async with watching() as watched:
-        page = await watched.page(server.url)
+        page = await watched.page(server.meetup)
         await expect(page.locator("html")).to_have_attribute("data-state", "locked")
         await expect(page.locator("#top li[data-rank]")).to_have_count(0)
         await page.fill("#key", "mr_wrong")
@@ -56,6 +56,13 @@ async def test_a_key_is_entered_kept_for_the_tab_and_revoked(tables: Tables, ser
         await page.reload()
         await expect(state).to_have_attribute("data-state", "live")  # it needs no key again
         assert await page.evaluate(ROWS_KEPT) == 0, "rows behind a key are not left in the browser"
+        await page.goto(server.url)  # the tab's key is good for the dashboard too
+        await expect(page.locator("tr[data-table=top_topics]")).to_have_attribute("data-rows", "10")
+        await page.goto(f"{server.url}/#table=top_topics")
+        await expect(page.locator(".ranked li[data-rank]")).to_have_count(10)
+        assert await page.evaluate("localStorage.getItem('millrace.tables')") is None
+        await page.goto(server.meetup)
+        await expect(state).to_have_attribute("data-state", "live")
         other = await watched.page(server.url)
         await expect(other.locator("html")).to_have_attribute("data-state", "locked")  # another tab has no key
         assert not [url for url in watched.requests if key in url], "a key is in no address"

@@ -22,7 +22,9 @@ import pytest
 from ingest.simulate.generator import generate
 from jobs.local.stack import free_port
 from tests.recordings import RECORDINGS
+from tests.system.browser import REMEDY
 from tests.system.prometheus import Prometheus, panels, require_tool
+from tests.system.seen import Seen, dashboard
 from tests.system.worked_case import Demo, Expected, check_tables, processes_of, run, wait_for
 
 pytestmark = [pytest.mark.spark, pytest.mark.broker]
@@ -92,13 +94,14 @@ def recorded() -> list[bytes]:
 
 @dataclass(frozen=True)
 class Played:
-    """A lake on which a file has been played, what it must hold, and what Prometheus saw meanwhile."""
+    """A lake on which a file has been played, what it must hold, and what Prometheus and a browser saw meanwhile."""
 
     lake: Path
     file: Path
     expected: Expected
     empty_panels: list[str] | None
     fired: set[str]
+    seen: Seen | None
 
 
 def provoke(demo: Demo) -> None:
@@ -142,6 +145,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
 
     wait_for(lambda: demo.rows("members") > 0, "the first result")
     with contextlib.ExitStack() as stack:
+        look = stack.enter_context(dashboard(demo))
         watch = None
         if shutil.which("prometheus"):
             targets = [demo.address(part).removeprefix("http://") for part in ("serve", "collect")]
@@ -153,8 +157,9 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
         wait_for(lambda: demo.rows("rsvps") > 2_000, "the whole of the mixed lines")
         empty = empty_panels(watch, demo) if watch else None
         fired = {series["metric"]["alertname"] for series in watch.query(FIRED)} if watch else set()
-    demo.process.send_signal(signal.SIGINT)
-    result = demo.result()
+        demo.process.send_signal(signal.SIGINT)
+        result = demo.result()
+        seen = look()
 
     assert processes_of(lake) == []
     restarts = result["restarts"]
@@ -164,7 +169,22 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
     expected = Expected(file)
     check_figures(result, expected)
     check_tables(lake, expected, MALFORMED)
-    return Played(lake, file, expected, empty, fired)
+    return Played(lake, file, expected, empty, fired, seen)
+
+
+def test_the_dashboard_showed_what_duckdb_counts_in_the_file(played: Played) -> None:
+    seen, expected = played.seen, played.expected
+    if seen is None:
+        pytest.skip(REMEDY)
+    assert seen.totals == expected.answers()
+    exact = expected.topics()
+    topics = exact[max(exact)]
+    assert [count for _, count in seen.top] == [count for _, count in topics.most_common(10)]
+    assert all(topics[item] == count for item, count in seen.top)
+    full = seen.bars[0] / seen.top[0][1]
+    assert seen.bars == pytest.approx([count * full for _, count in seen.top], abs=2), "as long as their counts"
+    assert seen.inked > 100, "pixels of the chart of cities have the colour of the largest"
+    assert seen.integrity == ("0", "0")
 
 
 def test_every_part_killed_then_ctrl_c_every_event_counts_once(played: Played) -> None:

@@ -57,6 +57,13 @@ class Expected:
         """Distinct valid events."""
         return int(self._rows("SELECT count(*) FROM events")[0][0])
 
+    def answers(self) -> dict[str, int]:
+        """Sums over all events."""
+        [row] = self._rows(
+            "SELECT count_if(response = 'yes'), count_if(response = 'no'), sum(guests)::BIGINT FROM events"
+        )
+        return dict(zip(("yes", "no", "guests"), row, strict=True))
+
     def by_city(self) -> Counter[tuple[Any, ...]]:
         """(window_start, window_end, city, country, yes, no, guests) of silver."""
         return Counter(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -110,8 +111,14 @@ def test_a_source_and_its_batches_with_a_report_and_a_history(tmp_path: Path, de
     assert whole.unknown == {"extra": 1}
     assert "price_not_negative" not in found["some"].expected
     page = (tmp_path / "report" / "index.html").read_text(encoding="utf-8")
-    assert "clicks" in page
-    assert list((tmp_path / "report" / "validations").rglob("*.html"))
+    assert ">2 of 6<" in page, "expectations that are met, of all"
+    for html in (tmp_path / "report").rglob("*.html"):
+        text = html.read_text(encoding="utf-8")
+        assert "<script" not in text
+        assert not re.findall(r"""(?:src|href)=["']https?://[^"']*\.(?:css|js|png)""", text), "nothing from elsewhere"
+    [found_page] = (tmp_path / "report" / "validations").rglob("*.html")
+    assert f'href="{found_page.relative_to(tmp_path / "report")}"' in page
+    assert "price_not_negative" not in page
 
     (latest,) = look(lake, declared, batch="latest")
     assert (latest.subject.batch, latest.passed) == ("2", True)

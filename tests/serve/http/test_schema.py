@@ -82,13 +82,14 @@ async def test_answers_are_as_described(root: Path) -> None:
             ("GET", "/v1/webhooks/{ident}/dead", {}),
             ("DELETE", "/v1/webhooks/{ident}", {}),
             ("GET", "/v1/history/{name}", {"params": {"since": "0"}}),
+            ("GET", "/v1/quality/{path}", {}),
             ("GET", "/v1/openapi.json", {}),
             ("GET", "/v1/asyncapi.json", {}),
             ("GET", "/healthz", {}),
             ("GET", "/metrics", {}),
         ]
         for method, path, asked in requests:
-            place = path.format(name="top_topics", key="2026-01-01T00:00:00Z", ident=made)
+            place = path.format(name="top_topics", key="2026-01-01T00:00:00Z", ident=made, path="index.html")
             answer = await client.request(method, place, **asked)
             if answer.status_code == 201:
                 made = answer.json()["id"]

@@ -82,3 +82,10 @@ export function medianOfLast(points, count) {
   values.sort((a, b) => a - b);
   return values.length ? values[Math.floor(values.length / 2)] : null;
 }
+
+/** The smallest of 1, 1.5, 2, 3, 4, 5, 6, 8, 10 × 10ⁿ that is not below `value`; 1 at least. */
+export function niceCeiling(value) {
+  if (!(value > 1)) return 1;
+  const power = 10 ** Math.floor(Math.log10(value));
+  return [1, 1.5, 2, 3, 4, 5, 6, 8, 10].map((m) => m * power).find((step) => step >= value * 0.999);
+}

@@ -1,7 +1,6 @@
 /** The ranked list: bars that grow with their counts, rows that glide when ranks change. */
 
 const GLIDE = { duration: 520, easing: "cubic-bezier(.2, .7, .2, 1)" };
-const PLACES = 10;
 // A bar is measured against the leader of the minute before, so that the list fills as the minute goes on, unless that
 // leader is so far ahead (a burst, a catch-up) that nothing could be seen.
 const STRETCH = 4;
@@ -14,9 +13,13 @@ export class RankedList {
   #items = new Map(); // item -> its <li> and parts
   #blanks;
 
-  constructor(list) {
+  /**
+   * @param {HTMLOListElement} list
+   * @param {number} places that are seen even where nobody holds them
+   */
+  constructor(list, places) {
     this.#list = list;
-    this.#blanks = Array.from({ length: PLACES }, (_, index) => blank(index + 1));
+    this.#blanks = Array.from({ length: places }, (_, index) => blank(index + 1));
     list.replaceChildren(...this.#blanks);
   }
 

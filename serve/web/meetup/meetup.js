@@ -1,9 +1,10 @@
 /** The page: two subscriptions, drawn. Everything that comes from a table is set as text, never as markup. */
 
-import { Access, subscribe } from "./client/millrace.js";
-import { ColumnChart, niceCeiling, TimeChart } from "./charts.js";
-import { Latency, medianOfLast, Throughput } from "./meters.js";
-import { RankedList } from "./topics.js";
+import { Chart } from "../charts.js";
+import { subscribe } from "../client/millrace.js";
+import { $, access, announce, server, showState } from "../page.js";
+import { RankedList } from "../ranked.js";
+import { Latency, medianOfLast, niceCeiling, Throughput } from "./meters.js";
 
 const MINUTE = 60_000;
 const KEEP_WINDOWS = 45;
@@ -11,22 +12,18 @@ const SPARK_WINDOWS = 30;
 const LEADERS = 5;
 const SPAN_MS = 120_000;
 const TICK_MS = 250;
-const WORST = ["locked", "refused", "reconnecting", "missing", "connecting", "resuming", "snapshot", "slow", "live", "closed"];
+const BREAK_MS = 6000;
 const SERIES = "millrace.series"; // the lines of the last two minutes, for a reload of this tab
 
-const $ = (id) => document.getElementById(id);
 const root = document.documentElement;
 const whole = new Intl.NumberFormat(undefined, { maximumFractionDigits: 0 });
 const short = new Intl.NumberFormat(undefined, { maximumSignificantDigits: 3 });
 const compact = new Intl.NumberFormat(undefined, { notation: "compact", maximumSignificantDigits: 3 });
 const clock = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit", hourCycle: "h23" });
 
-const list = new RankedList($("top"));
-const charts = {
-  members: new ColumnChart($("members-chart")),
-  throughput: new TimeChart($("throughput-chart")),
-  latency: new TimeChart($("latency-chart"), 2),
-};
+const list = new RankedList($("top"), 10);
+const charts = {};
+for (const name of ["members", "throughput", "latency"]) charts[name] = new Chart($(`${name}-chart`), { plain: true });
 const saved = savedSeries();
 const rates = {
   members: new Throughput(SPAN_MS / 1000 + 10, saved.members),
@@ -34,35 +31,21 @@ const rates = {
 };
 const latency = new Latency(SPAN_MS / 1000 + 10, saved.latency);
 
-const server = serverUrl();
-const access = new Access(server);
-const store = access.keyed ? "memory" : "indexeddb"; // rows behind a key are not left in the browser
-const options = { onState, prune, access, store, waitForTable: true };
-const topics = subscribe(server, "top_topics", { onChange: onTopics, ...options });
-const members = subscribe(server, "members", { onChange: onMembers, ...options });
-const subscriptions = [topics, members];
+const options = { onState: drawState, prune, access, waitForTable: true };
+const subscriptions = [];
+const topics = subscribe(server, "top_topics", { ...options, onChange: onTopics });
+const members = subscribe(server, "members", { ...options, onChange: onMembers });
+subscriptions.push(topics, members);
 
 let topicWindows = new Map(); // window start, ms -> rows in order of rank
 let memberWindows = new Map(); // window start, ms -> row
 let memberAnimation = 0;
-let announced = "";
 let announcedWindow = null;
 
-$("theme").addEventListener("click", switchTheme);
 $("copy").addEventListener("click", copyPosition);
-$("unlock").addEventListener("submit", unlock);
 addEventListener("pagehide", saveSeries);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", labelTheme);
-labelTheme();
 setInterval(tick, TICK_MS);
 tick();
-
-/** Same origin, or `?server=ws://host:port`. */
-function serverUrl() {
-  const named = new URLSearchParams(location.search).get("server");
-  const address = named ?? location.origin;
-  return /^(ws|http)s?:/.test(address) ? address : `ws://${address}`;
-}
 
 // ---- what comes
 
@@ -91,10 +74,6 @@ function onMembers(change) {
 function measure(table, change) {
   if (change.events !== undefined) rates[table].add(change.committedAt, change.events);
   drawFooter();
-}
-
-function onState() {
-  drawState();
 }
 
 function windowStart(row) {
@@ -152,7 +131,8 @@ function drawMembers() {
     return past === undefined ? null : past.members;
   });
   const top = niceCeiling(Math.max(...values));
-  charts.members.draw(values, top);
+  const times = values.map((_, index) => newest - (SPARK_WINDOWS - 1 - index) * MINUTE);
+  charts.members.show(times, [{ values, colour: "s1", style: "bar" }], { top });
   $("members-top").textContent = `scale 0–${compact.format(top)}`;
 }
 
@@ -201,7 +181,7 @@ function drawThroughput(now) {
   const points = [rates.members, rates.top_topics].map((rate) => rate.points(now - SPAN_MS, now));
   const line = points[0].length ? points[0] : points[1];
   const top = niceCeiling(Math.max(1, ...line.map(([, value]) => value)) * 1.1);
-  charts.throughput.draw([line], now - SPAN_MS, now, top);
+  drawLines(charts.throughput, [line], { from: now - SPAN_MS, to: now, top });
   $("throughput-value").textContent = line.length ? short.format(line[line.length - 1][1]) : "–";
   $("throughput-top").textContent = `scale 0–${compact.format(top)}`;
 }
@@ -211,10 +191,26 @@ function drawLatency(now, skew) {
   const values = oldest.map(([, value]) => value).sort((a, b) => a - b);
   const usual = values[Math.floor(values.length * 0.95)] ?? 1000; // one late batch does not flatten the line
   const top = niceCeiling(Math.max(500, usual * 1.2));
-  charts.latency.draw([newest, oldest], now - SPAN_MS, now, top);
+  drawLines(charts.latency, [newest, oldest], { from: now - SPAN_MS, to: now, top });
   const [fresh, stale] = [medianOfLast(newest, 10), medianOfLast(oldest, 10)];
   $("latency-value").textContent = fresh === null ? "–" : `${seconds(fresh)} – ${seconds(stale)}`;
   $("latency-top").textContent = `scale 0–${short.format(top / 1000)} s`;
+}
+
+/** Draw series of `[ms, value]` at the same times; where nothing is known for long the lines are broken. */
+function drawLines(chart, series, frame) {
+  const lines = series.map(() => []);
+  const times = [];
+  series[0].forEach(([at], index) => {
+    if (at < frame.from - BREAK_MS) return;
+    if (times.length && at - times.at(-1) > BREAK_MS) {
+      times.push(times.at(-1) + 1);
+      for (const line of lines) line.push(null);
+    }
+    times.push(at);
+    lines.forEach((line, one) => line.push(series[one][index][1]));
+  });
+  chart.show(times, lines.map((values, one) => ({ values, colour: one ? "water-soft" : "s1", fill: lines.length === 1 })), frame);
 }
 
 function seconds(ms) {
@@ -234,69 +230,14 @@ function newestOf(windows) {
 // ---- the connection
 
 function drawState() {
-  const status = subscriptions
-    .map((subscription) => subscription.status)
-    .reduce((worst, next) => (WORST.indexOf(next.state) < WORST.indexOf(worst.state) ? next : worst));
-  const text = stateText(status);
-  if (root.dataset.state !== status.state) root.dataset.state = status.state;
-  if ($("state").textContent !== text) $("state").textContent = text;
-  $("state").title = status.detail ?? "";
-  if ($("unlock").hidden !== (status.state !== "locked")) showLock(status);
-  const news = status.state === "reconnecting" ? "Connection lost, reconnecting" : stateText({ ...status, retryAt: 0 });
-  if (news !== announced && !["connecting", "resuming", "snapshot"].includes(status.state)) {
-    announced = news;
-    $("announce").textContent = news;
-  }
-}
-
-function showLock(status) {
-  $("unlock").hidden = status.state !== "locked";
-  $("unlock-note").textContent = status.state === "locked" ? `${server.replace(/^ws/, "http")}: ${status.detail}` : "";
-  if (!$("unlock").hidden) $("key").focus();
-}
-
-/** Take a key that is good, and begin anew with it. */
-async function unlock(event) {
-  event.preventDefault(); // it goes into a header, never into an address
-  try {
-    if (await access.enter($("key").value.trim())) location.reload();
-    else $("unlock-note").textContent = "The server does not know this key.";
-  } catch (error) {
-    $("unlock-note").textContent = `That did not work: ${error.message}`;
-  }
-}
-
-function stateText(status) {
-  const wait = Math.max(0, Math.ceil((status.retryAt - Date.now()) / 1000));
-  switch (status.state) {
-    case "live":
-      return "Live";
-    case "slow":
-      return `Slow: ${whole.format(status.behind)} behind`;
-    case "resuming":
-      return "Resuming";
-    case "snapshot":
-      return "Loading";
-    case "reconnecting":
-      return wait > 0 ? `Reconnecting in ${wait} s` : "Reconnecting";
-    case "missing":
-      return `No table ${status.table} yet`;
-    case "locked":
-      return "Key needed";
-    case "refused":
-      return "Refused";
-    case "closed":
-      return "Closed";
-    default:
-      return "Connecting";
-  }
+  if (subscriptions.length) showState(subscriptions.map((subscription) => subscription.status));
 }
 
 function announceLeader(start) {
   if (start === undefined || start === announcedWindow) return;
   if (announcedWindow !== null) {
     const [leader] = topicWindows.get(start);
-    $("announce").textContent = `${clock.format(start)}: ${leader.item} led with ${whole.format(leader.count)}`;
+    announce(`${clock.format(start)}: ${leader.item} led with ${whole.format(leader.count)}`);
   }
   announcedWindow = start;
 }
@@ -332,7 +273,7 @@ async function copyPosition() {
   if (position === null) return;
   try {
     await navigator.clipboard.writeText(position);
-    $("announce").textContent = "Position copied";
+    announce("Position copied");
     $("copy").classList.add("copied");
     setTimeout(() => $("copy").classList.remove("copied"), 1200);
   } catch {
@@ -342,26 +283,7 @@ async function copyPosition() {
   }
 }
 
-// ---- theme, and the lines over a reload
-
-function darkNow() {
-  const chosen = root.dataset.theme;
-  return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-}
-
-function switchTheme() {
-  root.dataset.theme = darkNow() ? "light" : "dark";
-  try {
-    localStorage.setItem("millrace.theme", root.dataset.theme);
-  } catch {
-    // No storage here: the choice holds until the page is left.
-  }
-  labelTheme();
-}
-
-function labelTheme() {
-  $("theme").setAttribute("aria-label", `Switch to the ${darkNow() ? "light" : "dark"} theme`);
-}
+// ---- the lines over a reload
 
 function saveSeries() {
   const series = { members: rates.members.saved(), top_topics: rates.top_topics.saved(), latency: latency.saved() };
@@ -376,7 +298,7 @@ function savedSeries() {
   try {
     const found = JSON.parse(sessionStorage.getItem(SERIES));
     sessionStorage.removeItem(SERIES);
-    return found?.server === serverUrl() ? found.series : {};
+    return found?.server === server ? found.series : {};
   } catch {
     return {};
   }

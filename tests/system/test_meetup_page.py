@@ -1,4 +1,4 @@
-"""The dashboard in a real Chromium, on the real server, over real Delta tables that grow while it looks."""
+"""The page for Meetup's RSVPs in a real Chromium, on the real server, over real Delta tables that grow meanwhile."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ import asyncio, sys
 from lakehouse.contract.settings import load_settings
 from serve.app import run_server
 
-settings = load_settings({}, lake=sys.argv[1], serve__port=sys.argv[2], serve__heartbeat_ms=500)
+changed = dict(each.split("=", 1) for each in sys.argv[3:])
+settings = load_settings({}, lake=sys.argv[1], serve__port=sys.argv[2], serve__heartbeat_ms=500, **changed)
 
 async def main():
     await run_server(settings)
@@ -149,10 +150,16 @@ class Tables:
 
 
 class Server:
-    """The server in a process of its own, to be killed; always on the same port."""
+    """The server in a process of its own, to be killed; always on the same port.
 
-    def __init__(self, root: Path) -> None:
+    Args:
+        root: of the lake.
+        changed: further settings.
+    """
+
+    def __init__(self, root: Path, **changed: object) -> None:
         self.root = root
+        self.changed = [f"{name}={value}" for name, value in changed.items()]
         self.port = free_port()
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -160,8 +167,12 @@ class Server:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
+    @property
+    def meetup(self) -> str:
+        return f"{self.url}/meetup/"
+
     def start(self) -> None:
-        self.process = subprocess.Popen([sys.executable, "-c", SERVER, str(self.root), str(self.port)])
+        self.process = subprocess.Popen([sys.executable, "-c", SERVER, str(self.root), str(self.port), *self.changed])
         until = time.monotonic() + PATIENCE_S
         while not self.get("/readyz"):
             assert self.process.poll() is None, "the server has ended"
@@ -268,7 +279,7 @@ async def test_shows_the_top_and_keeps_up(tables: Tables, server: Server) -> Non
     tables.commit()
     await asyncio.to_thread(server.start)
     async with watching() as watched:
-        page = await watched.page(server.url)
+        page = await watched.page(server.meetup)
         await caught_up(page, tables, since=1, events_before=tables.events)
         before = tables.events
         for _ in range(12):
@@ -296,7 +307,7 @@ async def test_server_killed_and_page_reloaded_without_gap_or_duplicate(tables: 
     tables.commit()
     await asyncio.to_thread(server.start)
     async with watching() as watched:
-        page = await watched.page(server.url)
+        page = await watched.page(server.meetup)
         await caught_up(page, tables, since=1, events_before=tables.events)
         before = tables.events
         for number in range(30):
@@ -317,20 +328,20 @@ async def test_closed_page_goes_on_from_its_stored_position(tables: Tables, serv
     tables.commit()
     await asyncio.to_thread(server.start)
     async with watching() as watched:
-        page = await watched.page(server.url)
+        page = await watched.page(server.meetup)
         await caught_up(page, tables, since=1, events_before=tables.events)
         before = tables.events
         tables.commit()
         await caught_up(page, tables, since=1, events_before=before)
         await page.close()
-        page = await watched.page(server.url)  # nothing was missed: every row comes from the store
+        page = await watched.page(server.meetup)  # nothing was missed: every row comes from the store
         await caught_up(page, tables, since=1, events_before=before)
         await page.close()
         server.kill()
         for _ in range(5):
             tables.commit()
         await asyncio.to_thread(server.start)
-        page = await watched.page(server.url)
+        page = await watched.page(server.meetup)
         await caught_up(page, tables, since=1, events_before=before)
 
 
@@ -340,7 +351,7 @@ async def test_a_silent_server_is_noticed(tables: Tables, server: Server) -> Non
     async with watching() as watched:
         page = await watched.context.new_page()
         await page.clock.install()
-        await page.goto(server.url)
+        await page.goto(server.meetup)
         await eventually(page, lambda data: data["state"] == "live", "live")
         server.signal(signal.SIGSTOP)  # its sockets stay open, and nothing comes
         try:
@@ -357,7 +368,7 @@ async def test_nothing_runs_over_the_edge(tables: Tables, server: Server) -> Non
     tables.commit()
     await asyncio.to_thread(server.start)
     async with watching() as watched:
-        page = await watched.page(server.url)
+        page = await watched.page(server.meetup)
         await eventually(page, lambda data: data["state"] == "live", "live")
         for width, height in ((1920, 1080), (3840, 2160), (1280, 720), (390, 844)):
             await page.set_viewport_size({"width": width, "height": height})
@@ -374,7 +385,7 @@ async def test_table_replaced_while_the_page_was_away(tables: Tables, server: Se
     tables.commit()
     await asyncio.to_thread(server.start)
     async with watching() as watched:
-        page = await watched.page(server.url)
+        page = await watched.page(server.meetup)
         await caught_up(page, tables, since=1, events_before=tables.events)
         await page.close()
         server.kill()
@@ -382,7 +393,7 @@ async def test_table_replaced_while_the_page_was_away(tables: Tables, server: Se
         rebuilt = Tables(tables.root)
         rebuilt.commit()
         await asyncio.to_thread(server.start)
-        page = await watched.page(server.url)
+        page = await watched.page(server.meetup)
         await caught_up(page, rebuilt, since=1, events_before=rebuilt.events)
 
 
@@ -408,7 +419,7 @@ async def test_a_wire_that_repeats_and_one_that_loses(tables: Tables, server: Se
     async with watching() as watched:
         page = await watched.context.new_page()
         await page.route_web_socket("**/v1/subscribe**", wire)
-        await page.goto(server.url)
+        await page.goto(server.meetup)
         await eventually(page, lambda data: data["state"] == "live", "live")
         for _ in range(3):
             tables.commit()
@@ -425,7 +436,7 @@ async def test_theme_follows_the_system_until_one_is_chosen(tables: Tables, serv
     await asyncio.to_thread(server.start)
     ground = "getComputedStyle(document.body).backgroundColor"
     async with watching(color_scheme="dark") as watched:
-        page = await watched.page(server.url)
+        page = await watched.page(server.meetup)
         dark = await page.evaluate(ground)
         await page.emulate_media(color_scheme="light")
         light = await page.evaluate(ground)

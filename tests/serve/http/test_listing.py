@@ -1,0 +1,77 @@
+"""What there is: the tables with their declarations, and the report on quality."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import httpx
+
+from lakehouse.contract.keys import KeyFile
+from lakehouse.contract.lake import Lake
+from lakehouse.contract.pipeline import load_pipeline
+from lakehouse.contract.pipeline.added import Declared, QuerySpec
+from serve.access import ReaderKey
+from serve.http.listing import declarations
+from serve.http.routes import WEB
+from tests.serve.conftest import serving
+
+PIPELINES = Path(__file__).parents[3] / "conf" / "pipelines"
+
+
+def test_declarations_name_kind_origin_and_what_matters_to_the_kind(root: Path) -> None:
+    meetup = dict(declarations(Lake(root), load_pipeline(PIPELINES / "meetup")))
+    assert meetup["rsvps_by_city"] == {"kind": "aggregate", "from": ["rsvps"]}
+    assert meetup["members"] == {"kind": "distinct", "from": ["rsvps"], "window": "1 minute", "item": "member_id"}
+    ads = dict(declarations(Lake(root), load_pipeline(PIPELINES / "ads")))
+    assert ads["time_to_click"] == {"kind": "join", "from": ["impressions", "clicks"]}
+    meters = dict(declarations(Lake(root), load_pipeline(PIPELINES / "meters")))
+    assert meters["next_hour_price"] == {"kind": "view", "from": ["hourly_load"]}
+    assert dict(declarations(Lake(root), load_pipeline(PIPELINES / "offers")))["bargains"]["kind"] == "staging"
+
+
+def test_continuous_queries_are_declared_too(root: Path) -> None:
+    queries = Declared(Lake(root), QuerySpec)
+    sql = "SELECT received_at, response FROM rsvps"
+    options = {"operator": "top_n", "item": "response"}
+    queries.add(QuerySpec("answers", sql, "rsvps", created="2026-01-01T00:00:00Z", options=options))
+    queries.add(QuerySpec("cities", "SELECT city FROM rsvps_by_city", "rsvps_by_city", ("city",)))
+    found = dict(declarations(Lake(root), load_pipeline(PIPELINES / "meetup")))
+    top = {"kind": "top_n", "from": ["rsvps"], "window": "1 minute", "item": "response", "query": True}
+    assert found["answers"] == top
+    assert found["cities"] == {"kind": "view", "from": ["rsvps_by_city"], "query": True}
+
+
+async def test_the_report_on_quality_runs_no_script_and_is_for_keys_that_see_all(root: Path) -> None:
+    report = Lake(root).data_docs
+    async with serving(root) as url, httpx.AsyncClient(base_url=url, timeout=30) as http:
+        missing = await http.get("/v1/quality/index.html")
+        assert (missing.status_code, missing.json()["code"]) == (404, "no_such_page")
+        (report / "static").mkdir(parents=True)
+        (report / "index.html").write_text("<h1>Data Docs</h1>", encoding="utf-8")
+        assert (await http.get("/v1/tables")).json()["report"] == "v1/quality/index.html"
+        page = await http.get("/v1/quality/index.html")
+        assert (page.status_code, page.text) == (200, "<h1>Data Docs</h1>")
+        policy = page.headers["content-security-policy"].split("; ")
+        assert {"default-src 'none'", "sandbox"} <= set(policy)
+        assert "script-src" not in page.headers["content-security-policy"]
+        for path in ("", "static", "../position.key", "%2e%2e/position.key", "..%2fposition.key"):
+            assert (await http.get(f"/v1/quality/{path}")).status_code == 404, path
+    keys = KeyFile(Lake(root).state / "readers.toml", ReaderKey)
+    some = keys.new(ReaderKey("0" * 64, "some", tables=("top_topics",)))
+    every = keys.new(ReaderKey("0" * 64, "every"))
+    async with serving(root) as url, httpx.AsyncClient(base_url=url, timeout=30) as http:
+        address = "/v1/quality/index.html"
+        statuses = [
+            (await http.get(address, headers={"Authorization": f"Bearer {key}"})).status_code for key in (some, every)
+        ]
+        assert [(await http.get(address)).status_code, *statuses] == [401, 403, 200]
+
+
+def test_files_of_the_chart_library_are_as_npm_has_them() -> None:
+    folder = WEB / "vendor" / "uplot"
+    _, *told = (folder / "VERSION").read_text(encoding="utf-8").splitlines()
+    for line in told:
+        _, digest, name = line.split()
+        assert hashlib.sha256((folder / Path(name).name).read_bytes()).hexdigest() == digest
+    assert len(told) == 2
