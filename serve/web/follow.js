@@ -13,6 +13,7 @@ export class TooMany extends Error {
   /** @param {Object[]} sample some of them */
   constructor(count, sample) {
     super(`${count.toLocaleString()} rows are too many for a page: narrow them with a condition`);
+    this.count = count;
     this.sample = sample;
   }
 }

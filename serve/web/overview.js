@@ -215,7 +215,7 @@ export class Overview {
       this.#followed[name] = entry;
       entry.followed = follow(view, {
         change: ({ rows }) => this.#news(name, [...rows.values()]),
-        tooMany: (error) => this.#tile(name, error.message),
+        tooMany: ({ count }) => this.#tile(name, `${whole.format(count)}+`, true),
         state: (status) => {
           entry.status = status;
           this.#state();

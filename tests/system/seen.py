@@ -42,13 +42,15 @@ class Seen:
         totals: sums over ``rsvps_by_city``, by live SQL.
         top: items and counts of ``top_topics``, in order.
         bars: lengths of their bars, in pixels.
-        inked: pixels of the stacked bars of cities that have the colour of the first one.
+        members: the estimate of ``members`` in the newest window.
+        inked: pixels of their chart that have the colour of its line.
         integrity: gaps and duplicates of the live SQL.
     """
 
     totals: dict[str, int]
     top: list[tuple[str, int]]
     bars: list[float]
+    members: float
     inked: int
     integrity: tuple[str | None, str | None]
 
@@ -85,7 +87,7 @@ def chromium(path: Path) -> Iterator[Browser]:
             browser.close()
 
 
-def _seen(totals: Page, top: Page, cities: Page) -> Seen:
+def _seen(totals: Page, top: Page, members: Page) -> Seen:
     time.sleep(0.5)  # the last change is drawn
     rows = "found => found.map(({ dataset }) => [dataset.item, Number(dataset.count)])"
     figures = "found => found.map(({ dataset }) => [dataset.name, Number(dataset.value)])"
@@ -94,7 +96,8 @@ def _seen(totals: Page, top: Page, cities: Page) -> Seen:
         totals=dict(totals.locator(".figures div").evaluate_all(figures)),
         top=[(item, count) for item, count in top.locator(".ranked li[data-rank]").evaluate_all(rows)],
         bars=top.locator(".ranked li[data-rank] .bar").evaluate_all(BARS),
-        inked=cities.locator(".plot canvas").evaluate_all(INKED),
+        members=float(members.locator(".legend [data-name=members]").get_attribute("data-value") or 0),
+        inked=members.locator(".plot canvas").evaluate_all(INKED),
         integrity=(view.get_attribute("data-gaps"), view.get_attribute("data-duplicates")),
     )
 

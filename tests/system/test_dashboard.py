@@ -15,6 +15,7 @@ import pytest_asyncio
 from playwright.async_api import Browser, BrowserContext, Page, expect
 
 from jobs.local.stack import free_port
+from lakehouse.contract.lake import Lake
 from tests.chaos.proxy import Link
 from tests.system.browser import launched, require_browser
 from tests.system.dashboard import CITIES, EVENTS, Growing
@@ -175,6 +176,12 @@ async def test_overview_lists_what_runs_with_rows_rate_lag_alerts_quality_and_qu
     await expect(page.get_by_label("Alerts", exact=True)).to_contain_text('busy ["Berlin"] 31')
     await expect(page.get_by_label("Quality")).to_contain_text("top_topics: ranks not met: 2 of 10 rows")
     await expect(page.get_by_label("Quarantine")).to_contain_text("3 of rsvps not JSON")
+    report = Lake(stage.growing.root).data_docs
+    report.mkdir()
+    (report / "index.html").write_text("<h1>Data Docs</h1><script>document.write('run')</script>", encoding="utf-8")
+    await page.get_by_role("link", name="Data Docs").click()
+    await expect(page.locator("body")).to_have_text("Data Docs")  # and its script did not run
+    await page.go_back()
     await page.get_by_role("link", name="minutes").click()
     await expect(page.get_by_role("heading", level=1)).to_have_text("minutes")
     await page.go_back()
