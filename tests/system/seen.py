@@ -68,7 +68,7 @@ def dashboard(demo: Demo) -> Iterator[Callable[[], Seen | None]]:
         for name, address in (
             ("totals", f"sql={TOTALS}"),
             ("top", "table=top_topics"),
-            ("cities", "table=rsvps_by_city"),
+            ("members", "table=members"),
         ):
             pages[name] = context.new_page()
             pages[name].set_default_timeout(PATIENCE_MS)
