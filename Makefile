@@ -8,7 +8,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 READY  := $(VENV)/.installed
 ARGS   ?=
 
-.PHONY: demo test check bench bench-log bench-lakehouse bench-fanout bench-lookup bench-sketches bench-collect bench-publishers soak cluster \
+.PHONY: demo test check bench bench-log bench-lakehouse bench-fanout bench-lookup bench-sketches bench-collect bench-publishers bench-control soak cluster \
   crashes chaos setup java lock docs clean
 .DEFAULT_GOAL := help
 
@@ -51,6 +51,9 @@ bench-collect: setup
 
 bench-publishers: setup
 	@$(PY) -m tests.bench.bench_publishers $(ARGS)
+
+bench-control: $(READY)
+	@$(PY) -m tests.bench.bench_control $(ARGS)
 
 soak: setup
 	@$(PY) -m pytest -m soak $(ARGS)

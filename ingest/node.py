@@ -207,7 +207,7 @@ class CollectorNode:
             EnvironmentProblem: the port is taken.
         """
         if self._manager is not None:
-            self._manager.start()
+            await asyncio.to_thread(self._manager.start)
         try:
             app = make_app(self._requests, self._stats, self._responder)
             server = HttpServer(app, self._requests, self._settings.collect, ws=self._streams.protocol)

@@ -101,7 +101,7 @@ def make_app(settings: Settings, *, name: str = "") -> Starlette:
         metrics = ServerMetrics(lake.state / "run" / "metrics", name, own)
         kept = (partial(_run_clock, hub, settings.serve), partial(_run_work, hub, work), partial(_run_gate, gate))
         if manager is not None:
-            manager.start()
+            await asyncio.to_thread(manager.start)
         runs = [tables.run(), fleet.run(), *map(_run_forever, kept), *([metrics.run()] if name else [])]
         tasks = [asyncio.create_task(run) for run in runs]
         try:

@@ -94,6 +94,7 @@ class StateManager:
         self._written: tuple[int, int] | None = None
         self._key_sources: list[StateKeys[Any]] = []
         self._stop = threading.Event()
+        self._tried = threading.Event()
         self._thread: threading.Thread | None = None
         self.maps: dict[str, dict[str, Any]] = {name: {} for name in MAPS}
         self.looked_at = 0.0
@@ -108,8 +109,10 @@ class StateManager:
         return made
 
     def start(self) -> None:
+        """Start the thread. Waits for its first look, so that a process does not begin with an old state."""
         self._thread = threading.Thread(target=self._run, name="state manager", daemon=True)
         self._thread.start()
+        self._tried.wait(self._settings.control.refresh_ms / 1000 + _TIMEOUT_S)
 
     def stop(self) -> None:
         """End the thread. Waits for the look that is under way."""
@@ -137,6 +140,7 @@ class StateManager:
                     if self.failures:
                         log.info("the control plane at %s answers again", self._url)
                     self.looked_at, self.failures = time.monotonic(), 0
+                self._tried.set()
                 if not changed:  # a control plane that is down, or a proxy that does not hold answers
                     self._stop.wait(began + hold_s - time.monotonic())
 
@@ -229,7 +233,7 @@ class StateKeys(Generic[K]):
         self._names = {field.name for field in fields(kind)}
         self._kind = kind
         self._action = action
-        self._own: dict[str, K] = {}
+        self._own: dict[str, tuple[Mapping[str, Any], K]] = {}
         self._keys: dict[str, K] = {}
         self._changes = 0
 
@@ -245,17 +249,23 @@ class StateKeys(Generic[K]):
     def take(self, changes: Mapping[str, Any], *, whole: bool) -> None:
         own = {} if whole else dict(self._own)
         for name, entry in changes.items():
-            key = None if entry is None or self._action not in entry["actions"] else self._key(name, entry)
-            if key is None:
+            known = self._own.get(name)
+            if entry is None or self._action not in entry["actions"]:
                 own.pop(name, None)
+            elif known is not None and known[0] == entry:  # a control plane that was started again says everything
+                own[name] = known
+            elif (key := self._key(name, entry)) is not None:
+                own[name] = entry, key
             else:
-                own[name] = key
-        newest: dict[str, tuple[int, K]] = {}
-        for name in own:
+                own.pop(name, None)
+        keys = {name: key for name, (_, key) in own.items()}
+        newest: dict[str, int] = {}
+        for name in keys:
             root, dash, number = name.partition("-")
-            if dash and root not in own:
-                newest[root] = max(newest.get(root, (0, own[name])), (int(number), own[name]), key=lambda each: each[0])
-        self._own, self._keys = own, own | {root: key for root, (_, key) in newest.items()}
+            if dash and root not in keys:
+                newest[root] = max(newest.get(root, 0), int(number))
+        self._own = own
+        self._keys = keys | {root: keys[f"{root}-{number}"] for root, number in newest.items()}
         self._changes += 1
 
     def _key(self, name: str, entry: Mapping[str, Any]) -> K | None:

@@ -9,6 +9,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin
 
@@ -83,7 +84,7 @@ def build(cls: type[T], values: Mapping[str, Any], *, file: Path, at: str = "") 
     Raises:
         ConfigError: unknown key, missing key, or a value of another type, with the place and the remedy.
     """
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)  # type: ignore[arg-type]
     fields = {f.metadata.get("key", f.name): f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     arguments: dict[str, Any] = {}
     for name, value in values.items():
@@ -104,6 +105,11 @@ def build(cls: type[T], values: Mapping[str, Any], *, file: Path, at: str = "") 
         key = ".".join(part for part in (at, error.key) if part)
         line = error.line or line_of(file, key)
         raise ConfigError(error.problem, key=key, remedy=error.remedy, file=error.file or file, line=line) from None
+
+
+@lru_cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
 
 
 def line_of(file: Path, key: str) -> int | None:

@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from websockets.asyncio.client import ClientConnection, connect
 
 from lakehouse.contract.settings import ServeSettings, Settings
 from serve.app import run_server
+from tests.serve.postgres import Postgres
 
 SCRIPT = """
 import sys
@@ -36,6 +38,15 @@ uvloop.run(run_server(settings, ready=lambda url: print(url, flush=True)))
 def root(tmp_path: Path) -> Path:
     """Root of an empty lake."""
     return tmp_path / "lake"
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    """A PostgreSQL of the tests' own."""
+    with tempfile.TemporaryDirectory(prefix="millrace-pg-") as folder:
+        started = Postgres(Path(folder))
+        yield started
+        started.close()
 
 
 @contextlib.asynccontextmanager

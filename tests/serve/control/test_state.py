@@ -74,9 +74,9 @@ async def status(url: str, key: str) -> int:
 
 async def test_subscription_is_usable_at_once_and_ends_with_its_key(lake: Path) -> None:
     async with controlling(lake) as plane, plane.client() as admin, server(settings_of(lake, plane.url)) as url:
-        await new_tenant(admin)
+        await new_tenant(admin, "default")
         assert await status(url, "mr_x_y") == 401, "a key is needed although there is none"
-        asked = {"tenant": "acme", "app": "shop", "table": "rsvps_by_city", "where": "city = 'Bonn'"}
+        asked = {"tenant": "default", "app": "shop", "table": "rsvps_by_city", "where": "city = 'Bonn'"}
         made = await admin.post("/v1/subscriptions", json=asked)
         assert made.headers["millrace-known-by"] == "1/1"
         key = {"Authorization": f"Bearer {made.json()['key']}"}
@@ -155,11 +155,11 @@ async def test_key_ends_by_its_date_while_the_control_plane_is_down(lake: Path) 
     async with contextlib.AsyncExitStack() as stack:
         async with controlling(lake) as plane, plane.client() as admin:
             url = await stack.enter_async_context(server(settings_of(lake, plane.url)))
-            await new_tenant(admin)
-            key = await good(admin, "POST", "/v1/keys", 201, actions=["read"], tenant="acme", app="shop")
+            await new_tenant(admin, "default")
+            key = await good(admin, "POST", "/v1/keys", 201, actions=["read"], tenant="default", app="shop")
             ends = time.time() + 2
             moment = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(ends))
-            await good(admin, "PATCH", "/v1/tenants/acme/apps/shop", 200, ends=moment)
+            await good(admin, "PATCH", "/v1/tenants/default/apps/shop", 200, ends=moment)
         assert await status(url, key["key"]) == 200 or time.time() > ends - 1
         await asyncio.sleep(max(0.0, ends + 0.1 - time.time()))
         assert await status(url, key["key"]) == 401
@@ -182,6 +182,18 @@ async def test_last_good_state_outlives_control_plane_and_server(lake: Path) -> 
     (folder / STATE_FILE).write_text("{")
     async with server(settings) as url:
         assert await status(url, kept["key"]) == 401, "without a state nobody is let in"
+
+
+async def test_restarted_server_begins_with_the_newest_state(lake: Path) -> None:
+    async with controlling(lake) as plane, plane.client() as admin:
+        settings = settings_of(lake, plane.url)
+        key = await good(admin, "POST", "/v1/keys", 201, actions=["read"])
+        async with server(settings) as url:
+            assert await status(url, key["key"]) == 200
+        await good(admin, "DELETE", f"/v1/keys/{key['id']}", 204)
+        assert key["id"] in (settings.control_state / STATE_FILE).read_text()
+        async with server(settings) as url:
+            assert await status(url, key["key"]) == 401
 
 
 async def test_sources_are_files_of_the_state(lake: Path) -> None:
