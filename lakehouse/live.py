@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pyarrow as pa
@@ -48,7 +48,7 @@ from lakehouse.errors import QueryFailed, VersionsGone
 from lakehouse.events import Events, LocalQueries, Partial, SparkEvents, materialized
 from lakehouse.follower import BronzeFollower
 from lakehouse.gold.mark import BatchMark, Marks
-from lakehouse.gold.state_store import store_of
+from lakehouse.gold.state_store import StateStore, store_of
 from lakehouse.gold.store import ProductStore
 from lakehouse.maintain.care import Maintenance
 from lakehouse.quality.watch import Watch, warned_columns
@@ -59,6 +59,8 @@ log = logging.getLogger(__name__)
 _READ = (*JUDGED, "received_at", "event_time")
 _JUDGED_BYTES = 128  # of a row, about, as it is fetched to be judged
 _SMALL_BYTES = 2 << 20  # compressed bytes of bronze that the driver reads by itself
+_SILENCE_S = 5.0  # without a new version of bronze, before time goes on by the wall clock …
+_TICK_S = 1.0  # … in such steps
 _QUIET_S = 1_800.0  # commits without rows (compaction) are noted in the products this often
 _JUDGED_COLUMNS = pa.schema(
     [("dedupe_key", pa.binary()), *((name, COLUMNS.field(name).type) for name in JUDGED if name in COLUMNS.names)]
@@ -119,6 +121,8 @@ class LiveProducts(BronzeFollower):
         self.stores = [
             store_of(p, lake.table(p.layer, p.name), pipeline.name, product_declaration(p, source)) for p in products
         ]
+        self._timed = [store for store in self.stores if isinstance(store, StateStore) and store.by_wall_clock]
+        self._tick_at = time.monotonic() + _SILENCE_S
         self._quarantine = Quarantine(lake.quarantine()) if options.keep_rejected else None
         self._declaration = DedupeDeclaration(lake.state / "seen" / name, source)
         self._watch = Watch(lake, source, keep_warned=options.keep_rejected, again=self._declaration.warned_otherwise())
@@ -158,6 +162,11 @@ class LiveProducts(BronzeFollower):
         if newest > self.position:
             self._move(newest, handed)
             self._care()
+            self._tick_at = time.monotonic() + _SILENCE_S
+        elif self._timed and time.monotonic() >= self._tick_at:
+            for store in self._timed:
+                store.tick()
+            self._tick_at = time.monotonic() + _TICK_S
         with self._writing:
             if handed is not None:
                 self._handed = None
@@ -329,7 +338,8 @@ class LiveProducts(BronzeFollower):
         if why := store.outdated():
             log.warning("product %s is built from bronze again: %s", store.product.name, why)
             return None
-        self._marks.go_on_from(mark)
+        # The wall clock is that product's alone.
+        self._marks.go_on_from(replace(mark, clock=None) if store in self._timed else mark)
         return mark.transaction
 
     def _build(self, version: int, stores: Sequence[ProductStore], *, restore: bool) -> None:

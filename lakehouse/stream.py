@@ -230,6 +230,8 @@ class PipelineQueries:
 
     def _apply(self, pipeline: Pipeline) -> None:
         wanted = self._wanted(pipeline)
+        self._told = {name: text for name, text in self._told.items() if name in wanted}
+        self._refused = {name: declared for name, declared in self._refused.items() if name in wanted}
         before = {}
         for name, running in reversed(list(self._parts.items())):
             declared = wanted[name].declared if name in wanted else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 
 import numpy as np
@@ -21,9 +21,9 @@ from deltalake.transaction import AddAction, RemoveAction
 from lakehouse.contract.lake import TableRef
 from lakehouse.contract.pipeline import Product
 from lakehouse.errors import BadProduct
-from lakehouse.gold.mark import BatchMark
+from lakehouse.gold.mark import BatchMark, later
 from lakehouse.gold.store import ProductStore
-from lakehouse.operators.base import WINDOW_START, plain
+from lakehouse.operators.base import WINDOW_START, plain, plain_fields
 from lakehouse.stateful.base import StatefulOperator, among, times
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -81,6 +81,9 @@ class StateStore(ProductStore):
         if self.holds(mark.application, mark.transaction):
             return delta.version()
         self._load()
+        if self._live is not None:
+            self._live = self._live.cast(self.operator.schema)  # tick() may have read it as the table has it
+        mark = replace(mark, clock=self._time(mark.clock))
         partial = plain(partial)
         held, opened = self._called_back(partial)
         rows = self.operator.advance(held, partial, mark.clock)
@@ -99,12 +102,39 @@ class StateStore(ProductStore):
         if not self._fits():  # other columns than before: an empty table of the new ones first
             self._write(self._empty(), mark, predicate=None, mode="overwrite", evolve=True)
         self._load(anew=True)
+        if self.by_wall_clock:
+            mark = replace(mark, clock=later(mark.clock, _now()))
         partial = plain(rows)
         full = self.operator.advance(None, partial, mark.clock)
         self._replace_files(full, self.operator.live(full, mark.clock), [*self._live_files, *self._settled], mark)
         self._declare(delta)
         self._version = delta.version()
         return delta.version()
+
+    def tick(self) -> bool:
+        """Let time go on by the wall clock, although nothing comes; commits if that changes a row."""
+        if not self.table.exists():
+            return False
+        if self.operator.schema is None:  # nothing has come since the start
+            self.operator.schema = pa.schema(plain_fields(pa.schema(self._open().schema().to_arrow())))
+        self._load()
+        now = self._time(_now())
+        if self._live is None or (rows := self.operator.at(self._live, now)).equals(self._live):
+            return False
+        mark = self.mark()
+        assert mark is not None  # else no row would be live
+        quiet = replace(mark, events=0, oldest=None, newest=None, clock=now)
+        self._replace_files(rows, self.operator.live(rows, now), self._live_files, quiet)
+        return True
+
+    @property
+    def by_wall_clock(self) -> bool:
+        """Whether time goes on without events."""
+        return self.product.clock == "wall"
+
+    def _time(self, clock: int | None) -> int | None:
+        """The time of a commit; by the wall clock it does not go back to that of the events."""
+        return later(clock, self._clock) if self.by_wall_clock else clock
 
     def results(self, rows: pa.Table, partial: pa.Table, clock: int | None) -> tuple[pa.Table, pa.Table]:
         """See :meth:`ProductStore.results`."""
@@ -210,6 +240,10 @@ class StateStore(ProductStore):
 
     def _last(self, rows: pa.Table) -> int:
         return int(times(rows[self.operator.ends]).max()) if rows.num_rows else 0
+
+
+def _now() -> int:
+    return time.time_ns() // 1000
 
 
 def _millis(micros: int, more: int) -> str:

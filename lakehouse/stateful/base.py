@@ -43,6 +43,10 @@ class StatefulOperator(Operator):
             clock: newest event time so far, this batch included, in microseconds since the epoch.
         """
 
+    def at(self, rows: pa.Table, clock: int | None) -> pa.Table:
+        """The same rows at another time."""
+        return rows
+
     def merge(self, old: pa.Table | None, partial: pa.Table) -> pa.Table:
         """The rows after these events, while no time has passed."""
         return self.advance(old, partial, None)

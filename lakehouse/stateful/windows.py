@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +21,8 @@ from lakehouse.operators.base import TIMESTAMP, codes, plain_fields, plain_type
 from lakehouse.operators.windows import in_time, input_sql
 from lakehouse.stateful.base import ORDER, StatefulOperator, among, in_bronze_order, ordered_input, times
 
-START, END, CLOSED = "session_start", "session_end", "closed"
+START, END, EXPIRES, CLOSED = "session_start", "session_end", "expires_at", "closed"
+LIST = "list"  # the fold of a column of lists: the greatest elements of all
 NUMBER, FIRST, LAST, EVENTS, COMPLETE = "number", "first_at", "last_at", "events", "complete"
 _AT = "_at"
 _SESSION = "_session"
@@ -27,6 +30,8 @@ _SESSION = "_session"
 
 class Sessions(StatefulOperator):
     """One row a session: ``by``, ``session_start``, ``session_end`` (its last event), ``closed``, aggregates.
+
+    By the wall clock there is ``expires_at`` too.
 
     Events of one key that follow each other within a gap. A batch's events are put into partial sessions by Spark
     (``session_window``); a partial session and those that are held become one where they overlap when each is drawn out
@@ -39,8 +44,10 @@ class Sessions(StatefulOperator):
 
     def __init__(self, product: Product) -> None:
         self._product = product
-        self._aggregates = aggregates_of(product)
+        self._aggregates = aggregates_of(product, lists=True)
+        self._lists = [a.name for a in self._aggregates if a.fold == LIST]
         self._gap = product.gap_ms * 1000
+        self._own = {EXPIRES: TIMESTAMP, CLOSED: pa.bool_()} if product.clock == "wall" else {CLOSED: pa.bool_()}
         self.key = (*product.by, START)
         self.counts = next((a.name for a in self._aggregates if a.sql.replace(" ", "").lower() == "count(*)"), None)
 
@@ -57,23 +64,28 @@ class Sessions(StatefulOperator):
     def describe(self, partial: pa.Schema) -> None:
         fields = plain_fields(partial)
         at = partial.get_field_index(END) + 1
-        self.schema = pa.schema([*fields[:at], pa.field(CLOSED, pa.bool_()), *fields[at:]])
+        self.schema = pa.schema([*fields[:at], *(pa.field(*own) for own in self._own.items()), *fields[at:]])
 
     def advance(self, held: pa.Table | None, partial: pa.Table, clock: int | None) -> pa.Table:
         if CLOSED not in partial.schema.names:
             self.describe(partial.schema)
         assert self.schema is not None
-        schema = pa.schema([f for f in self.schema if f.name != CLOSED])
+        schema = pa.schema([f for f in self.schema if f.name not in self._own])
         rows = partial.select(schema.names).cast(schema)
         untouched = schema.empty_table()
         if held is not None and held.num_rows:
             touched = among(held, rows, self._product.by)
             untouched = held.filter(pa.array(~touched)).select(schema.names)
             rows = pa.concat_tables([held.filter(pa.array(touched)).select(schema.names), rows])
-        merged = pa.concat_tables([untouched, self._merged(rows)])
-        last = times(merged[END])
-        closed = np.zeros(len(last), dtype=bool) if clock is None else last + self._gap <= clock
-        return merged.append_column(CLOSED, pa.array(closed)).select(self.schema.names).cast(self.schema)
+        return self.at(pa.concat_tables([untouched, self._merged(rows)]), clock)
+
+    def at(self, rows: pa.Table, clock: int | None) -> pa.Table:
+        assert self.schema is not None
+        expires = times(rows[END]) + self._gap
+        closed = np.zeros(len(expires), dtype=bool) if clock is None else expires <= clock
+        own = {EXPIRES: pa.array(expires).cast(TIMESTAMP), CLOSED: pa.array(closed)}
+        columns = [own[name] if name in own else rows[name] for name in self.schema.names]
+        return pa.table(columns, self.schema.names).cast(self.schema)
 
     def _merged(self, rows: pa.Table) -> pa.Table:
         """Sessions of rows that are partial sessions."""
@@ -84,9 +96,13 @@ class Sessions(StatefulOperator):
             if keys[i] != key or starts[i] >= reach:
                 session, key, reach = session + 1, keys[i], ends[i] + self._gap
             sessions[i], reach = session, max(reach, ends[i] + self._gap)
-        how = {START: "min", END: "max", **{a.name: a.fold for a in self._aggregates}}
-        merged = Fold((_SESSION,), how).arrow(rows.append_column(_SESSION, pa.array(sessions)))
-        return merged.drop_columns([_SESSION])
+        how = {START: "min", END: "max", **{a.name: a.fold for a in self._aggregates if a.fold != LIST}}
+        numbered = rows.drop_columns(self._lists).append_column(_SESSION, pa.array(sessions))
+        merged = Fold((_SESSION,), how).arrow(numbered)
+        for name in self._lists:
+            found = greatest(rows[name], sessions, self._product.n)
+            merged = merged.append_column(name, found.take(merged[_SESSION].combine_chunks()))
+        return merged.select(rows.schema.names)
 
     def live(self, rows: pa.Table, clock: int | None) -> npt.NDArray[np.bool_]:
         """Sessions are kept at hand for another gap after they closed: most of what is late comes in that time."""
@@ -220,7 +236,7 @@ class DeclaredAggregate:
         name: the column.
         sql: the aggregate as declared.
         row: the same for a single row: folded over rows it gives what ``sql`` gives.
-        fold: ``sum``, ``min`` or ``max``.
+        fold: ``sum``, ``min`` or ``max``; of a list :data:`LIST`.
     """
 
     name: str
@@ -229,21 +245,43 @@ class DeclaredAggregate:
     fold: str
 
 
-def aggregates_of(product: Product) -> tuple[DeclaredAggregate, ...]:
+def greatest(lists: pa.ChunkedArray, groups: npt.NDArray[np.int64], most: int) -> pa.Array:
+    """A list for each group, numbered from 0: the greatest elements of its lists, greatest first.
+
+    Elements compare as in Spark's ``sort_array``: structs by their fields in turn, null before everything.
+    """
+    found: list[list[object]] = [[] for _ in range(int(groups.max(initial=-1)) + 1)]
+    for group, elements in zip(groups.tolist(), lists.to_pylist(), strict=True):
+        found[group] += elements or ()
+    return pa.array([heapq.nlargest(most, elements, key=_order) for elements in found], lists.type)
+
+
+def _order(value: object) -> tuple[bool, Any]:
+    if isinstance(value, dict):
+        return True, [_order(field) for field in value.values()]
+    return value is not None, value
+
+
+def aggregates_of(product: Product, *, lists: bool = False) -> tuple[DeclaredAggregate, ...]:
     """The product's aggregates.
+
+    Args:
+        lists: whether ``collect_list`` is one.
 
     Raises:
         BadProduct: one of them does not parse, or cannot be put together from parts.
     """
-    return tuple(_declared(product, name, text) for name, text in product.aggregates.items())
+    return tuple(_declared(product, name, text, lists) for name, text in product.aggregates.items())
 
 
-def _declared(product: Product, name: str, text: str) -> DeclaredAggregate:
+def _declared(product: Product, name: str, text: str, lists: bool) -> DeclaredAggregate:
     try:
         tree = sqlglot.parse_one(text, dialect="spark")
     except sqlglot.errors.ParseError as error:
         problem = f"aggregate {name} does not parse: {str(error).splitlines()[0]}"
         raise BadProduct(product.name, problem, key=f"aggregates.{name}") from None
+    if lists and isinstance(tree, exp.ArrayAgg) and not list(tree.this.find_all(exp.AggFunc, exp.Query, exp.Window)):
+        return DeclaredAggregate(name, f"slice(sort_array({text}, false), 1, {product.n})", "", LIST)
     fold = fold_of(tree)
     several = isinstance(tree, exp.Count) and tree.expressions
     if fold is None or several or list(tree.find_all(exp.AggFunc, exp.Query, exp.Window)) != [tree]:

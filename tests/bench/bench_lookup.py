@@ -25,18 +25,30 @@ from deltalake import DeltaTable, write_deltalake
 from lakehouse.contract import lake as names
 from tests.bench.bench_fanout import Server
 
-SCHEMA = pa.schema([("visitor", pa.string()), ("session_start", pa.int64()), ("views", pa.int64())])
+_ACTION = pa.struct(
+    [("at", pa.int64()), ("action_id", pa.int64()), ("kind", pa.string()), ("page", pa.string()), ("sku", pa.string())]
+)
+SCHEMA = pa.schema(
+    [
+        ("visitor", pa.string()),
+        ("session_start", pa.int64()),
+        ("views", pa.int64()),
+        ("recent", pa.list_(_ACTION)),
+        ("cart", pa.list_(_ACTION)),
+    ]
+)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--rate", type=int, default=1_000, help="look-ups a second")
-    parser.add_argument("--visitors", type=int, default=50_000, help="with two sessions each")
+    parser.add_argument("--visitors", type=int, default=20_000, help="with two sessions each")
+    parser.add_argument("--actions", type=int, default=50, help="in a session, a fifth of them in the cart")
     parser.add_argument("--connections", type=int, default=16)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
-        visits(Path(folder) / "gold" / "visits", options.visitors)
+        visits(Path(folder) / "gold" / "visits", options.visitors, options.actions)
         server = Server(Path(folder), 0)
         try:
             found = uvloop.run(load(server, options))
@@ -46,15 +58,24 @@ def main() -> int:
     return 0 if found["wrong"] == 0 else 1
 
 
-def visits(folder: Path, visitors: int) -> None:
+def visits(folder: Path, visitors: int, actions: int) -> None:
     """Two sessions of each visitor."""
     folder.mkdir(parents=True)
     DeltaTable.create(
         folder, SCHEMA, configuration={names.PROPERTY_KEY: "visitor,session_start"}, raise_if_key_not_exists=False
     )
-    who = [f"v{number}" for number in range(visitors)]
-    columns = [who * 2, [1] * visitors + [2] * visitors, [3] * (2 * visitors)]
-    write_deltalake(folder, pa.table(columns, schema=SCHEMA), mode="append")
+    kinds = ("view", "view", "add", "view", "view")
+    recent = [
+        {"at": 1_800_000_000_000 - n, "action_id": n, "kind": kinds[n % 5], "page": "product", "sku": f"s{n}"}
+        for n in range(actions)
+    ]
+    cart = [action for action in recent if action["kind"] == "add"]
+    for session in (1, 2):
+        for first in range(0, visitors, 5_000):
+            who = [f"v{number}" for number in range(first, min(visitors, first + 5_000))]
+            rows = len(who)
+            columns = [who, [session] * rows, [3] * rows, [recent] * rows, [cart] * rows]
+            write_deltalake(folder, pa.table(columns, schema=SCHEMA), mode="append")
 
 
 async def load(server: Server, options: argparse.Namespace) -> dict[str, Any]:
@@ -63,6 +84,7 @@ async def load(server: Server, options: argparse.Namespace) -> dict[str, Any]:
     idle: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue()
     for _ in range(options.connections):
         idle.put_nowait(await asyncio.open_connection(address.hostname, address.port))
+    whole = 2 * (options.actions + len(range(2, options.actions, 5)))
     times: list[float] = []
     late: list[float] = []
     wrong = 0
@@ -78,7 +100,7 @@ async def load(server: Server, options: argparse.Namespace) -> dict[str, Any]:
         body = await reader.readexactly(size)
         idle.put_nowait(connection)
         times.append((time.monotonic() - due) * 1000)
-        wrong += b" 200 " not in head[:16] or body.count(b'"views"') != 2
+        wrong += b" 200 " not in head[:16] or body.count(b'"action_id"') != whole
 
     async def play(seconds: float) -> None:
         began, asked = time.monotonic(), []
@@ -105,6 +127,7 @@ async def load(server: Server, options: argparse.Namespace) -> dict[str, Any]:
         "server_us_a_lookup": round(cpu / len(times) * 1e6),
         "wrong": wrong,
         "visitors": options.visitors,
+        "actions": options.actions,
     }
 
 

@@ -47,7 +47,7 @@ TAKEN_BY: dict[str, tuple[str, ...]] = {
     "slide": _WINDOWED,
     "by": (*_WINDOWED, "latest", *_REMEMBERING),
     "version": ("latest",),
-    "n": ("top_n", "reservoir"),
+    "n": ("top_n", "reservoir", "sessions"),
     "max_items": ("top_n",),
     "lg_k": ("distinct",),
     "depth": ("frequency",),
@@ -60,6 +60,7 @@ TAKEN_BY: dict[str, tuple[str, ...]] = {
     "k": ("quantiles", "skew"),
     "seed": ("reservoir",),
     "gap": ("sessions",),
+    "clock": ("sessions",),
     "size": ("count_window",),
     "aggregates": ("sessions", "count_window"),
     "value": ("drift",),
@@ -131,7 +132,7 @@ class Product:
         lateness: an event that arrives (``received_at``) longer after its ``event_time`` is not added to this product;
             ``skew`` adds and counts it as too late. Empty: the source's, which is empty by default: never too late.
         item: column that is counted (operators).
-        n: rows a window (``top_n``, ``reservoir``).
+        n: rows a window (``top_n``, ``reservoir``); elements of a list at most (``sessions``).
         max_items: items tracked a window (``top_n``): counts are exact up to about 3/4 of it.
         lg_k: log2 of the sketch's slots (``distinct``).
         depth: hash functions (``frequency``): an estimate is too high by more than ``2 / width`` of all with a
@@ -146,9 +147,12 @@ class Product:
         k: accuracy of the sketch: 200 is 1.33 % of rank for a single quantile.
         seed: of the draw (``reservoir``): equal seeds draw equal events.
         gap: a session ends when nothing came for so long (``sessions``).
+        clock: ``events``: a session ends when a later event, of anybody, shows that the gap is over; ``wall``: also
+            when nothing comes at all. Its rows have ``expires_at`` (``sessions``).
         size: events of a window (``count_window``).
         aggregates: column to Spark SQL aggregate over the rows of a session or window; ``count``, ``count_if``,
-            ``sum``, ``min`` and ``max`` can be kept up to date.
+            ``sum``, ``min`` and ``max`` can be kept up to date, and in sessions ``collect_list``: the ``n`` greatest
+            elements, greatest first.
         value: the numeric column that is watched (``drift``).
         detector: one of :data:`DETECTORS`.
         parameters: of the detector; what is left out has the detector's default.
@@ -192,6 +196,7 @@ class Product:
     k: int = 200
     seed: int = 0
     gap: str = "30 minutes"
+    clock: str = "events"
     size: int = 100
     aggregates: dict[str, str] = field(default_factory=dict, hash=False)
     value: str = ""
@@ -300,6 +305,7 @@ class Product:
         at_least("size", self.size, 1)
         one_of("detector", self.detector, tuple(DETECTORS))
         one_of("kind", self.kind, ("inner", "left_outer"))
+        one_of("clock", self.clock, ("events", "wall"))
         one_of("match", self.match, ("all", "first"))
         if self.operator in _REMEMBERING and self.storage != "upsert":
             raise ConfigError(f"{self.operator} keeps no partial rows", key="storage", remedy="Leave it out")

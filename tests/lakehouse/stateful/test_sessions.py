@@ -6,7 +6,9 @@ import tempfile
 from collections import defaultdict
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
@@ -16,10 +18,12 @@ from hypothesis import strategies as st
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Product
 from lakehouse.errors import BadProduct
+from lakehouse.gold import state_store
 from lakehouse.gold.mark import BatchMark
 from lakehouse.gold.state_store import StateStore, store_of
 from lakehouse.operators.base import TIMESTAMP
 from lakehouse.operators.registry import operator_of
+from lakehouse.stateful.windows import greatest
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 GAP = 10  # minutes
@@ -143,6 +147,67 @@ def test_a_session_closes_when_time_has_gone_on_although_its_visitor_said_nothin
     assert held(made) == [("a", 0, 0, 1, True), ("b", 5, 5, 1, False)]
 
 
+def test_a_session_closes_by_the_wall_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = store(tmp_path, visits(clock="wall"))
+    made.apply(partial([("a", 0), ("b", 5)]), mark(0, 5))
+    version = DeltaTable(str(made.table.path)).version()
+
+    def at(number: int) -> bool:
+        monkeypatch.setattr(state_store, "_now", lambda: micros(number))
+        return made.tick()
+
+    assert not at(9), "nothing to say"
+    assert DeltaTable(str(made.table.path)).version() == version
+    assert at(10)
+    assert held(made) == [("a", 0, 0, 1, True), ("b", 5, 5, 1, False)]
+    made.apply(partial([("b", 6)]), mark(1, 6))  # time does not go back
+    assert held(made) == [("a", 0, 0, 1, True), ("b", 5, 6, 2, False)]
+    made = store(tmp_path, visits(clock="wall"))
+    assert made.holds("q", 1)
+    assert not at(8), "nor does it when the machine's clock does"
+    assert at(16)
+    assert held(made) == [("a", 0, 0, 1, True), ("b", 5, 6, 2, True)]
+    rows = DeltaTable(str(made.table.path)).to_pyarrow_table().to_pylist()
+    assert {(row["who"], row["expires_at"]) for row in rows} == {("a", minute(10)), ("b", minute(16))}
+    made.apply(partial([("b", 20)]), mark(2, 20))  # it goes on from what it read when nothing had come
+    assert ("b", 20, 20, 1, False) in held(made)
+    monkeypatch.setattr(state_store, "_now", lambda: micros(30))
+    assert made.tick()
+    found = made.mark()
+    assert found is not None
+    assert (found.transaction, found.clock) == (2, micros(30))
+    whole = store(tmp_path / "again", visits(clock="wall"))
+    live, again = made.results(
+        DeltaTable(str(made.table.path)).to_pyarrow_table(),
+        partial([("a", 0), ("b", 5), ("b", 6), ("b", 20)]),
+        found.clock,
+    )
+    assert live.sort_by("session_end") == again.sort_by("session_end"), "a replay gives the same at the same time"
+    whole.replace(partial([("a", 0), ("b", 5)]), mark(0, 5))  # built anew: what is over is not opened again
+    assert [row[-1] for row in held(whole)] == [True, True]
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 3), st.one_of(st.none(), st.text("ab", max_size=2))), max_size=6), max_size=6
+    ),
+    st.data(),
+)
+def test_the_greatest_of_lists_are_the_same_however_they_are_put_together(
+    lists: list[list[tuple[int, str | None]]], data: st.DataObject
+) -> None:
+    kind = pa.list_(pa.struct([("at", pa.int64()), ("sku", pa.string())]))
+    cut = data.draw(st.integers(0, len(lists)))
+
+    def of(parts: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        found = greatest(pa.chunked_array([pa.array(parts, kind)]), np.zeros(len(parts), dtype=np.int64), 4).to_pylist()
+        return found[0] if found else []
+
+    rows = [[{"at": at, "sku": sku} for at, sku in some] for some in lists]
+    whole = sorted((e for some in rows for e in some), key=lambda e: (e["at"], e["sku"] is not None, e["sku"] or ""))
+    assert of([of(rows[:cut]), of(rows[cut:])]) == of(rows) == whole[::-1][:4]
+
+
 def test_a_late_event_makes_one_of_two_closed_sessions(tmp_path: Path) -> None:
     made = store(tmp_path, visits())
     made.apply(partial([("a", 0), ("a", 15), ("b", 0)]), mark(0, 15))
@@ -213,7 +278,9 @@ def test_with_retention_whatever_is_sure_to_be_whole_is_what_a_replay_gives(batc
         assert live.sort_by(order) == again.sort_by(order)
 
 
-@pytest.mark.parametrize("aggregate", ["avg(m)", "count(DISTINCT m)", "sum(m) + 1", "m", "sum(", "collect_list(m)"])
+@pytest.mark.parametrize(
+    "aggregate", ["avg(m)", "count(DISTINCT m)", "sum(m) + 1", "m", "sum(", "collect_set(m)", "collect_list(max(m))"]
+)
 def test_aggregates_that_cannot_be_put_together_are_refused(aggregate: str) -> None:
     with pytest.raises(BadProduct, match="aggregate x"):
         operator_of(Product("gold", "r", operator="sessions", aggregates={"x": aggregate}, name="p"))
