@@ -54,7 +54,7 @@ def kafka_ends(spark: SparkSession, bronze: Path, version: int) -> dict[str, int
 def run_partial(valid: DataFrame, view: str, operator: Operator) -> pa.Table:
     """The operator's SQL over valid events, which it sees under the name ``view``."""
     valid.createOrReplaceTempView(view)
-    return valid.sparkSession.sql(operator.partial_sql()).toArrow()
+    return valid.sparkSession.sql(operator.whole_sql()).toArrow()
 
 
 def rejected_columns(events: DataFrame, source: Source) -> DataFrame:

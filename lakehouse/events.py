@@ -34,8 +34,10 @@ from lakehouse.contract.envelope import Envelope
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline import Product, Source
 from lakehouse.contract.pipeline.expectations import HALT, QUARANTINE, WARN
+from lakehouse.contract.pipeline.product import EVENTS
 from lakehouse.contract.sql.spark import unrepeatable
 from lakehouse.operators.base import Operator
+from lakehouse.operators.rows import OWN
 from lakehouse.operators.sql import parse, tree_of
 from lakehouse.prepared import PreparedQuery, Query, Selections, Table, is_local, selected
 from lakehouse.quality.watch import warned_columns
@@ -429,6 +431,7 @@ def columns_read(products: Iterable[Product]) -> set[str] | None:
     """Every name in the products' SQL, in lower case: their columns and more. None: all (``SELECT *``, no SQL)."""
     found: set[str] = set()
     for product in products:
+        found |= set(OWN.values()) if product.operator == EVENTS else set()
         named = _names_in(parse(product)) if product.sql.strip() else None
         if named is None:
             return None

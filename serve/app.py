@@ -79,12 +79,13 @@ def make_app(settings: Settings, *, name: str = "") -> Starlette:
     manager = state_manager(settings)
     files = PipelineFiles.of(settings)
     pipeline = files.load()
-    specs, border = channels_of(pipeline), border_of(pipeline, settings.tenant)
+    specs, border, sources = channels_of(pipeline), border_of(pipeline, settings.tenant), dict(pipeline.sources)
     gate = make_gate(settings, seal, border, manager)
 
     def declared() -> Declarations | None:
         changed = files.changed()
         try:
+            sources.update({} if changed is None else changed.sources)
             return None if changed is None else (channels_of(changed), border_of(changed, settings.tenant).columns)
         except ConfigError as error:
             log.error("%s. Channels stay as they were", error)
@@ -94,7 +95,7 @@ def make_app(settings: Settings, *, name: str = "") -> Starlette:
     async def lifespan(_: Starlette) -> AsyncIterator[dict[str, Any]]:
         work = asyncio.Event()
         hub = Hub(settings.serve, [WEBSOCKET], seal, work.set, specs)
-        tables, workers = Tables(lake, hub, border, deliver, declared), Workers(settings)
+        tables, workers = Tables(lake, hub, border, deliver, declared, sources), Workers(settings)
         rows = RowSource(hub, tables, workers)
         fleet = WebhookFleet(lake.state / "webhooks", WebhookContext(hub, tables, gate, settings.serve))
         own = ServerCollector(hub, gate, workers, rows, fleet)

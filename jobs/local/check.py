@@ -14,7 +14,7 @@ from lakehouse.contract.lake import TableRef
 from lakehouse.contract.pipeline import Pipeline, Product, Source, View
 from lakehouse.contract.pipeline.added import MAX_COLUMNS, SQL_COLUMNS
 from lakehouse.contract.pipeline.folder import in_order
-from lakehouse.contract.pipeline.product import TAKEN_BY
+from lakehouse.contract.pipeline.product import EVENTS, TAKEN_BY
 from lakehouse.contract.sql import filters
 from lakehouse.contract.sql.ddl import Field, find_field, parse_ddl, unknown_type
 from lakehouse.contract.sql.spark import (
@@ -33,6 +33,7 @@ from lakehouse.contract.tomlfile import line_of, read_toml
 from lakehouse.errors import BadProduct
 from lakehouse.gold.state_store import store_of
 from lakehouse.operators.base import Operator
+from lakehouse.operators.rows import OWN
 from lakehouse.stateful.windows import END, START, Sessions
 
 _VIEW_BYTES = 1_000_000
@@ -175,13 +176,13 @@ def _product_columns(found: _Statements, product: Product, columns: Mapping[str,
 
 def _result(product: Product, operator: Operator, names: Collection[str]) -> list[str]:
     """The columns that the operator makes of its input's."""
-    if product.operator in ("", "join", "latest", "reservoir"):
+    if product.operator in ("", "join", "latest", EVENTS, "reservoir"):
         if not names or product.operator == "reservoir":
             return []
     else:
         ends = (START, END) if isinstance(operator, Sessions) else ()
         names = [*product.by, *ends, *product.aggregates]
-    added = ["tie"] if product.operator == "latest" else []
+    added = {"latest": ["tie"], EVENTS: [name for name in OWN if name not in names]}.get(product.operator, [])
     operator.describe(pa.schema([(name, pa.int64()) for name in [*names, *added]]))
     assert operator.schema is not None
     return list(operator.schema.names)

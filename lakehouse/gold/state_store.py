@@ -20,9 +20,10 @@ from deltalake.transaction import AddAction, RemoveAction
 
 from lakehouse.contract.lake import TableRef
 from lakehouse.contract.pipeline import Product
+from lakehouse.contract.pipeline.product import EVENTS
 from lakehouse.errors import BadProduct
 from lakehouse.gold.mark import BatchMark, later
-from lakehouse.gold.store import ProductStore
+from lakehouse.gold.store import EventStore, ProductStore
 from lakehouse.operators.base import WINDOW_START, plain, plain_fields
 from lakehouse.stateful.base import StatefulOperator, among, times
 
@@ -44,6 +45,8 @@ def store_of(product: Product, table: TableRef, pipeline: str, declaration: str 
             f"Group by window(…) and select window.start AS {WINDOW_START}",
             key="retention",
         )
+    if product.operator == EVENTS:
+        return EventStore(product, table, pipeline, declaration)
     return StateStore(product, table, pipeline, declaration) if stateful else store
 
 

@@ -24,11 +24,12 @@ from lakehouse.contract.pipeline.product import SKETCHES, sketch_property
 from lakehouse.gold.mark import BatchMark
 from lakehouse.operators.base import TIMESTAMP, WINDOW_START, Operator, plain
 from lakehouse.operators.registry import operator_of
-from lakehouse.operators.rows import Latest
+from lakehouse.operators.rows import ARRIVED, EventRows, Latest
 
 UNITS = 64
 """Units in memory beside those of the last batch; the rows of others are read from the table when they change."""
 _HOT_BYTES = 32 << 20
+_SPARE = 1.25  # times the events to keep, before the oldest leave
 
 
 class HotRows:
@@ -317,3 +318,34 @@ class ProductStore:
         """Whether the table has the columns that the rows have now."""
         assert self.operator.schema is not None
         return bool(self._open().schema() == Schema.from_arrow(self.operator.schema))
+
+
+class EventStore(ProductStore):
+    """The one writer of a table of single events: each commit adds its events, and now and then the oldest leave."""
+
+    operator: EventRows
+    _rows = -1  # of the table; -1: not counted yet
+
+    def apply(self, partial: pa.Table, mark: BatchMark) -> int:
+        """Add a batch's events and commit; see :meth:`ProductStore.apply`. Each event is in some version."""
+        delta = self._ensure(partial.schema)
+        if self.holds(mark.application, mark.transaction):
+            return delta.version()
+        self._write(plain(partial), mark, predicate=None, mode="append")
+        self._transactions[mark.application] = mark.transaction
+        self._rows = delta.to_pyarrow_dataset().count_rows() if self._rows < 0 else self._rows + partial.num_rows
+        if self._rows > self.product.newest * _SPARE:
+            self._leave(delta)
+        return delta.version()
+
+    def replace(self, rows: pa.Table, mark: BatchMark) -> int:
+        self._rows = -1
+        return super().replace(rows, mark)
+
+    def _leave(self, delta: DeltaTable) -> None:
+        """Remove the oldest events, in a commit of its own."""
+        arrived = delta.to_pyarrow_dataset().to_table(columns=[ARRIVED])[ARRIVED]
+        oldest = self.operator.oldest(arrived).cast(TIMESTAMP).value
+        place = f"{ARRIVED} < arrow_cast({oldest}, 'Timestamp(Microsecond, Some(\"UTC\"))')"
+        delta.delete(place, commit_properties=CommitProperties(max_commit_retries=0))
+        self._rows = delta.to_pyarrow_dataset().count_rows()

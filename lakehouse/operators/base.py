@@ -44,6 +44,10 @@ class Operator(ABC):
     def partial_sql(self) -> str:
         """Spark SQL over the source's view: one partial row a unit (or a key) of a batch."""
 
+    def whole_sql(self) -> str:
+        """The same over all events of a source at once: it may leave out rows that :meth:`merge` would."""
+        return self.partial_sql()
+
     @abstractmethod
     def describe(self, partial: pa.Schema) -> None:
         """Learn the types that Spark gives the columns of :meth:`partial_sql`."""

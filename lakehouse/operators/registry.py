@@ -8,7 +8,7 @@ from lakehouse.contract.pipeline import Product
 from lakehouse.operators.aggregate import Aggregate
 from lakehouse.operators.base import Operator
 from lakehouse.operators.quantiles import Quantiles, Skew
-from lakehouse.operators.rows import Latest, Reservoir
+from lakehouse.operators.rows import EventRows, Latest, Reservoir
 from lakehouse.operators.sketched import Distinct, Frequency, Membership, TopN
 from lakehouse.operators.sql import check_rows, parse
 from lakehouse.stateful.drift import Drift
@@ -25,6 +25,7 @@ _STATELESS: dict[str, Callable[[Product], Operator]] = {
     "reservoir": Reservoir,
     "skew": Skew,
     "latest": Latest,
+    "events": EventRows,
 }
 _STATEFUL: dict[str, Callable[[Product], Operator]] = {
     "sessions": Sessions,

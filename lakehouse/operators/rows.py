@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import sqlglot
 from sqlglot import exp
 
 from lakehouse.contract.pipeline import Product
@@ -13,7 +14,7 @@ from lakehouse.contract.sql.spark import line_of
 from lakehouse.errors import BadProduct
 from lakehouse.operators.base import WINDOW_END, WINDOW_START, Operator, check_names, codes, plain_fields
 from lakehouse.operators.sql import parse
-from lakehouse.operators.windows import input_sql, spread_and_merged, windowed
+from lakehouse.operators.windows import in_time, input_sql, spread_and_merged, windowed
 
 TIE = "tie"  # the column with the hash
 _MOST = 500_000  # rows that are made at once
@@ -136,3 +137,62 @@ def _check(product: Product) -> None:
     taken = {_PRIORITY, _SEEN, WINDOW_START, WINDOW_END} & named
     if taken:
         raise BadProduct(product.name, f"column {min(taken)} would stand for two things", "Rename it in the SQL")
+
+
+ARRIVED = "arrived_at"
+OWN = {"event_id": "event_id", "tenant": "tenant", ARRIVED: "bronze_at"}
+"""Columns that each single event has beside those of its SELECT, and what they are called in a source."""
+
+
+class EventRows(Operator):
+    """Single events: the columns of a SELECT without GROUP BY, ``event_id``, ``tenant`` and ``arrived_at``.
+
+    Rows are only added. ``arrived_at`` is the time of the bronze commit, which never goes back: so which events are the
+    ``newest`` ones depends on bronze alone, and those of one commit stay or leave together.
+    """
+
+    key = ("event_id", "tenant")
+
+    def __init__(self, product: Product) -> None:
+        self._product = product
+        tree = parse(product)
+        source = tree.args.get("from_") or tree.args.get("from") if isinstance(tree, exp.Select) else None
+        other = tree.find(exp.CTE, exp.Subquery, *_MULTIPLIES)
+        if not isinstance(tree, exp.Select) or other or source is None or source.this.name != product.source:
+            raise BadProduct(
+                product.name,
+                "single events are one SELECT … FROM its source WHERE …",
+                "Leave out WITH, UNION, subqueries and what makes several rows of an event",
+            )
+        names = [column.alias_or_name for column in tree.selects]
+        if any(column.is_star for column in tree.selects):
+            raise BadProduct(product.name, "SELECT * takes in columns of the machinery", "Name the columns")
+        for name in set(names) & OWN.keys():
+            if tree.selects[names.index(name)].unalias() != exp.column(name) or name == ARRIVED:
+                raise BadProduct(product.name, f"column {name} would stand for two things", "Rename it in the SQL")
+        self._added = [f"`{column}` AS {name}" for name, column in OWN.items() if name not in names]
+
+    def partial_sql(self) -> str:
+        sql = self._product.sql
+        end = sqlglot.tokenize(sql, dialect="spark")[0].end + 1  # behind SELECT
+        added = ", ".join(self._added)
+        return in_time(self._product, f"{sql[:end]} {added}, {sql[end:].strip().rstrip(';')}\n")
+
+    def whole_sql(self) -> str:
+        newest = f"SELECT *, rank() OVER (ORDER BY {ARRIVED} DESC) AS millrace_rank FROM ({self.partial_sql()})"  # noqa: S608 - a checked pipeline
+        return f"SELECT * EXCEPT (millrace_rank) FROM ({newest}) WHERE millrace_rank <= {self._product.newest}"  # noqa: S608
+
+    def describe(self, partial: pa.Schema) -> None:
+        check_names(self._product, partial.names)
+        self.schema = pa.schema(plain_fields(partial))
+
+    def merge(self, old: pa.Table | None, partial: pa.Table) -> pa.Table:
+        rows = self._stacked(old, partial)
+        if not rows.num_rows:
+            return rows
+        return rows.filter(pc.greater_equal(rows[ARRIVED], self.oldest(rows[ARRIVED])))
+
+    def oldest(self, arrived: pa.ChunkedArray) -> pa.Scalar:
+        """When the oldest event came that is kept, given when all came."""
+        order = pc.sort_indices(arrived, sort_keys=[("", "descending")])
+        return arrived[order[min(self._product.newest, len(arrived)) - 1].as_py()]

@@ -10,12 +10,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from urllib.parse import quote, urlencode
 
 import orjson
-from deltalake import DeltaTable
-from deltalake.exceptions import DeltaError
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -28,7 +25,7 @@ from serve.core.position import Position, Seal
 from serve.errors import FilterError, PositionExpired, RequestError, SqlError
 from serve.http.rows import GONE, RowSource, is_known
 from serve.push.request import admitted, invalid, problem, query_of, subscription_of, whole_number
-from serve.tables.state import describe, metadata_of, parse_as_of, version_at
+from serve.tables.state import TableReader, parse_as_of, version_at
 from serve.tables.tables import Replay
 from serve.views.aggregate import AggregateView
 from serve.views.view import RowsView, SubscriberView
@@ -74,15 +71,15 @@ async def history(request: Request) -> Response:
     if not spec.served:
         raise RequestError(4409, "not_served", NOT_SERVED)
     guard = principal.condition(name)
-    folder = (await asyncio.to_thread(source.tables.lake.find, name)).path
+    reader = source.tables.reader((await asyncio.to_thread(source.tables.lake.find, name)).path)
     try:
-        span = await source.read_log(lambda: _span(folder, wanted, query, spec, guard))
+        span = await source.read_log(lambda: _span(reader, wanted, query, spec, guard))
         lines = NDJSON in request.headers.get("accept", "")
         tag = f'"{seal.token(span.start)}.{span.until}.{limit}{".lines" if lines else ""}"'
         headers = {"ETag": tag, "Cache-Control": "private, no-cache", "Vary": "Authorization, Accept"}
         if is_known(request, tag):
             return Response(status_code=304, headers=headers)
-        changes, reached = await source.read_log(lambda: _page(folder, span, seal, limit))
+        changes, reached = await source.read_log(lambda: _page(reader, span, seal, limit))
     except FilterError as error:
         raise invalid("bad_filter", str(error)) from None
     except RequestError as error:
@@ -108,19 +105,17 @@ async def history(request: Request) -> Response:
     return Response(to_json(content), headers=headers, media_type="application/json")
 
 
-def _span(folder: Path, wanted: SubscribeRequest, query: Mapping[str, str], spec: ChannelSpec, guard: str) -> _Span:
+def _span(
+    reader: TableReader, wanted: SubscribeRequest, query: Mapping[str, str], spec: ChannelSpec, guard: str
+) -> _Span:
     """It blocks. Raises RequestError, FilterError, TableGone and TableUnreadable."""
-    try:
-        table = describe(folder.name, metadata_of(DeltaTable(folder))).info
-    except (DeltaError, OSError) as error:
-        raise TableGone(folder.name, f"there is no table: {str(error).splitlines()[0]}") from None
+    table, log = reader.info(), DeltaLog(reader.folder)
     view = view_of(table, wanted, guard, spec)
-    log = DeltaLog(folder)
     newest = log.newest()
     until = min(_version(log, query["until"], newest), newest) if "until" in query else newest
     start = wanted.position or Position(table.table_id, _version(log, query["since"], newest), 0, view.id)
     if start.table_id != table.table_id:
-        raise TableGone(folder.name, "the position is of another table of this name")
+        raise TableGone(reader.folder.name, "the position is of another table of this name")
     if start.view != view.id:
         raise invalid("bad_position", "the position is of another filter or other columns")
     if start.version > until:
@@ -144,9 +139,9 @@ def _version(log: DeltaLog, text: str, newest: int) -> int:
         raise
 
 
-def _page(folder: Path, span: _Span, seal: Seal, limit: int) -> tuple[list[bytes], Position]:
+def _page(reader: TableReader, span: _Span, seal: Seal, limit: int) -> tuple[list[bytes], Position]:
     """Changes that have rows, and the position behind the last version read. It blocks."""
-    replay = Replay(folder, span.start, span.view, seal)
+    replay = Replay(reader, span.start, span.view, seal)
     changes: list[bytes] = []
     size, reached = 0, span.start
     last = min(span.until, span.start.version + MAX_VERSIONS)

@@ -38,8 +38,8 @@ from serve.core.position import Position, Seal
 from serve.errors import FilterError, PositionExpired, RequestError, SqlError
 from serve.push.request import admitted, invalid, query_of, subscription_of, whole_number
 from serve.sql.pool import Workers
-from serve.tables.state import TableReader, TableState, parse_as_of, version_at
-from serve.tables.tables import Tables, now_ms
+from serve.tables.state import TableState, parse_as_of, version_at
+from serve.tables.tables import BRONZE, Tables, now_ms
 from serve.views.view import LiveView, RowsView, SubscriberView, filter_errors
 
 _K = TypeVar("_K", bound=Hashable)
@@ -191,7 +191,7 @@ class RowSource:
             raise RequestError(4409, "not_served", NOT_SERVED)
 
         def read() -> bytes:
-            state = TableReader(folder).load(version_at(folder, moment))
+            state = self.tables.reader(folder).load(version_at(folder, moment))
             view = view_of(state.table, wanted, guard, spec)
             with filter_errors(view):
                 content = next(each for each in _answer(view, state, self.hub.seal, limit) if each is not None)
@@ -324,11 +324,13 @@ async def row(request: Request) -> Response:
         raise invalid("bad_request", "a look-up takes where, columns and limit")
     principal.check_table(name)
     parts = _parts(request)
-    await source.tables.wait_for(name)
-    channel = hub.channels.get(name)
+    bronze = name in source.tables.sources
+    if not bronze:
+        await source.tables.wait_for(name)
+    channel = None if bronze else hub.channels.get(name)
     content: dict[str, Any]
     if channel is None:
-        if (await asyncio.to_thread(source.tables.lake.find, name)).layer != "bronze":
+        if (await asyncio.to_thread(source.tables.lake.find, name)).layer != BRONZE:
             raise await asyncio.to_thread(_not_in_memory, source.tables, name)
         if len(parts) != 1 or query:
             raise invalid("bad_request", f"{name} is not in memory: its events are found by their {EVENT_ID} only")

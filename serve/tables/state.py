@@ -231,7 +231,7 @@ def describe(name: str, metadata: Mapping[str, Any]) -> Described:
         key,
         fold=fold.how if fold else {},
         types=tuple(schema.types),
-        retention_ms=_retention_ms(configuration),
+        retention_ms=retention_ms(configuration),
         order=fold.order if fold else (),
     )
     return Described(info, schema, frozenset(metadata.get("partitionColumns") or ()))
@@ -262,7 +262,7 @@ def _fold_of(name: str, configuration: Mapping[str, str], schema: pa.Schema) -> 
     return Fold(fold.key, how, fold.order)
 
 
-def _retention_ms(configuration: Mapping[str, str]) -> int:
+def retention_ms(configuration: Mapping[str, str]) -> int:
     """For how long a version can be read: its log entries and data files must exist."""
     return min(
         _interval_ms(configuration.get("delta.logRetentionDuration", ""), 30 * 86_400_000),
@@ -287,6 +287,13 @@ class TableReader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._described: Described | None = None
+
+    def info(self) -> TableInfo:
+        """The table's newest description. Raises TableGone and TableUnreadable."""
+        try:
+            return describe(self.folder.name, metadata_of(DeltaTable(self.folder))).info
+        except (DeltaError, OSError) as error:
+            raise TableGone(self.folder.name, f"there is no table: {str(error).splitlines()[0]}") from None
 
     def load(self, version: int | None = None) -> TableState:
         """The state at a version, by default the newest.

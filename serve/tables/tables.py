@@ -21,10 +21,12 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeVar
 
 from lakehouse.contract.deltalog import Commit, DeltaLog, LogFollower, TableGone, TableUnreadable
-from lakehouse.contract.lake import NAME_PATTERN, Lake, TableRef
+from lakehouse.contract.lake import LAYERS, NAME_PATTERN, Lake, TableRef
+from lakehouse.contract.pipeline import Source
 from lakehouse.contract.pipeline.added import Declared, QuerySpec
 from lakehouse.contract.pipeline.product import EVERYTHING, ChannelSpec
 from lakehouse.contract.pipeline.tenants import TenantBorder
@@ -35,14 +37,17 @@ from serve.core.model import SubscribeRequest, TableChange, TableInfo
 from serve.core.position import Position, Seal
 from serve.core.ring import Outgoing, Subscriber
 from serve.errors import FilterError, PositionExpired, RequestError
+from serve.tables.events import EventReader
 from serve.tables.state import StateStep, TableReader, TableState
 from serve.views.view import LiveView, SubscriberView, filter_errors
 
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 262_144
+BRONZE = LAYERS[0]
 WARM_VERSIONS = 64
 _SCAN_S = 0.5
+_WANTED_MS = 60_000  # a bronze table is followed for so long after its last subscriber
 _UNREADABLE_RETRY_S = 5.0
 _FAILED_RETRY_S = 1.0
 _FIRST_LOOK_S = 5.0
@@ -81,14 +86,23 @@ class Tail:
         warm: how many versions before the newest to start from, if the log has them: a process that just started then
             has the last changes for those who resume.
         executor: where files are read.
+        reader: of the table; None: of a product's.
     """
 
-    def __init__(self, folder: Path, *, poll_ms: int, warm: int = 0, executor: Executor | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        poll_ms: int,
+        warm: int = 0,
+        executor: Executor | None = None,
+        reader: TableReader | None = None,
+    ) -> None:
         self.folder = folder
         self._poll = poll_ms / 1000
         self._warm = warm
         self._executor = executor
-        self._reader = TableReader(folder)
+        self._reader = reader or TableReader(folder)
         self._follower = LogFollower(folder)
 
     async def follow(self) -> AsyncIterator[Opened | TableChange]:
@@ -188,13 +202,13 @@ class Chunk:
 class Replay:
     """Rebuilds the messages after a position, for a view. It blocks: not for the event loop."""
 
-    def __init__(self, folder: Path, position: Position, view: SubscriberView, seal: Seal) -> None:
-        self.folder = folder
+    def __init__(self, reader: TableReader, position: Position, view: SubscriberView, seal: Seal) -> None:
+        self.folder = reader.folder
         self.position = position
         self._view = view
         self._seal = seal
-        self._reader = TableReader(folder)
-        self._log = DeltaLog(folder)
+        self._reader = reader
+        self._log = DeltaLog(reader.folder)
         self._state: TableState | None = None
         self._live: LiveView | None = None
 
@@ -264,6 +278,7 @@ class Tables:
         border: between tenants; queries that are added and removed are entered.
         deliver: carries out the hub's deliveries.
         declared: returns what is declared if it has changed; called in a thread, before tables are looked for.
+        sources: whose bronze tables are followed while somebody wants them.
     """
 
     def __init__(
@@ -273,8 +288,11 @@ class Tables:
         border: TenantBorder,
         deliver: Callable[[Iterable[Outgoing]], None],
         declared: Callable[[], Declarations | None] = lambda: None,
+        sources: Mapping[str, Source] = MappingProxyType({}),
     ) -> None:
         self.lake = lake
+        self.sources = sources
+        self._used: dict[str, float] = {}  # tails of bronze, and when somebody last wanted them
         self._declared = declared
         self._declaring = asyncio.Lock()
         self.problems: dict[str, str] = {}
@@ -307,6 +325,11 @@ class Tables:
             self._executor.shutdown(wait=False, cancel_futures=True)
             self._replays.shutdown(wait=False, cancel_futures=True)
 
+    def reader(self, folder: Path) -> TableReader:
+        """The reader of a table."""
+        source = self.sources.get(folder.name) if folder.parent.name == BRONZE else None
+        return TableReader(folder) if source is None else EventReader(folder, source)
+
     @property
     def ready(self) -> bool:
         """Whether every table that was found is in memory or known not to be served."""
@@ -317,6 +340,8 @@ class Tables:
 
         Raises RequestError if the lake is unreadable.
         """
+        if name in self.sources:
+            self._used[name] = clock_ms()
         if name in self._hub.channels or not NAME_PATTERN.fullmatch(name):
             return
         try:
@@ -372,7 +397,7 @@ class Tables:
         if stream is None or not subscriber.replaying:
             return position
         loop = asyncio.get_running_loop()
-        replay = Replay(self.lake.find(stream.channel.name).path, position, stream.view, self._hub.seal)
+        replay = Replay(self.reader(self.lake.find(stream.channel.name).path), position, stream.view, self._hub.seal)
         while subscriber.replaying:
             try:
                 until = stream.channel.state.version
@@ -434,8 +459,9 @@ class Tables:
         for table in await loop.run_in_executor(self._executor, self.lake.tables):
             if not self._hub.specs.get(table.name, EVERYTHING).served:
                 self.problems[table.name] = NOT_SERVED
-            elif table.layer != "bronze" and table.name not in self._tails:
+            elif table.name not in self._tails and (table.layer != BRONZE or table.name in self._used):
                 self._tails[table.name] = asyncio.create_task(self._follow(table), name=f"tail {table.name}")
+        self._let_go()
         self.scanned.set()
 
     async def _redeclare(self, specs: Mapping[str, ChannelSpec], columns: Mapping[str, str]) -> None:
@@ -458,10 +484,28 @@ class Tables:
                 why = RequestError(RequestError.FULL, "busy", "the table is declared otherwise now: connect again")
                 self._deliver(self._hub.table_closed(name, why))
 
+    def _let_go(self) -> None:
+        """End the tails of bronze tables that nobody has wanted for a while."""
+        for name in [name for name in self._used if name in self._tails]:
+            channel = self._hub.channels.get(name)
+            if channel is not None and channel.members():
+                self._used[name] = clock_ms()
+            elif clock_ms() - self._used[name] > _WANTED_MS:
+                self._tails.pop(name).cancel()
+                del self._used[name]
+                why = RequestError(RequestError.FULL, "busy", "nobody wanted the table for a while: connect again")
+                self._deliver(self._hub.table_closed(name, why))
+
     async def _follow(self, table: TableRef) -> None:
         warm = WARM_VERSIONS
         while True:
-            tail = Tail(table.path, poll_ms=self._settings.poll_ms, warm=warm, executor=self._executor)
+            tail = Tail(
+                table.path,
+                poll_ms=self._settings.poll_ms,
+                warm=warm,
+                executor=self._executor,
+                reader=self.reader(table.path),
+            )
             pause = _FAILED_RETRY_S
             try:
                 async for event in tail.follow():

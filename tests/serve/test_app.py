@@ -67,14 +67,14 @@ async def test_tables_and_their_rows(root: Path) -> None:
         ("/v1/tables/nope", 404),
         ("/v1/tables/top_topics?limit=0", 400),
         ("/v1/tables/top_topics?limit=x", 400),
-        ("/v1/tables/rsvps", 409),
+        ("/v1/tables/others", 409),
         ("/v1/nope", 404),
         ("/../app.py", 404),
     ],
 )
 async def test_errors_are_problems(root: Path, path: str, status: int) -> None:
     top_topics(root)
-    Product(root / "bronze" / "rsvps", TOPICS, {})
+    Product(root / "bronze" / "others", TOPICS, {})
     async with serving(root) as url:
         got, headers, body = await get(url + path)
         assert (got, headers["content-type"]) == (status, "application/problem+json")

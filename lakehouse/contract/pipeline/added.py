@@ -277,6 +277,8 @@ def checked_query(
     if spec.start not in STARTS:
         raise QueryRefused("option", f"from {spec.start!r} is not known", f"Use one of: {', '.join(STARTS)}")
     tree = parse_query(spec.sql, max_bytes=_MAX_SQL_BYTES)
+    if resolve_references(tree, pipeline.sources):
+        spec = replace(spec, sql=to_spark(tree))
     derived = [*pipeline.products, *pipeline.views, *(name for name, query in declared.items() if not query.removed)]
     relation = check_relations(tree, [*pipeline.sources, *derived])
     if spec.relation not in ("", relation):
@@ -288,14 +290,61 @@ def checked_query(
         payload = parse_ddl(pipeline.sources[relation].schema)
         if payload:
             check_columns(tree, (*payload, *pipeline.sources[relation].enrich, *SQL_COLUMNS))
-        return _over_source(spec, grouped(tree))
+        return _over_source(spec, tree, grouped(tree))
     check_functions(tree, VIEW_FUNCTIONS)
     if columns and relation in columns:
         check_columns(tree, columns[relation])
     return _over_product(spec, names, grouped(tree))
 
 
-def _over_source(spec: QuerySpec, own: tuple[str, ...]) -> QuerySpec:
+def resolve_references(tree: exp.Query, sources: Mapping[str, Source]) -> bool:
+    """Resolve joins of a source with its references (``[sources.NAME.enrich.REFERENCE]``) in a query.
+
+    The row of a reference travels with each event and is a map in SQL. So ``FROM rides r JOIN stations s ON r.station =
+    s.id`` is a condition that there is one, and ``LEFT JOIN`` none; ``s.name`` is ``stations.name``. A replay gives the
+    same rows, whatever the reference holds by then.
+
+    Returns:
+        Whether there was one.
+
+    Raises:
+        QueryRefused: the reference is joined in another way than it is declared.
+    """
+    joins = [] if not isinstance(tree, exp.Select) else list(tree.args.get("joins") or ())
+    relation = tree.args.get("from_") or tree.args.get("from")
+    if relation is None or not joins:
+        return False
+    source = sources.get(relation.this.name)
+    for join in joins:
+        name, alias = join.this.name, join.this.alias_or_name
+        spec = source.enrich.get(name) if source is not None else None
+        if source is None or spec is None or not isinstance(join.this, exp.Table):
+            return False
+        on = join.args.get("on")
+        sides = [_path(side, relation.this.alias_or_name) for side in ((on.left, on.right) if on else ())]
+        wanted = [spec.key.strip("{}"), f"{alias}.{spec.column or 'key'}"]
+        kind = f"{join.side} {join.kind}".split()
+        if not isinstance(on, exp.EQ) or sorted(sides) != sorted(wanted) or kind not in ([], ["INNER"], ["LEFT"]):
+            remedy = f"Write JOIN {name} ON {wanted[0]} = {name}.{spec.column or 'key'}, or LEFT JOIN"
+            raise QueryRefused("relation", f"the reference {name!r} is not joined as it is declared", remedy)
+        for column in tree.find_all(exp.Column):
+            if column.parts[0].name == alias:
+                column.parts[0].replace(exp.to_identifier(name))
+        if kind != ["LEFT"]:
+            tree.where(exp.column(name).is_(exp.null()).not_(), copy=False)
+        join.pop()
+    return True
+
+
+def _path(side: exp.Expr, relation: str) -> str:
+    """A column's path without the relation."""
+    parts = [part.name for part in side.parts] if isinstance(side, exp.Column | exp.Dot) else [""]
+    return ".".join(parts[1:] if parts[0] == relation else parts)
+
+
+def _over_source(spec: QuerySpec, tree: exp.Query, own: tuple[str, ...]) -> QuerySpec:
+    if not own and "operator" not in spec.options and not tree.find(exp.AggFunc):
+        spec = replace(spec, options={**spec.options, "operator": EVENTS})
     try:
         product = spec.product()
         check_tenant(product)
@@ -308,7 +357,7 @@ def _over_source(spec: QuerySpec, own: tuple[str, ...]) -> QuerySpec:
             raise QueryRefused("key", "an operator has a key of its own", "Leave the key out")
         return spec
     if not own:
-        raise QueryRefused("sql", "over a source it must be one SELECT … GROUP BY", "Or name an operator")
+        raise QueryRefused("sql", "an aggregate over a source needs GROUP BY", "Or name an operator")
     if spec.key and set(spec.key) != set(own):
         raise QueryRefused("key", f"it groups by {', '.join(own)}, so that is its key", "Leave the key out")
     return replace(spec, key=own)

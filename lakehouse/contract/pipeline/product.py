@@ -24,14 +24,18 @@ DETECTORS: dict[str, dict[str, float]] = {
 }
 """Detectors of drift, and their parameters with the values they have by default."""
 
-OPERATORS = ("top_n", "distinct", "frequency", "membership", "quantiles", "reservoir", "skew", "latest", *STATEFUL)
+EVENTS = "events"
+"""The operator whose rows are single events."""
+
+OPERATORS = (
+    *("top_n", "distinct", "frequency", "membership", "quantiles", "reservoir", "skew", "latest"),
+    EVENTS,
+    *STATEFUL,
+)
 """Every operator; those of sketches and samples stand first."""
 
 SKETCHES = ("top_n", "distinct", "frequency", "membership", "quantiles", "skew")
 """Operators whose rows carry a sketch."""
-
-EVENTS = "events"
-"""The operator whose rows are single events."""
 
 SHARED = "*"
 """Value of ``tenant`` for a table that every tenant may see."""
@@ -59,6 +63,7 @@ TAKEN_BY: dict[str, tuple[str, ...]] = {
     "quantiles": ("quantiles", "skew"),
     "k": ("quantiles", "skew"),
     "seed": ("reservoir",),
+    "newest": (EVENTS,),
     "gap": ("sessions",),
     "clock": ("sessions",),
     "size": ("count_window",),
@@ -146,6 +151,7 @@ class Product:
         quantiles: ranks whose values are columns (``quantiles``, ``skew``), e.g. 0.5 for ``p50``.
         k: accuracy of the sketch: 200 is 1.33 % of rank for a single quantile.
         seed: of the draw (``reservoir``): equal seeds draw equal events.
+        newest: events that the table keeps at the least (``events``); older ones leave it.
         gap: a session ends when nothing came for so long (``sessions``).
         clock: ``events``: a session ends when a later event, of anybody, shows that the gap is over; ``wall``: also
             when nothing comes at all. Its rows have ``expires_at`` (``sessions``).
@@ -195,6 +201,7 @@ class Product:
     quantiles: tuple[float, ...] = (0.5, 0.9, 0.99)
     k: int = 200
     seed: int = 0
+    newest: int = 10_000
     gap: str = "30 minutes"
     clock: str = "events"
     size: int = 100
@@ -232,7 +239,7 @@ class Product:
             raise ConfigError(
                 "latest needs its key and its version", key="version", remedy="Add by = […], version = '…'"
             )
-        if self.operator in _WINDOWED and self.storage == "append":
+        if self.operator in (*_WINDOWED, EVENTS) and self.storage == "append":
             raise ConfigError(
                 f"{self.operator} does not keep partial rows", key="storage", remedy="Leave it out: upsert is meant"
             )
@@ -376,6 +383,7 @@ class Product:
         between("lg_k", self.lg_k, 4, 21)
         between("depth", self.depth, 1, 64)
         between("width", self.width, 3, 1_000_000)
+        between("newest", self.newest, 1, 1_000_000)
         between("range_bits", self.range_bits, 0, 40)
         between("k", self.k, 8, 65_535)
         between("items", self.items, 1, 10**9)

@@ -54,7 +54,8 @@ def test_what_the_sql_says_is_filled_in(tmp_path: Path) -> None:
         ({"options": {"operatr": "top_n"}}, "option"),
         ({"options": {"operator": "top_n", "item": "response"}, "key": ("n",)}, "key"),
         ({"options": {"operator": "join"}}, "option"),
-        ({"sql": "SELECT response FROM rsvps"}, "sql"),
+        ({"sql": "SELECT count(*) AS n FROM rsvps"}, "sql"),
+        ({"sql": "SELECT response FROM rsvps", "key": ("response",)}, "key"),
         ({"sql": "SELECT item, rank FROM top_topics"}, "key"),
         ({"sql": "SELECT item, rank FROM top_topics", "key": ("city",)}, "key"),
         ({"sql": "SELECT item, rank FROM top_topics", "key": ("item",), "options": {"n": 1}}, "option"),
@@ -137,3 +138,67 @@ def test_alerts_at_run_time(tmp_path: Path) -> None:
         given_ = {"product": "top_topics", "when": "count > 1", "name": "other", **changed}
         with pytest.raises(QueryRefused, match=says):
             checked_alert(Alert(**given_), MEETUP, lake, quotas, columns)
+
+
+RIDES = """
+[sources.rides]
+topic = "rides"
+schema = "ride_id BIGINT, at BIGINT, station STRING, amount DOUBLE"
+event_id = "{ride_id}"
+event_time = "timestamp_millis(at)"
+[sources.rides.enrich.stations]
+key = "{station}"
+file = "stations.csv"
+column = "id"
+"""
+
+
+def rides(folder: Path) -> Pipeline:
+    (folder / "pipeline.toml").write_text(RIDES)
+    return load_pipeline(folder)
+
+
+def test_a_select_without_group_by_is_of_single_events(tmp_path: Path) -> None:
+    spec = checked(tmp_path, "dear", "SELECT ride_id, amount FROM rides WHERE amount > 50", rides(tmp_path))
+    assert (spec.product().operator, spec.key, spec.tenant_column) == ("events", (), "tenant")
+    shared = checked(tmp_path, "d", "SELECT ride_id FROM rides", rides(tmp_path), options={"newest": 5, "tenant": "*"})
+    assert (shared.product().newest, shared.tenant_column) == (5, "*")
+
+
+@pytest.mark.parametrize(
+    ("sql", "resolved"),
+    [
+        (
+            "SELECT ride_id, s.name AS name FROM rides r JOIN stations s ON r.station = s.id WHERE r.amount > 5",
+            "SELECT ride_id, stations.name AS name FROM rides AS r WHERE r.amount > 5 AND NOT stations IS NULL",
+        ),
+        (
+            "SELECT ride_id, stations.name AS name FROM rides LEFT JOIN stations ON stations.id = station",
+            "SELECT ride_id, stations.name AS name FROM rides",
+        ),
+        (
+            "SELECT s.town AS town, count(*) AS n FROM rides JOIN stations s ON station = s.id GROUP BY s.town",
+            "SELECT stations.town AS town, COUNT(*) AS n FROM rides WHERE NOT stations IS NULL GROUP BY stations.town",
+        ),
+    ],
+)
+def test_a_join_with_a_reference_is_resolved(tmp_path: Path, sql: str, resolved: str) -> None:
+    assert checked(tmp_path, "q", sql, rides(tmp_path)).sql == resolved
+
+
+@pytest.mark.parametrize(
+    "join",
+    [
+        "JOIN stations s ON r.amount = s.id",
+        "JOIN stations s ON r.station = s.name",
+        "JOIN stations s ON r.station > s.id",
+        "RIGHT JOIN stations s ON r.station = s.id",
+        "CROSS JOIN stations s",
+        "JOIN others s ON r.station = s.id",
+        "LEFT SEMI JOIN stations s ON r.station = s.id",
+    ],
+)
+def test_another_join_is_refused(tmp_path: Path, join: str) -> None:
+    with pytest.raises(QueryRefused) as refused:
+        checked(tmp_path, "q", f"SELECT ride_id FROM rides r {join}", rides(tmp_path))
+    assert refused.value.code == "relation" and refused.value.remedy

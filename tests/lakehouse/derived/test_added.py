@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,11 +15,12 @@ from pyspark.sql import SparkSession
 from lakehouse.contract.pipeline.added import Declared, QuerySpec, checked_query
 from lakehouse.gold.store import ProductStore
 from lakehouse.replay import verify
-from tests.lakehouse.lakes import Sent, Site, assert_exact, eventually, expected, mixture
+from tests.lakehouse.lakes import Sent, Site, assert_exact, eventually, expected, is_valid, mixture
 
 pytestmark = [pytest.mark.spark, pytest.mark.broker]
 
 CITIES = "SELECT place.city AS city, count(*) AS n, sum(price) AS total FROM clicks GROUP BY place.city"
+EVENTS = "SELECT id, place.city AS city FROM clicks WHERE price <= 4"
 MOST = "SELECT 1 AS one, max(n) AS n, count(*) AS windows FROM totals"
 
 
@@ -29,6 +31,15 @@ def by_city(records: Sequence[Sent]) -> dict[str, tuple[int, int]]:
         counts[city] += n
         totals[city] += total or 0
     return {city: (n, totals[city]) for city, n in counts.items()}
+
+
+def cheap(records: Sequence[Sent]) -> Counter[int]:
+    """Ids of events that :data:`EVENTS` selects, in plain Python: the first valid copy of each."""
+    events: dict[str, dict[str, Any]] = {}
+    for record in filter(is_valid, records):
+        event = json.loads(record.payload or b"")
+        events.setdefault(record.event_id or str(event["id"]), event)
+    return Counter(event["id"] for event in events.values() if event["price"] is not None and event["price"] <= 4)
 
 
 class Queries:
@@ -53,6 +64,11 @@ class Queries:
     def rows(self, name: str) -> list[dict[str, Any]]:
         return DeltaTable(str(self.place.lake.table("gold", name).path)).to_pyarrow_table().to_pylist()  # type: ignore[no-any-return]
 
+    def ids(self, name: str) -> Counter[int]:
+        if not self.place.lake.table("gold", name).exists():
+            return Counter()
+        return Counter(row["id"] for row in self.rows(name))
+
     def cities(self, name: str) -> dict[str, tuple[int, int]]:
         if not self.place.lake.table("gold", name).exists():
             return {}
@@ -76,9 +92,18 @@ def test_queries_come_and_go_beside_those_that_run(new_site: Callable[[], Site],
         before = mark(place)
         queries.add("all_cities", CITIES, start="start")
         queries.add("new_cities", CITIES)
+        queries.add("events", EVENTS, start="start")
+        queries.add("new_events", EVENTS)
         queries.add("most", MOST, key=("one",))
         queries.add("broken", "SELECT place.nothing AS x, count(*) AS n FROM clicks GROUP BY place.nothing")
-        started = {"all_cities": "running", "new_cities": "running", "most": "running", "broken": "failed"}
+        started = {
+            "events": "running",
+            "new_events": "running",
+            "all_cities": "running",
+            "new_cities": "running",
+            "most": "running",
+            "broken": "failed",
+        }
         eventually(lambda: {name: queries.state(name) for name in started} == started, alive=alive)
         assert "nothing" in queries.declared.state("broken").reason
         eventually(lambda: queries.cities("all_cities") == by_city(early), alive=alive)
@@ -94,6 +119,8 @@ def test_queries_come_and_go_beside_those_that_run(new_site: Callable[[], Site],
         totals = expected(place.records).totals
         most = {"one": 1, "n": max(n for _, n in totals), "windows": len(totals)}
         eventually(lambda: queries.rows("most") == [most], alive=alive)
+        eventually(lambda: queries.ids("events") == cheap(place.records), alive=alive)
+        eventually(lambda: queries.ids("new_events") == cheap(place.records) - cheap(early), alive=alive)
         after = mark(place)
         assert after.application == before.application  # it went on, and began nowhere anew
         assert after.transaction > before.transaction
@@ -108,6 +135,11 @@ def test_queries_come_and_go_beside_those_that_run(new_site: Callable[[], Site],
         proven = {found.table: found.equal for found in verify(spark, place.settings, place.pipeline)}
         assert proven["all_cities"]
         assert proven["new_cities"]
+        assert proven["events"]
+        assert proven["new_events"]
+        eventually(lambda: queries.ids("events") == cheap(place.records), alive=alive)
+        for name in ("events", "new_events"):
+            queries.remove(name, drop=True)
         queries.remove("all_cities", drop=True)
         queries.remove("new_cities", drop=False)
         queries.remove("most", drop=True)

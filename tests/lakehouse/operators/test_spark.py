@@ -43,6 +43,27 @@ event_id = "{id}"
 event_time = "timestamp_millis(at)"
 lateness = "10 minutes"
 
+[sources.rides.enrich.towns]
+key = "{city}"
+file = "towns.csv"
+column = "city"
+
+[products.far]
+layer = "gold"
+source = "rides"
+operator = "events"
+newest = 100
+sql = "SELECT id, km, towns.river AS river FROM rides WHERE km > 10"
+
+[products.near]
+layer = "gold"
+source = "rides"
+operator = "events"
+sql = '''
+-- every one
+SELECT event_id, id FROM rides AS r WHERE r.km <= 10;
+'''
+
 [products.top]
 layer = "gold"
 source = "rides"
@@ -247,6 +268,7 @@ def place(spark: SparkSession, tmp_path_factory: pytest.TempPathFactory) -> Iter
                 "received_at": [ride.arrived for ride in rides],
                 "topic": ["rides"] * len(rides),
                 "offset": list(range(offset, offset + len(rides))),
+                "headers": [[("towns", b'{"river": "Donau"}')] if ride.city == "Ulm" else [] for ride in rides],
                 "bronze_at": [T0 + timedelta(hours=1, seconds=batch)] * len(rides),
             }
             offset += len(rides)
@@ -298,6 +320,25 @@ def test_too_late_events_are_in_bronze_and_in_skew_and_nowhere_else(place: Place
         window: (min(found), max(found)) for window, found in skews.items()
     }
     assert sum(row["too_late"] for row in rows) == len(place.rides) - len(place.in_time)
+
+
+def test_single_events_are_the_newest_of_those_that_count(place: Place) -> None:
+    near = {(str(ride.id), ride.id) for ride in place.in_time if ride.km <= 10}
+    rows = place.rows("near")
+    assert sorted((row["event_id"], row["id"]) for row in rows) == sorted(near), "each once, whatever came twice"
+    assert {row["tenant"] for row in rows} == {"default"}
+    assert len({row["arrived_at"] for row in rows}) == 3
+    last = {ride.id for ride in place.rides[2::3]} - {ride.id for ride in place.rides[:10]}  # which came before
+    far = [ride for ride in place.in_time if ride.km > 10 and ride.id in last]
+    rows = place.rows("far")
+    assert 100 < len(far) == len(rows), "the commit that has the hundredth stays as a whole"
+    assert {(row["id"], row["km"], row["river"]) for row in rows} == {
+        (ride.id, ride.km, "Donau" if ride.city == "Ulm" else None) for ride in far
+    }
+    before = DeltaTable(str(place.lake.table("gold", "far").path), version=1)
+    assert {row["id"] for row in before.to_pyarrow_table().to_pylist()} == {
+        ride.id for ride in place.in_time if ride.km > 10 and ride.id % 3 == 0
+    }, "each was in the table once"
 
 
 def test_top_n_by_city(place: Place) -> None:

@@ -24,6 +24,7 @@ from serve.core.model import TableChange, TableInfo
 from serve.core.position import WHOLE, Position, Seal
 from serve.errors import PositionExpired
 from serve.sql import statement as query
+from serve.tables.state import TableReader
 from serve.tables.tables import Opened, Replay, Tail, to_next_beat
 from serve.views.aggregate import AggregateView, aggregate_view
 from serve.views.view import SubscriberView, rows_view
@@ -332,9 +333,11 @@ async def test_every_prefix_and_every_resume(
                 states.append(dict(opened.state.rows))
             assert held(opened.state.rows, opened.state.table.columns) == content(product.folder)
     for index, position in enumerate(tokens):
-        chunk = Replay(product.folder, position, SubscriberView(), SEAL).next_chunk(product.version)
+        chunk = Replay(TableReader(product.folder), position, SubscriberView(), SEAL).next_chunk(product.version)
         assert [message.body for message in chunk.messages] == bodies[index + 1 :]
-        viewed = Replay(product.folder, replace(position, view=view.id), view, SEAL).next_chunk(product.version)
+        viewed = Replay(TableReader(product.folder), replace(position, view=view.id), view, SEAL).next_chunk(
+            product.version
+        )
         assert [message.body for message in viewed.messages] == seen[index + 1 :], "a view is resumed as it was live"
     assert len(tokens) == product.version + 1
     rows = dict(states[0])
@@ -357,14 +360,14 @@ def test_a_position_inside_of_a_commit_is_resumed_with_the_rest_of_it(
     product.overwrite(topics(0, [1] * 10), [window(0)])
     product.overwrite(topics(0, [2] * 10), [window(0)])
     whole = (
-        Replay(product.folder, Position(str(product.table.metadata().id), 1), SubscriberView(), SEAL)
+        Replay(TableReader(product.folder), Position(str(product.table.metadata().id), 1), SubscriberView(), SEAL)
         .next_chunk(2)
         .messages
     )
     assert len(whole) > 3
     assert [message.position.ordinal for message in whole if message.position] == [*range(1, len(whole)), 0]
     assert whole[1].position is not None
-    rest = Replay(product.folder, whole[1].position, SubscriberView(), SEAL).next_chunk(2).messages
+    rest = Replay(TableReader(product.folder), whole[1].position, SubscriberView(), SEAL).next_chunk(2).messages
     assert [message.body for message in rest] == [message.body for message in whole[2:]]
 
 
@@ -383,7 +386,7 @@ def test_a_position_that_the_log_does_not_reach(root: Path, lost: str) -> None:
     else:
         table_id = "7538c0f5-cab9-44b3-aba7-6aa825adf763"
     with pytest.raises(PositionExpired):
-        Replay(product.folder, Position(table_id, 1), SubscriberView(), SEAL).next_chunk(product.version)
+        Replay(TableReader(product.folder), Position(table_id, 1), SubscriberView(), SEAL).next_chunk(product.version)
 
 
 async def test_a_warm_start_has_the_last_changes(root: Path) -> None:

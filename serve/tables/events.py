@@ -1,0 +1,226 @@
+"""The newest events of a bronze table in memory, as rows: the envelope, and the payload's declared fields.
+
+At a version there are the events of its commit and the :data:`KEPT` newest before it. So memory is bounded, and the
+rows depend on the log alone: any process tells a subscriber the same. Bronze is the record: what the products refuse is
+here too, and a copy of an event is told again, under the same key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC
+from decimal import Decimal, InvalidOperation
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+from deltalake import DeltaTable
+from deltalake.exceptions import DeltaError
+
+from lakehouse.contract.deltalog import AddedFile, Commit, DeltaLog, TableGone
+from lakehouse.contract.lake import CommitFacts
+from lakehouse.contract.pipeline import Source
+from lakehouse.contract.rows import Key, Row
+from lakehouse.contract.sql.closures import as_date, as_timestamp
+from lakehouse.contract.sql.ddl import Field, parse_ddl
+from serve.core.messages import rows_of
+from serve.core.model import TableChange, TableInfo
+from serve.errors import FilterError
+from serve.tables.state import StateStep, TableReader, TableState, metadata_of, retention_ms
+
+KEPT = 1_000
+MOST_AT_ONCE = 20_000  # events of a commit that are told one by one
+_BACK = 1_000  # commits searched backwards for the newest events
+_ENVELOPE = {
+    "event_id": pa.string(),
+    "tenant": pa.string(),
+    "received_at": pa.timestamp("us", "UTC"),
+    "bronze_at": pa.timestamp("us", "UTC"),
+    "origin": pa.string(),
+    "reject": pa.string(),
+}
+_KEY = ("event_id", "tenant")
+_KINDS: Mapping[str, pa.DataType] = {
+    **dict.fromkeys(("TINYINT", "BYTE", "SMALLINT", "SHORT", "INT", "INTEGER", "BIGINT", "LONG"), pa.int64()),
+    **dict.fromkeys(("FLOAT", "REAL", "DOUBLE"), pa.float64()),
+    **dict.fromkeys(("DECIMAL", "DEC", "NUMERIC"), pa.decimal128(38, 18)),
+    **dict.fromkeys(("TIMESTAMP", "TIMESTAMP_NTZ", "TIMESTAMP_LTZ"), pa.timestamp("us")),
+    **dict.fromkeys(("STRING", "CHAR", "CHARACTER", "VARCHAR"), pa.string()),
+    "BOOLEAN": pa.bool_(),
+    "DATE": pa.date32(),
+}
+_NESTED = pa.list_(pa.null())  # of a kind that no filter takes; sent as the payload has it
+
+
+@dataclass(frozen=True, slots=True)
+class BronzeStep(StateStep):
+    """``rows``: the commit's events in order, copies too."""
+
+    rows: Sequence[Row] = ()
+
+
+class BronzeState(TableState):
+    """Events in the order in which they, or their last copies, came."""
+
+    def apply(self, step: StateStep) -> TableChange:
+        change = TableState.apply(self, step)
+        if isinstance(step, BronzeStep):
+            self.take(step.rows)
+        return change
+
+    def take(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            self.rows.pop(row[:2], None)
+            self.rows[row[:2]] = row
+
+
+class EventReader(TableReader):
+    """Reads the bronze table of a source.
+
+    Args:
+        folder: of the table.
+        source: its schema names the columns.
+    """
+
+    def __init__(self, folder: Path, source: Source) -> None:
+        super().__init__(folder)
+        self._log = DeltaLog(folder)
+        self._fields = parse_ddl(source.schema)
+        self._read = {name: _reader(field) for name, field in self._fields.items()}
+
+    def info(self) -> TableInfo:
+        """Raises TableGone."""
+        try:
+            metadata = metadata_of(DeltaTable(self.folder))
+        except (DeltaError, OSError) as error:
+            raise TableGone(self.folder.name, f"there is no table: {str(error).splitlines()[0]}") from None
+        columns = {("reason" if name == "reject" else name): kind for name, kind in _ENVELOPE.items()}
+        columns |= {name: _KINDS.get(field.declared, _NESTED) for name, field in self._fields.items()}
+        return TableInfo(
+            self.folder.name,
+            metadata["id"],
+            tuple(columns),
+            _KEY,
+            types=tuple(columns.values()),
+            retention_ms=retention_ms(metadata["configuration"]),
+        )
+
+    def load(self, version: int | None = None) -> TableState:
+        """The newest events at a version, by default the newest. Raises TableGone."""
+        info = self.info()
+        version = self._log.newest() if version is None else version
+        commit = self._log.read(version)
+        last = self._events(commit, MOST_AT_ONCE)
+        older: dict[Key, Row] = {}  # the newest first
+        for rows in self._before(version):
+            for row in reversed(rows):
+                older.setdefault(row[:2], row)
+            if len(older) >= KEPT:
+                break
+        state = BronzeState(info, version, self._facts_of(commit, last), {})
+        state.rows.update(reversed(list(islice(older.items(), KEPT))))
+        state.take(last)
+        return state
+
+    def prepare(self, state: TableState, commit: Commit) -> StateStep:
+        """The step of a commit: its events come, and the oldest that there were leave.
+
+        Raises:
+            TableGone: the table was replaced, files have been cleaned up, or too many events came at once.
+        """
+        if commit.metadata is not None and commit.metadata["id"] != state.table.table_id:
+            raise TableGone(self.folder.name, "the table was replaced")
+        rows = self._events(commit, MOST_AT_ONCE, or_fail=True)
+        new = {row[:2]: row for row in rows}
+        left = tuple(key for key in islice(state.rows, max(0, len(state.rows) - KEPT)) if key not in new)
+        return BronzeStep(state.table, commit.version, self._facts_of(commit, rows), new, left, rows=rows)
+
+    def _before(self, version: int) -> Iterator[list[Row]]:
+        """Events of earlier commits, the newest commit first, as far as the log and the data files reach."""
+        for earlier in range(version - 1, max(-1, version - 1 - _BACK), -1):
+            try:
+                yield self._events(self._log.read(earlier), MOST_AT_ONCE)
+            except TableGone:
+                return
+
+    def _events(self, commit: Commit, most: int, *, or_fail: bool = False) -> list[Row]:
+        """The last events of a commit, at most so many; with ``or_fail`` TableGone is raised if there are more."""
+        try:
+            tables = [self._table(file) for file in commit.added if file.data_change]
+        except FileNotFoundError:
+            raise TableGone(self.folder.name, f"a data file of version {commit.version} was cleaned up") from None
+        count = sum(table.num_rows for table in tables)
+        if or_fail and count > most:
+            detail = f"version {commit.version} has {count} events, and {most} of one commit are told one by one"
+            raise TableGone(self.folder.name, detail)
+        return self._typed(pa.concat_tables(tables).slice(max(0, count - most))) if tables else []
+
+    def _table(self, file: AddedFile) -> pa.Table:
+        with pq.ParquetFile(file.located(self.folder), memory_map=True) as parquet:
+            present = set(parquet.schema_arrow.names)
+            names = [name for name in (*_ENVELOPE, "payload") if name in present]
+            table = parquet.read(columns=names, use_threads=False)
+        columns = [
+            table[name].cast(kind) if name in present else pa.chunked_array([pa.nulls(table.num_rows, kind)])
+            for name, kind in {**_ENVELOPE, "payload": pa.binary()}.items()
+        ]
+        return pa.table(columns, [*_ENVELOPE, "payload"])
+
+    def _typed(self, table: pa.Table) -> list[Row]:
+        found = []
+        for *envelope, payload in rows_of(table):
+            fields = _fields(payload)
+            found.append((*envelope, *[read(fields.get(name)) for name, read in self._read.items()]))
+        return found
+
+    def _facts_of(self, commit: Commit, rows: list[Row]) -> CommitFacts:
+        facts = CommitFacts.of(self.folder.name, commit)
+        at = list(_ENVELOPE).index("received_at")
+        times = [int(row[at].replace(tzinfo=UTC).timestamp() * 1000) for row in rows if row[at] is not None]
+        return replace(facts, events=len(rows), oldest_at=min(times, default=None), newest_at=max(times, default=None))
+
+
+def _fields(payload: bytes | None) -> Mapping[str, Any]:
+    """The payload's object; empty if it is none."""
+    try:
+        found = orjson.loads(payload or b"null")
+    except orjson.JSONDecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _reader(field: Field) -> Callable[[Any], Any]:
+    """Turns a JSON value into a column's value; None if it does not fit."""
+    kind = _KINDS.get(field.declared, _NESTED)
+
+    def read(value: Any) -> Any:
+        try:
+            return _value(kind, value)
+        except (FilterError, InvalidOperation):
+            return None
+
+    return read
+
+
+def _value(kind: pa.DataType, value: Any) -> Any:
+    if value is None or kind == _NESTED:
+        return value
+    if pa.types.is_string(kind):
+        return value if isinstance(value, str) else orjson.dumps(value).decode()
+    if pa.types.is_boolean(kind):
+        return value if isinstance(value, bool) else None
+    if isinstance(value, bool | list | dict):
+        return None
+    if isinstance(value, str):
+        if pa.types.is_timestamp(kind):
+            return as_timestamp(value)
+        return as_date(value) if pa.types.is_date(kind) else None
+    if pa.types.is_integer(kind):
+        return value if isinstance(value, int) and -(2**63) <= value < 2**63 else None
+    if pa.types.is_decimal(kind):
+        return Decimal(str(value))
+    return float(value) if pa.types.is_floating(kind) else None

@@ -1,0 +1,215 @@
+"""Bronze as a tail of events: on real tables and sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pyarrow as pa
+import pytest
+from deltalake import DeltaTable, write_deltalake
+
+from lakehouse.contract.deltalog import DeltaLog, TableGone
+from lakehouse.contract.pipeline import Source
+from serve.tables import events, tables
+from serve.tables.events import EventReader
+from tests.serve.conftest import serving
+from tests.serve.push.clients import TRANSPORTS, WebSocketClient
+
+T0 = datetime(2026, 1, 1, 12, tzinfo=UTC)
+SCHEMA = pa.schema(
+    [
+        ("event_id", pa.string()),
+        ("tenant", pa.string()),
+        ("received_at", pa.timestamp("us", "UTC")),
+        ("bronze_at", pa.timestamp("us", "UTC")),
+        ("origin", pa.string()),
+        ("reject", pa.string()),
+        ("payload", pa.binary()),
+        ("date", pa.date32()),
+    ]
+)
+PIPELINE = """
+[sources.rides]
+topic = "rides"
+schema = "ride_id BIGINT, city STRING, amount DOUBLE, at TIMESTAMP, ok BOOLEAN, paid DECIMAL(9,2), place STRUCT<x: INT>"
+event_id = "{ride_id}"
+event_time = "at"
+"""
+
+
+class Bronze:
+    """A bronze table and its writer."""
+
+    def __init__(self, root: Path) -> None:
+        (root.parent / "pipeline.toml").write_text(PIPELINE)
+        self.folder = root / "bronze" / "rides"
+        self.folder.parent.mkdir(parents=True)
+        DeltaTable.create(str(self.folder), SCHEMA, partition_by=["date"])
+
+    def append(self, *ids: int, tenant: str = "default", reject: str | None = None, **fields: Any) -> None:
+        rows = [
+            {
+                "event_id": str(number),
+                "tenant": tenant,
+                "received_at": T0 + timedelta(seconds=number),
+                "bronze_at": T0 + timedelta(seconds=number),
+                "origin": "stream",
+                "reject": reject,
+                "payload": json.dumps({"ride_id": number, "city": "Bonn", "amount": number * 10, **fields}).encode(),
+                "date": T0.date(),
+            }
+            for number in ids
+        ]
+        write_deltalake(str(self.folder), pa.Table.from_pylist(rows, schema=SCHEMA), mode="append")
+
+
+@pytest.fixture
+def bronze(root: Path) -> Bronze:
+    return Bronze(root)
+
+
+def reader(bronze: Bronze) -> EventReader:
+    schema = PIPELINE.split('schema = "')[1].split('"')[0]
+    return EventReader(bronze.folder, Source(name="rides", topic="rides", schema=schema, event_time="at"))
+
+
+def ids(message: dict[str, Any]) -> list[int]:
+    return [row["ride_id"] for row in message.get("rows", message.get("upserts", []))]
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+async def test_single_events_come_over_each_transport(root: Path, bronze: Bronze, name: str) -> None:
+    bronze.append(4, 7)
+    query = {"table": "rides", "select": "SELECT ride_id, city, amount FROM rides WHERE amount > 50"}
+    async with serving(root, str(root.parent)) as url, TRANSPORTS[name](url, query) as client:
+        first = await client.receive("snapshot")
+        assert [(row["event_id"], row["ride_id"], row["amount"]) for row in first["rows"]] == [("7", 7, 70.0)]
+        bronze.append(5, 6, 8)
+        change = await client.receive("change")
+        assert ids(change) == [6, 8] and change["deletes"] == []
+        assert set(change["upserts"][0]) == {"event_id", "tenant", "ride_id", "city", "amount"}
+
+
+async def test_what_a_payload_says_is_typed_as_it_is_declared(root: Path, bronze: Bronze) -> None:
+    bronze.append(1, at="2026-01-01T13:00:00+01:00", ok=True, paid="x", place={"x": 1}, more=5)
+    bronze.append(2, ride_id="two", city=5, amount=True, at=7, ok=0, paid=1.25, place=[1], reject="too large")
+    bronze.append(3, ride_id=2**70, amount=None)
+    async with serving(root, str(root.parent)) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
+        rows = (await http.get("/v1/tables/rides")).json()["rows"]
+        found = [[row[name] for name in ("ride_id", "city", "amount", "at", "ok", "paid", "place")] for row in rows]
+        assert found == [
+            [1, "Bonn", 10.0, "2026-01-01T12:00:00Z", True, None, {"x": 1}],
+            [None, "5", None, None, None, 1.25, [1]],
+            [None, "Bonn", None, None, None, None, None],
+        ]
+        assert [row["reason"] for row in rows] == [None, "too large", None]
+        where = {"where": "at = TIMESTAMP '2026-01-01 12:00:00' AND ok AND reason IS NULL"}
+        assert ids((await http.get("/v1/tables/rides", params=where)).json()) == [1]
+        assert (await http.get("/v1/tables/rides", params={"where": "place = 1"})).status_code == 400
+        history = (await http.get("/v1/history/rides", params={"since": "1", "where": "paid > 1"})).json()
+        assert [row["event_id"] for change in history["changes"] for row in change["upserts"]] == ["2"]
+        one = (await http.get("/v1/tables/rides/2")).json()["rows"]
+        assert one[0]["reject"] == "too large", "an event is still read through by its id, as bronze has it"
+
+
+async def test_the_oldest_leave_and_any_process_tells_the_same(
+    root: Path, bronze: Bronze, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "KEPT", 3)
+    bronze.append(0, 1, 2, 3, 4)
+    async with serving(root, str(root.parent)) as url, WebSocketClient(url, {"table": "rides"}) as client:
+        first = await client.receive("snapshot")
+        assert ids(first) == [0, 1, 2, 3, 4], "a whole commit is there at first"
+        told = []
+        for batch in ((5,), (6, 7), (7, 8)):
+            bronze.append(*batch)
+            told.append(await client.receive("change"))
+        assert [ids(change) for change in told] == [[5], [6, 7], [7, 8]]
+        assert [[key["event_id"] for key in change["deletes"]] for change in told] == [["0", "1"], ["2"], ["3", "4"]]
+    async with serving(root, str(root.parent)) as url:  # another process, without these changes in memory
+        async with WebSocketClient(url, {"table": "rides", "from": first["position"]}) as again:
+            await again.receive("resumed")
+            repeated = [await again.receive("change") for _ in range(3)]
+        facts = ("upserts", "deletes", "position", "events", "newest_at")
+        assert [[c[fact] for fact in facts] for c in repeated] == [[c[fact] for fact in facts] for c in told]
+        async with WebSocketClient(url, {"table": "rides"}) as new:
+            assert ids(await new.receive("snapshot")) == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("number", range(1, 8))
+def test_a_state_that_is_loaded_is_the_one_that_was_reached(
+    bronze: Bronze, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(events, "KEPT", number)
+    for batch in ((1, 2, 3), (4, 1, 4), (), (5, 6), (2, 7), (), (8, 9, 5, 11), (8, 3)):
+        bronze.append(*batch) if batch else DeltaTable(str(bronze.folder)).optimize.compact()
+    log, state = DeltaLog(bronze.folder), reader(bronze).load(0)
+    for version in range(1, log.newest() + 1):
+        reader(bronze).advance(state, log.read(version))
+        loaded = reader(bronze).load(version)
+        assert (list(loaded.rows.items()), loaded.version) == (list(state.rows.items()), version)
+
+
+async def test_a_flood_of_events_is_told_as_a_gap(root: Path, bronze: Bronze, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "MOST_AT_ONCE", 4)
+    bronze.append(1)
+    async with serving(root, str(root.parent)) as url, WebSocketClient(url, {"table": "rides"}) as client:
+        await client.receive("snapshot")
+        bronze.append(*range(10, 20))
+        expired = await client.receive("expired")
+        assert expired["reason"] == "log" and "10 events" in expired["detail"]
+        assert ids(await client.receive("snapshot"))[-4:] == [16, 17, 18, 19]
+        bronze.append(30)
+        assert ids(await client.receive("change")) == [30]
+
+
+async def test_bronze_is_followed_only_while_somebody_wants_it(
+    root: Path, bronze: Bronze, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "_WANTED_MS", 300)
+    bronze.append(1)
+
+    async def served(http: httpx.AsyncClient) -> bool:
+        return bool((await http.get("/v1/tables")).json()["tables"][0]["served"])
+
+    async def until(condition: Callable[[], Any]) -> None:
+        async with asyncio.timeout(60):
+            while not await condition():  # noqa: ASYNC110 - the server says nothing by itself
+                await asyncio.sleep(0.05)
+
+    async with serving(root, str(root.parent)) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
+        assert not await served(http)
+        async with WebSocketClient(url, {"table": "rides"}) as client:
+            await client.receive("snapshot")
+            await asyncio.sleep(1.5)
+            assert await served(http), "as long as there is a subscriber"
+
+        async def gone() -> bool:
+            return not await served(http)
+
+        await until(gone)
+        assert ids((await http.get("/v1/tables/rides")).json()) == [1], "asked for again it is there again"
+
+
+def test_events_whose_files_are_cleaned_up_are_left_out(bronze: Bronze) -> None:
+    bronze.append(1)
+    bronze.append(2)
+    bronze.append(3)
+    next(iter(DeltaLog(bronze.folder).read(2).added)).located(bronze.folder).unlink()
+    assert [key[0] for key in reader(bronze).load().rows] == ["3"]
+    with pytest.raises(TableGone):
+        reader(bronze).load(2)
+
+
+def test_a_table_that_is_gone_is_told(bronze: Bronze) -> None:
+    with pytest.raises(TableGone):
+        reader(bronze).load(7)
+    other = EventReader(bronze.folder.parent / "nothing", Source(name="n", topic="n", schema="a INT", event_time="at"))
+    with pytest.raises(TableGone):
+        other.info()
