@@ -88,7 +88,7 @@ $(READY): requirements.lock pyproject.toml
 	  echo "Millrace needs Python 3.11 or 3.12; $(PYTHON) is $$($(PYTHON) -V). Set PYTHON=/path/to/python3.11." >&2; exit 1; }
 	@echo "Setting up $(VENV) (once) …" >&2
 	@[ -x $(PY) ] || $(PYTHON) -m venv $(VENV)
-	@$(PY) -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	@$(PY) -m pip install --disable-pip-version-check --require-hashes -r requirements.lock >&2
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import dataclasses
 import json
 import logging
@@ -10,13 +11,16 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
 
 from lakehouse.contract.envelope import LOG_FIELDS
 from lakehouse.contract.errors import ConfigError, MillraceError
@@ -26,9 +30,27 @@ from lakehouse.contract.settings import Settings, load_settings
 if TYPE_CHECKING:
     from lakehouse.contract.pipeline import Pipeline
 
-out = Console()
-err = Console(stderr=True)
+_WHOLE = 100_000  # columns: nothing is cut or wrapped where no terminal is to be fitted
 
+
+def _console(*, stderr: bool) -> Console:
+    fits = (sys.stderr if stderr else sys.stdout).isatty() or "COLUMNS" in os.environ
+    return Console(stderr=stderr, width=None if fits else _WHOLE)
+
+
+out = _console(stderr=False)
+err = _console(stderr=True)
+
+
+class Format(StrEnum):
+    """How rows are printed."""
+
+    TABLE = "table"
+    JSON = "json"
+    CSV = "csv"
+
+
+FormatOption = Annotated[Format, typer.Option("--format", help="Print rows as a table, as JSON or as CSV.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, for scripts.")]
 PortOption = Annotated[
     int | None,
@@ -78,6 +100,61 @@ def chosen_pipeline() -> tuple[Settings, Pipeline]:
 def print_json(value: Any) -> None:
     """One JSON value on standard output."""
     sys.stdout.write(json.dumps(value) + "\n")
+
+
+def print_table(rows: Sequence[Mapping[str, str]], *, right: Sequence[str] = (), spare: Sequence[str] = ()) -> None:
+    """A table of rows whose values are markup.
+
+    Args:
+        right: columns of numbers.
+        spare: columns that are left out where the terminal is too narrow for all.
+    """
+    for left_out in ((), spare):
+        table = Table(box=None, pad_edge=False)
+        names = [name for name in rows[0] if name not in left_out] if rows else []
+        for name in names:
+            table.add_column(name, overflow="fold", justify="right" if name in right else "left")
+        for row in rows:
+            table.add_row(*(row[name] for name in names))
+        if _fits(table):
+            break
+    out.print(table)
+
+
+def _fits(table: Table) -> bool:
+    return out.measure(table, options=out.options.update(max_width=_WHOLE)).maximum <= out.width
+
+
+def print_rows(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
+    """A table; where it is wider than the terminal, a line for each column of a row instead. No value is cut."""
+    cells = [["" if row.get(name) is None else _plain(row[name]) for name in columns] for row in rows]
+    table = Table(box=None, pad_edge=False)
+    for name in columns:
+        numbers = [isinstance(row.get(name), int | float) for row in rows if row.get(name) is not None]
+        table.add_column(Text(name), no_wrap=True, justify="right" if numbers and all(numbers) else "left")
+    for row in cells:
+        table.add_row(*map(Text, row))
+    if _fits(table):
+        out.print(table)
+        return
+    widest = max(map(len, columns))
+    for number, row in enumerate(cells, 1):
+        out.print(Text(f"row {number}", style="dim"))
+        for name, value in zip(columns, row, strict=True):
+            out.print(Text(f"{name:<{widest}}  {value}"), soft_wrap=True)
+
+
+def _plain(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else str(value)
+
+
+def print_csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str], *, header: bool = True) -> None:
+    """Rows as CSV, with a header; null is empty."""
+    writer = csv.writer(sys.stdout, lineterminator="\n")
+    if header:
+        writer.writerow(columns)
+    writer.writerows([["" if row.get(n) is None else _plain(row[n]) for n in columns] for row in rows])
+    sys.stdout.flush()
 
 
 def print_problems(found: Iterable[MillraceError]) -> None:
@@ -140,6 +217,28 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line)
 
 
+class OneAMinute(logging.Filter):
+    """Passes one record a minute of the loggers below a name: a client that retries says the same many times a second.
+
+    Args:
+        above: name of the logger.
+    """
+
+    def __init__(self, above: str) -> None:
+        super().__init__()
+        self._above = above
+        self._due = 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is passed."""
+        if record.name.partition(".")[0] != self._above:
+            return True
+        if record.created < self._due:
+            return False
+        self._due = record.created + 60
+        return True
+
+
 def log_to_stderr() -> None:
     """Log from INFO on; libraries that say much from WARNING on. ``MILLRACE_LOG=json`` makes each line a JSON object.
 
@@ -154,3 +253,4 @@ def log_to_stderr() -> None:
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     for noisy in ("py4j", "kafka", "alembic.runtime.plugins"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+    handler.addFilter(OneAMinute("kafka"))

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Column, Table
 
 from jobs.console import (
     JsonOption,
@@ -24,8 +23,8 @@ from jobs.console import (
     chosen_settings,
     err,
     log_to_stderr,
-    out,
     print_json,
+    print_table,
     refuse_to_start,
     run_async,
     serving_at,
@@ -257,12 +256,18 @@ def status(as_json: JsonOption = False) -> None:
     elif not found:
         err.print("nothing was started here by millrace up or demo")
     else:
-        addresses = [Column(name, overflow="fold") for name in ("address", "metrics")]
-        table = Table("part", "state", "process", *addresses, "remarks")
-        for part in found:
-            state = "[green]runs[/]" if part.running else "[red]does not run[/]"
-            table.add_row(part.name, state, str(part.pid or ""), part.address, part.metrics, part.remarks)
-        out.print(table)
+        rows = [
+            {
+                "part": part.name,
+                "state": "[green]runs[/]" if part.running else "[red]does not run[/]",
+                "address": part.address,
+                "metrics": part.metrics,
+                "process": str(part.pid or ""),
+                "remarks": part.remarks,
+            }
+            for part in found
+        ]
+        print_table(rows, spare=("metrics",))
     raise typer.Exit(0 if running else 3)
 
 

@@ -20,12 +20,17 @@ from rich.markup import escape
 from rich.table import Table
 
 from jobs.console import (
+    Format,
+    FormatOption,
     JsonOption,
     chosen_pipeline,
     chosen_settings,
     err,
     out,
+    print_csv,
     print_json,
+    print_rows,
+    print_table,
     run_async,
 )
 from lakehouse.contract.errors import ConfigError, MillraceError
@@ -36,24 +41,25 @@ if TYPE_CHECKING:
     from jobs.local.broker import Topics
     from lakehouse.sketches.kinds import Answer, Question
     from lakehouse.sketches.tables import SketchTable, Span
-    from serve.client import Subscription
+    from serve.client import Change, Snapshot, Subscription
 
 
 def sql(
     query: Annotated[str, typer.Argument(help="One SELECT over the lake's tables.")],
-    as_json: JsonOption = False,
+    form: FormatOption = Format.TABLE,
 ) -> None:
     """Query the lake's tables with DuckDB, without Spark."""
     from serve.sql.statement import rows_as_json, run_sql
 
     found = run_sql(Lake(chosen_settings().lake), query)
-    if as_json:
+    if form is Format.JSON:
         sys.stdout.buffer.write(rows_as_json(found) + b"\n")
         return
-    table = Table(*found.schema.names)
-    for row in json.loads(rows_as_json(found)):
-        table.add_row(*[escape("" if value is None else str(value)) for value in row.values()])
-    out.print(table)
+    rows = json.loads(rows_as_json(found))
+    if form is Format.CSV:
+        print_csv(rows, found.schema.names)
+        return
+    print_rows(rows, found.schema.names)
     err.print(f"{found.num_rows} rows", style="dim")
 
 
@@ -80,8 +86,12 @@ def subscribe(
     transport: Annotated[
         Transport, typer.Option(help="How to connect; auto takes the first that gets through.")
     ] = Transport.auto,
+    form: FormatOption = Format.JSON,
 ) -> None:
-    """Follow a table: print a snapshot and then each change, one JSON object a line."""
+    """Follow a table: print a snapshot and then each change, one JSON object a line.
+
+    As a table or CSV it prints rows with their change: snapshot, upsert or delete.
+    """
     from serve.client import ClientOptions, FileStore, SlowNotice, TableQuery
     from serve.client import subscribe as connect
 
@@ -96,20 +106,23 @@ def subscribe(
         query=TableQuery(where, tuple(filter(None, columns.split(","))), select),
         options=ClientOptions(transport=transport.value, on_slow=warn),
     )
-    run_async(lambda stop: _print_changes(stop, subscription, count))
+    run_async(lambda stop: _print_changes(stop, subscription, count, form))
 
 
-async def _print_changes(stop: asyncio.Event, subscription: Subscription, count: int | None) -> None:
+async def _print_changes(stop: asyncio.Event, subscription: Subscription, count: int | None, form: Format) -> None:
     from serve.client import Snapshot
 
     async def follow() -> None:
-        seen = 0
+        seen, columns = 0, list[str]()
         async with subscription as messages:
             async for message in messages:
-                kind = "snapshot" if isinstance(message, Snapshot) else "change"
-                line = orjson.dumps({"type": kind, **dataclasses.asdict(message)})
-                sys.stdout.buffer.write(line + b"\n")
-                sys.stdout.buffer.flush()
+                if form is Format.JSON:
+                    kind = "snapshot" if isinstance(message, Snapshot) else "change"
+                    line = orjson.dumps({"type": kind, **dataclasses.asdict(message)})
+                    sys.stdout.buffer.write(line + b"\n")
+                    sys.stdout.buffer.flush()
+                else:
+                    columns = _print_rows_of(message, form, columns)
                 seen += 1
                 if seen == count:
                     return
@@ -123,6 +136,23 @@ async def _print_changes(stop: asyncio.Event, subscription: Subscription, count:
         await asyncio.gather(task, return_exceptions=True)
     else:
         task.result()
+
+
+def _print_rows_of(message: Snapshot | Change, form: Format, columns: list[str]) -> list[str]:
+    """Print a message's rows; returns the columns of the rows printed last."""
+    from serve.client import Snapshot
+
+    if isinstance(message, Snapshot):
+        rows = [{"change": "snapshot", **row} for row in message.rows]
+    else:
+        rows = [{"change": "upsert", **row} for row in message.upserts]
+        rows += [{"change": "delete", **row} for row in message.deletes]
+    found = columns or list(dict.fromkeys(name for row in rows for name in row))
+    if form is Format.CSV:
+        print_csv(rows, found, header=found != columns)
+    elif rows:
+        print_rows(rows, found)
+    return found
 
 
 _COLOURS = {"ok": "green", "warn": "yellow", "alarm": "red"}
@@ -141,18 +171,22 @@ def tables(
     if as_json:
         print_json([{"table": facts.name, **dataclasses.asdict(facts)} for facts in found])
     else:
-        shown = Table(box=None, pad_edge=False)
-        for heading in ("table", "rows", "bytes", "files", "versions", "kept", "behind", "committed", "health"):
-            shown.add_column(heading, no_wrap=True, justify="left" if heading in ("table", "health") else "right")
-        for facts in found:
-            behind = "" if facts.behind is None else f"{facts.behind:,}"
-            colour = _COLOURS[facts.health]
-            shown.add_row(
-                *(f"{facts.layer}/{facts.name}", "" if facts.rows is None else f"{facts.rows:,}", _size(facts.bytes)),
-                *(f"{facts.files:,}", f"{facts.oldest}–{facts.version}", _span(facts.log_s), behind),
-                *(f"{_span(max(0.0, time.time() - facts.committed))} ago", f"[{colour}]{facts.health}[/]"),
-            )
-        out.print(shown)
+        rows = [
+            {
+                "table": f"{facts.layer}/{facts.name}",
+                "health": f"[{_COLOURS[facts.health]}]{facts.health}[/]",
+                "rows": "" if facts.rows is None else f"{facts.rows:,}",
+                "bytes": _size(facts.bytes),
+                "files": f"{facts.files:,}",
+                "versions": f"{facts.oldest}–{facts.version}",
+                "kept": _span(facts.log_s),
+                "behind": "" if facts.behind is None else f"{facts.behind:,}",
+                "committed": f"{_span(max(0.0, time.time() - facts.committed))} ago",
+            }
+            for facts in found
+        ]
+        numbers = ("rows", "bytes", "files", "versions", "kept", "behind", "committed")
+        print_table(rows, right=numbers, spare=("files", "versions", "kept"))
         for facts in found:
             for remark in facts.remarks:
                 err.print(f"{facts.name}: {escape(remark)}", highlight=False)

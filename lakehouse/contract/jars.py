@@ -195,6 +195,8 @@ def _run_ivy(jars: Sequence[Jar], staging: Path) -> None:
 def _progress(what: str, total: int) -> Progress:
     console = Console(stderr=True)
     logger.info("%s into %s", what, jars_dir())
+    if not console.is_terminal:
+        console.print(f"{what} …", highlight=False, soft_wrap=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[jar]}"))
     progress = Progress(*columns, console=console, disable=not console.is_terminal)
     progress.add_task(what, total=total, jar="")

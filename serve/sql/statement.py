@@ -30,6 +30,7 @@ from lakehouse.contract.rows import Fold
 from lakehouse.contract.sql.closures import Columns
 from lakehouse.contract.sql.filters import parse_condition
 from lakehouse.contract.sql.locked import locked_connection
+from lakehouse.contract.sql.spark import no_sql
 from serve.core.messages import encode_rows
 from serve.core.model import OPEN, Principal, TableInfo
 from serve.errors import FilterError, PositionExpired, SqlError
@@ -185,7 +186,8 @@ def read_statement(sql: str) -> exp.Expression:
     except RecursionError:
         raise SqlError("the statement is nested too deeply") from None
     except SqlglotError as error:
-        raise SqlError(f"not SQL: {str(error).splitlines()[0]}") from None
+        refused = no_sql(error)
+        raise SqlError(refused.problem, refused.remedy) from None
     statements = [cast(exp.Expression, statement) for statement in parsed if statement is not None]
     if len(statements) != 1:
         raise SqlError(f"one statement is taken, not {len(statements)}")

@@ -65,7 +65,7 @@ def lake(tmp_path: Path) -> Path:
 
 
 def test_sql_as_json(lake: Path) -> None:
-    done = millrace("sql", "SELECT day, item, n + 1 AS n FROM tops", "--lake", str(lake), "--json")
+    done = millrace("sql", "SELECT day, item, n + 1 AS n FROM tops", "--lake", str(lake), "--format", "json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [{"day": "2026-01-01T00:00:00Z", "item": "Köln [x]", "n": 4}]
 
@@ -75,6 +75,34 @@ def test_sql_as_a_table(lake: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "Köln [x]" in done.stdout
     assert "1 rows" in done.stderr
+
+
+def test_sql_as_csv(lake: Path) -> None:
+    done = millrace("sql", "SELECT day, item, NULL AS none FROM tops", "--lake", str(lake), "--format", "csv")
+    assert done.stdout == "day,item,none\n2026-01-01T00:00:00Z,Köln [x],\n"
+
+
+def test_no_value_is_cut(lake: Path) -> None:
+    columns = ", ".join(f"day AS day_{number}" for number in range(8))
+    whole = millrace("sql", f"SELECT {columns} FROM tops", "--lake", str(lake)).stdout.splitlines()
+    assert whole[1].split() == ["2026-01-01T00:00:00Z"] * 8, "one line a row where no terminal is to be fitted"
+    narrow = millrace("sql", f"SELECT {columns} FROM tops", "--lake", str(lake), COLUMNS="80").stdout.splitlines()
+    assert narrow[:2] == ["row 1", "day_0  2026-01-01T00:00:00Z"]
+    assert max(map(len, narrow)) <= 80
+
+
+@pytest.mark.parametrize(
+    ("query", "says"),
+    [
+        ("SELECT * FORM tops", "it is not SQL at 'FORM'. Did you mean FROM?"),
+        ("SELECT item FROM tops GROUPE BY item", "it is not SQL at 'GROUPE'. Did you mean GROUP?"),
+        ("SELECT * FROM top", "no table 'top'; there are: tops"),
+    ],
+)
+def test_an_error_of_sql_names_the_token(lake: Path, query: str, says: str) -> None:
+    done = millrace("sql", query, "--lake", str(lake))
+    assert done.returncode == 1
+    assert says in done.stderr
 
 
 def test_tables(lake: Path) -> None:

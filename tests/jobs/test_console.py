@@ -19,6 +19,8 @@ load_settings()
 log_to_stderr()
 logging.getLogger("one").info('with "quotes" and\\nlines %d', 7)
 logging.getLogger("kafka.x").info("chatter")
+for number in range(100):
+    logging.getLogger(f"kafka.{number % 3}").warning("the broker is away")
 logging.getLogger("one").info("gone", extra=about("~1", "clicks", "t"))
 try:
     1 / 0
@@ -35,7 +37,8 @@ def said(kind: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_json_a_line() -> None:
-    first, about, second = map(json.loads, said("json").stderr.splitlines())
+    first, away, about, second = map(json.loads, said("json").stderr.splitlines())
+    assert away["message"] == "the broker is away", "once, not a hundred times"
     assert datetime.fromisoformat(first.pop("at")).tzinfo is not None
     assert first.pop("process") > 0
     assert first == {"level": "INFO", "logger": "one", "message": 'with "quotes" and\nlines 7'}

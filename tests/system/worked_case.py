@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -175,10 +175,10 @@ def wait_for(condition: Any, what: str, timeout_s: float = 240.0) -> None:
         time.sleep(0.1)
 
 
-def run(lake: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """A command of the installed wheel, with ``--json``."""
+def run(lake: Path, *command: str, form: Sequence[str] = ("--json",)) -> subprocess.CompletedProcess[str]:
+    """A command of the installed wheel that prints JSON."""
     return subprocess.run(
-        [str(millrace()), *command, "--lake", str(lake), "--json"],
+        [str(millrace()), *command, "--lake", str(lake), *form],
         capture_output=True,
         text=True,
         check=False,
@@ -188,8 +188,8 @@ def run(lake: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 
 def sql(lake: Path, query: str) -> list[dict[str, Any]]:
-    """Rows by ``millrace sql --json``."""
-    done = run(lake, "sql", query)
+    """Rows by ``millrace sql --format json``."""
+    done = run(lake, "sql", query, form=("--format", "json"))
     assert done.returncode == 0, done.stderr
     rows: list[dict[str, Any]] = json.loads(done.stdout)
     return rows

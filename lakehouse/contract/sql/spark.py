@@ -231,7 +231,7 @@ def _one(sql: str, max_bytes: int) -> exp.Expr:
     try:
         found = [tree for tree in sqlglot.parse(spark_text(sql), dialect="spark") if tree is not None]
     except sqlglot.errors.SqlglotError as error:
-        raise _no_sql(error) from None
+        raise no_sql(error) from None
     except RecursionError:
         raise QueryRefused("quota", "it is nested too deep", "Write it in a simpler way") from None
     if len(found) != 1:
@@ -264,7 +264,7 @@ _KEYWORDS = (
 )
 
 
-def _no_sql(error: sqlglot.errors.SqlglotError) -> QueryRefused:
+def no_sql(error: sqlglot.errors.SqlglotError) -> QueryRefused:
     """The parser's error with its line, its token, and the keyword that was probably meant."""
     place: dict[str, Any] = next(iter(getattr(error, "errors", ())), {})
     token = str(place.get("highlight") or "")
@@ -292,7 +292,7 @@ def check_spark_query(sql: str, relation: str, columns: Mapping[str, Field]) -> 
     try:
         tree = sqlglot.parse_one(spark_text(text), dialect="spark")
     except sqlglot.errors.SqlglotError as error:
-        raise _no_sql(error) from None
+        raise no_sql(error) from None
     except RecursionError:
         return ()
     _check_known_functions(tree, text)
