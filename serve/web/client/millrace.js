@@ -281,13 +281,12 @@ export class Subscription {
       this.rows = rows;
       this.#take(head);
       this.#changed({ type: "restored", upserts: [], deletes: [] });
-    } else if (change?.type === "snapshot" || (change !== undefined && before === this.position)) {
+    } else if (change !== undefined && before === this.position) {
       this.#take(head);
-      if (change.type === "snapshot") this.rows = new Map();
       this.#apply(change);
       this.#changed(change);
-    } else if (change !== undefined) {
-      this.#tabs.ask(); // we have missed something: the whole state
+    } else if (head.position !== null && head.position !== this.position) {
+      this.#tabs.ask(); // a snapshot has come, or we have missed something: the whole state
     }
     if (FINAL_STATES.includes(status.state)) {
       this.#end(status);
@@ -421,7 +420,7 @@ export class Subscription {
     this.position = message.position;
     this.#recent.add(message.position);
     if (this.#recent.size > RECENT) this.#recent.delete(this.#recent.values().next().value);
-    this.#tabs.tell({ change, before, ...this.#news() });
+    this.#tabs.tell(change.type === "snapshot" ? this.#news() : { change, before, ...this.#news() });
     this.#save();
     this.#changed(change);
   }

@@ -225,6 +225,11 @@ async def test_tabs_share_one_connection_and_go_on_when_the_leader_closes(root: 
         late = await opened(context, url)
         assert (await until(late, live()))["rows"] == [6], "a tab that comes later gets the leader's rows"
         assert len(sockets) == 3
+        for page in context.pages:
+            await page.close()
+        for page in await asyncio.gather(*(opened(context, url) for _ in range(3))):
+            assert (await until(page, live()))["rows"] == [6], "also while nothing changes"
+        assert len(sockets) == 4
 
 
 async def test_tabs_that_share_nothing_do_not_mix_their_stored_states(root: Path) -> None:
