@@ -121,10 +121,11 @@ class ClientDatabase:
                 with connection:
                     connection.execute("BEGIN IMMEDIATE")
                     return work(connection)
-            except sqlite3.Error as error:
+            except (sqlite3.Error, OSError) as error:
                 raise ClientError(f"{self.path}: {error}") from error
 
     def _open(self) -> sqlite3.Connection:
+        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # payloads are nobody else's
         connection = sqlite3.connect(self.path, _BUSY_S, isolation_level=None, check_same_thread=False)
         try:
             with closing(connection.cursor()) as cursor:

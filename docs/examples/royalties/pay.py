@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from serve.client import Change, ExactlyOnce, Message, SqliteStore, subscribe
+from serve.client import Change, ClientOptions, ExactlyOnce, Message, SqliteStore, subscribe
 
 SHARE = Decimal("0.004")  # dollars that an owner gets for a play
 
@@ -45,10 +45,11 @@ class Payments:
 
 async def pay(server: str, service: str, path: str, settle_s: float) -> None:
     """Pay what there is and what comes, until something ends us; then begin again with the same file."""
+    options = ClientOptions(wait_for_table=True)  # a new lake has none before the first statement
     async with (
         httpx.AsyncClient(base_url=service, timeout=5) as http,
         ExactlyOnce(Payments(http), path, settle_s=settle_s) as once,
-        subscribe(server, "royalties", SqliteStore(path)) as messages,
+        subscribe(server, "royalties", SqliteStore(path), options=options) as messages,
     ):
         await once.run(messages)
 

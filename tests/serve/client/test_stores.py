@@ -54,6 +54,9 @@ async def test_a_database_holds_positions_by_name(tmp_path: Path) -> None:
     store.close()
     assert await SqliteStore(tmp_path / "db", "a").load() == "2"
     other.close()
+    assert (tmp_path / "db").stat().st_mode & 0o077 == 0, "nobody else may read it"
+    with pytest.raises(ClientError, match="absent"):
+        await SqliteStore(tmp_path / "absent" / "db").load()
     (tmp_path / "text").write_text("x" * 4096)
     with pytest.raises(ClientError, match="text: file is not a database"):
         await SqliteStore(tmp_path / "text").load()
