@@ -308,6 +308,7 @@ class Tables:
         self._slots = asyncio.Semaphore(_REPLAYS)
         self._tails: dict[str, asyncio.Task[None]] = {}
         self._opened = asyncio.Condition()
+        self._enter_queries()
 
     async def run(self) -> None:
         """Follow all tables except bronze, including later ones, until cancelled."""

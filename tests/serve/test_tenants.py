@@ -79,6 +79,8 @@ def root(tmp_path: Path) -> Path:
         for row in every
     ]
     Product(root / "bronze" / "rides", BRONZE, {}).append(bronze)
+    Lake(root).data_docs.mkdir(parents=True)
+    (Lake(root).data_docs / "index.html").write_text("ACME-0 GLOBEX-0 HOUSE-0")
     Declared(Lake(root), QuerySpec).add(QuerySpec("added", "SELECT …", "rides", options={"tenant": "tenant"}))
     return root
 
@@ -148,6 +150,7 @@ def cases(theirs: dict[str, str]) -> dict[tuple[str, str], list[Case]]:
     hook = f"/v1/webhooks/{theirs['webhook']}"
     return {
         ("GET", "/v1/tables"): [{}],
+        ("GET", "/v1/quality/{path:path}"): [{"path": "/v1/quality/index.html"}],
         ("GET", "/v1/tables/{name}"): rows,
         ("GET", "/v1/tables/{name}/{key:path}"): [
             {"path": f"/v1/tables/{table}/{key}"} for table in TABLES for key in keys
