@@ -38,7 +38,14 @@ SOURCES_FOLDER = "sources"
 MACHINE_KEY = "machine.key"
 ADMIN_KEY = "admin.key"
 _TIMEOUT_S = 3.0  # beyond the time that an answer is held
-_BROKEN = (OSError, ValueError, MillraceError)
+_BROKEN = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    MillraceError,
+)  # also an answer of somebody else
 
 
 def control_folder(settings: Settings) -> Path:
@@ -76,7 +83,6 @@ class StateManager:
 
     Attributes:
         maps: entries by the names of :data:`MAPS`; replaced as a whole, so that whoever took one may go on reading it.
-        looked_at: when the control plane last answered, seconds, monotonic; 0: not yet.
         failures: looks in a row without an answer.
 
     Raises:
@@ -97,7 +103,6 @@ class StateManager:
         self._tried = threading.Event()
         self._thread: threading.Thread | None = None
         self.maps: dict[str, dict[str, Any]] = {name: {} for name in MAPS}
-        self.looked_at = 0.0
         self.failures = 0
         self._load()
 
@@ -139,7 +144,7 @@ class StateManager:
                 else:
                     if self.failures:
                         log.info("the control plane at %s answers again", self._url)
-                    self.looked_at, self.failures = time.monotonic(), 0
+                    self.failures = 0
                 self._tried.set()
                 if not changed:  # a control plane that is down, or a proxy that does not hold answers
                     self._stop.wait(began + hold_s - time.monotonic())

@@ -51,6 +51,9 @@ def first_keys(settings: Settings, store: ControlStore) -> None:
     for name, action in _FIRST_KEYS.items():
         path = control_folder(settings) / name
         if path.exists():
+            with store.reading() as session:
+                if session.get(KeyRow, path.read_text(encoding="utf-8").partition("_")[2].partition("_")[0]) is None:
+                    log.warning("the key in %s is not in %s: remove the file to get a new one", path, store.place)
             continue
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         made = new_key_id()

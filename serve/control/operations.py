@@ -636,7 +636,7 @@ def _missing(kind: str, name: str) -> RequestError:
 
 
 def _taken(kind: str, name: str) -> RequestError:
-    return RequestError(4409, "taken", f"there is a {kind} {name!r}, or was one")
+    return RequestError(4409, "taken", f"the name {name!r} is taken: the {kind} is here, or was")
 
 
 def _forbidden(detail: str) -> RequestError:

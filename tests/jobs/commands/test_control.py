@@ -57,7 +57,7 @@ def call(lake: Path, *words: str) -> Any:
 def test_tenants_apps_and_keys(lake: Path) -> None:
     call(lake, "tenant", "add", "acme", "--title", "Acme")
     assert [each["name"] for each in call(lake, "tenant", "ls")] == ["acme"]
-    with pytest.raises(ControlRefused, match="there is a tenant 'acme'"):
+    with pytest.raises(ControlRefused, match="the name 'acme' is taken"):
         call(lake, "tenant", "add", "acme")
     assert (
         call(lake, "app", "add", "shop", "--tenant", "acme", "--ends", "2030-12-31")["ends"] == "2030-12-31T00:00:00Z"

@@ -248,6 +248,24 @@ def test_ring_of_the_state_never_reads_a_file(tmp_path: Path, monkeypatch: pytes
     assert ring.find("mr_x_y") is None and ring.required
 
 
+async def test_answer_of_somebody_else_changes_nothing(tmp_path: Path) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n[]")
+        writer.close()
+
+    other = await asyncio.start_server(answer, "127.0.0.1", 0)
+    key = tmp_path / "key"
+    key.write_text("mr_x_y")
+    settings = settings_of(tmp_path, f"http://127.0.0.1:{other.sockets[0].getsockname()[1]}", key=str(key))
+    manager = StateManager(settings)
+    await asyncio.to_thread(manager.start)
+    await wait_until(lambda: manager.failures >= 2)
+    await asyncio.to_thread(manager.stop)
+    other.close()
+    assert not any(manager.maps.values())
+
+
 def test_key_of_a_newer_millrace_is_not_used(tmp_path: Path) -> None:
     manager = StateManager(settings_of(tmp_path, "http://127.0.0.1:1"))
     ring = KeyRing(manager.keys(ReaderKey, "read"))
