@@ -190,6 +190,7 @@ def serve_metrics(spark: SparkSession, lake: Lake, port: int) -> Iterator[str]:
     Raises:
         EnvironmentProblem: the port is taken.
     """
+    from jobs.lineage import DROPPED
     from lakehouse.counts import EVENTS, RUNNING
     from lakehouse.maintain.backlog import RETENTION_SHARE
 
@@ -201,6 +202,6 @@ def serve_metrics(spark: SparkSession, lake: Lake, port: int) -> Iterator[str]:
     pid = int(spark._jvm.java.lang.ProcessHandle.current().pid())
     jvm = ProcessCollector(namespace="jvm", pid=lambda: pid, registry=None)
     queries = DriverCollector(progress, lake)
-    counted = (EVENTS, RETENTION_SHARE)
+    counted = (DROPPED, EVENTS, RETENTION_SHARE)
     with closing(queries), metrics_server(port, jvm, queries, *counted) as url:
         yield url

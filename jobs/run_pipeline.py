@@ -71,6 +71,7 @@ def run_stages(
         # Imported while the JVM starts.
         from pyspark.errors import AnalysisException
 
+        from jobs.lineage import driver_steps, told
         from jobs.local.broker import asking
         from jobs.metrics import serve_metrics
         from lakehouse.errors import QueryFailed
@@ -100,18 +101,19 @@ def run_stages(
                 if started is not None:
                     started(url)
 
-            run(
-                spark,
-                settings,
-                pipeline,
-                stages,
-                bootstrap=bootstrap,
-                stop=stop,
-                started=tell,
-                accept_loss=accept_loss,
-                changes=PipelineChanges(files, care.declare),
-                topics=topics,
-            )
+            with told(settings, driver_steps(lake, pipeline, stages), streaming=True):
+                run(
+                    spark,
+                    settings,
+                    pipeline,
+                    stages,
+                    bootstrap=bootstrap,
+                    stop=stop,
+                    started=tell,
+                    accept_loss=accept_loss,
+                    changes=PipelineChanges(files, care.declare),
+                    topics=topics,
+                )
     except AnalysisException as error:  # ParseException is one too
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise QueryFailed(f"of pipeline {pipeline.name}", error.getCondition() or "", lines[0]) from None

@@ -18,7 +18,8 @@ from pyspark.sql.window import Window
 from lakehouse.contract.lake import FILE_TOPIC
 from lakehouse.contract.pipeline import Source
 from lakehouse.operators.base import Operator
-from lakehouse.silver.conform import MISFIT, conform, misfits, payload_schema
+from lakehouse.silver.avro import decoded
+from lakehouse.silver.conform import MISFIT, conform, misfits, payload_columns, payload_schema
 from lakehouse.silver.quarantine import COLUMNS as QUARANTINE_COLUMNS
 
 _SLICE_BYTES = 64 << 20
@@ -60,10 +61,13 @@ def run_partial(valid: DataFrame, view: str, operator: Operator) -> pa.Table:
 def rejected_columns(events: DataFrame, source: Source) -> DataFrame:
     """The rejected among conformed events with all their columns, as :func:`rejects_with_fields` takes them."""
     misfit = F.col("reason") == MISFIT
+    payload = F.expr("make_valid_utf8(payload)")  # with U+FFFD where it is not; bronze has the bytes
+    if source.format == "avro":
+        payload = F.coalesce(decoded(F.col("payload"))["text"], F.base64("payload"))
     return (
         events.where(F.col("reason").isNotNull())
-        .withColumn("taken", F.when(misfit, F.to_json(F.struct(*payload_schema(source).fieldNames()))))
-        .withColumn("payload", F.expr("make_valid_utf8(payload)"))  # with U+FFFD where it is not; bronze has the bytes
+        .withColumn("taken", F.when(misfit, F.to_json(F.struct(*payload_columns(source)))))
+        .withColumn("payload", payload)
         .select(*QUARANTINE_COLUMNS.names, "taken")
     )
 
@@ -74,7 +78,7 @@ def rejects_with_fields(rows: pa.Table, source: Source) -> pa.Table:
     schema = payload_schema(source)
     columns = (rows[name].to_pylist() for name in ("reason", "payload", "taken"))
     reasons = [
-        f"{reason}: {misfits(payload, taken, schema)}" if taken else reason
+        f"{reason}: {misfits(payload, taken, schema, source.unwrap_path)}" if taken else reason
         for reason, payload, taken in zip(*columns, strict=True)
     ]
     index = rows.schema.get_field_index("reason")

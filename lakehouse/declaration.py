@@ -26,6 +26,7 @@ _NO_ROWS = {"name", "channel", "confirm", "positions", "expectations", "trigger"
 def source_declaration(source: Source) -> str:
     """Fingerprint of how a source's events are read, judged and told apart; 32 hexadecimal characters."""
     found = {name: _plain(getattr(source, name)) for name in _JUDGES}
+    found |= {name: getattr(source, name) for name in ("format", "unwrap") if getattr(source, name) not in ("", "json")}
     if source.dedupe_horizon:
         found["dedupe_horizon"] = source.dedupe_horizon_ms
     return _digest({**found, "expectations": sorted(source.expected(QUARANTINE).items())})

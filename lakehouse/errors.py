@@ -7,6 +7,7 @@
         ├── TableBusy          another process writes this table
         ├── BadSketch          a column holds no such sketch, or it cannot answer the question
         ├── ExpectationHalt    an event fails an expectation that stops its source's query
+        ├── RegistryProblem    the schema of an Avro payload cannot be had
         ├── QueryFailed        a streaming query stopped: which, in which batch, why
         ├── FileTaken          another loader has committed rows of this file meanwhile
         ├── LoaderDied         a worker process of the loader was killed
@@ -83,6 +84,25 @@ class ExpectationHalt(LakehouseError):
             f"halt; nothing of its batch counts yet. Let it count: millrace quality {self.source} --accept "
             f"{shlex.quote(self.event)}; or change the expectation; then start again"
         )
+
+
+class RegistryProblem(LakehouseError):
+    """The schema of an Avro payload is neither in the lake nor to be had from the registry.
+
+    Attributes:
+        schema: its id.
+        problem, remedy: why, and what to do.
+    """
+
+    def __init__(self, schema: int, problem: str, remedy: str) -> None:
+        super().__init__(schema, problem, remedy)  # all of them, so that a worker process can send the error
+        self.schema = schema
+        self.problem = problem
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        # One line: it passes through Spark's own error on its way to the user.
+        return f"Avro schema {self.schema} is needed, and {self.problem}. {self.remedy}"
 
 
 _OF_THE_SQL = (

@@ -19,7 +19,10 @@ from lakehouse.contract.classdata import recording, sharing
 from lakehouse.contract.errors import EnvironmentProblem
 from lakehouse.contract.jars import jar_paths
 from lakehouse.contract.java import log_flags
+from lakehouse.contract.lake import Lake
 from lakehouse.contract.settings import Settings
+from lakehouse.contract.tomlfile import http_address
+from lakehouse.silver.avro import FOLDER, REGISTRY
 
 JVM_OPTIONS = (
     "-XX:ReservedCodeCacheSize=256m -XX:+UseSerialGC -Xss2m "
@@ -116,6 +119,8 @@ def build_session(settings: Settings, app: str, *, record_classes: Path | None =
         "spark.executor.extraJavaOptions": JVM_OPTIONS,
         **(_LOOPBACK if _on_this_machine(master) else {}),
         **_TUNED,
+        FOLDER: str(Lake(settings.lake.absolute()).state / "schemas"),
+        REGISTRY: http_address("kafka.schema_registry", settings.kafka.schema_registry),
         **({} if submitted else _one_process(settings, paths)),
         **settings.spark.conf,
     }

@@ -105,6 +105,7 @@ class Border:
         self._tenant = tenant
         self._collector = collector
         self._clock = clock
+        self._unwraps = bool(source.unwrap)
         self._id_of = None if source.event_id_template is None else _renderer(source.event_id_template)
         self._key_of = None if source.key_template is None else _renderer(source.key_template)
         declared = parse_ddl(source.schema)
@@ -192,6 +193,8 @@ class Border:
                 fields = loads(payload) if len(payload) <= limit else None
             except orjson.JSONDecodeError:
                 fields = None
+            if self._unwraps:
+                fields = self.source.fields_in(fields)
             good = type(fields) is dict and (
                 len(payload) <= _SHALLOW or payload.count(b"{") + payload.count(b"[") <= MAX_DEPTH
             )
@@ -219,6 +222,10 @@ class Border:
         """Fields, event id, key and refusal of a payload, each as far as known."""
         fields, refusal = _parse(payload)
         event_id = key = None
+        if fields is not None and self._unwraps:
+            fields = self.source.fields_in(fields)
+            if not isinstance(fields, dict):
+                return None, None, None, Refusal(f"missing {self.source.unwrap}", 422, "missing-field")
         if fields is not None:
             event_id, key, refusal = self._identify(fields)
             if refusal is None and self._flaw is not None:
@@ -399,7 +406,7 @@ def raw_topic(source: Source) -> str:
 
 def front_source(source: Source) -> Source:
     """The source as a front node sees it: raw topic, no schema, no templates, no answers."""
-    unread: dict[str, Any] = {"schema": "", "event_id": "", "key": "", "required": (), "expectations": {}}
+    unread: dict[str, Any] = {"schema": "", "event_id": "", "key": "", "required": (), "expectations": {}, "unwrap": ""}
     return dataclasses.replace(
         source, topic=raw_topic(source), respond="", answer=None, enrich={}, shed=None, latest_topic=False, **unread
     )

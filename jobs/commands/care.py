@@ -158,6 +158,7 @@ def replay(
     """Prove that bronze alone gives the same products. Exit status 1: a digest differs."""
     if not verify:
         raise ConfigError("say what to do", key="replay", remedy="millrace replay --verify")
+    from jobs.lineage import replay_step, told
     from lakehouse.replay import verify as compare
     from lakehouse.session import build_session
 
@@ -165,7 +166,9 @@ def replay(
     with err.status("starting Spark …") as status:
         spark = build_session(settings, "millrace-replay")
         try:
-            found = list(compare(spark, settings, loaded, step=lambda text: status.update(text + " …")))
+            with told(settings, [replay_step(Lake(settings.lake), loaded)]) as problems:
+                found = list(compare(spark, settings, loaded, step=lambda text: status.update(text + " …")))
+                problems += [f"{item.table} differs from what bronze gives" for item in found if not item.equal]
         finally:
             spark.stop()
     if as_json:

@@ -24,6 +24,7 @@ from jobs.console import (
     print_json,
     stopped_by_signals,
 )
+from jobs.lineage import LineageStep, told
 from jobs.metrics import metrics_server
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.lake import Lake
@@ -84,40 +85,50 @@ def load(
     make = _Jobs(settings, {**options, "max_rejects": max_rejects, "gate": gate})
     allowed_s = duration_ms(_duration(sla)) / 1000 if sla else None
     if paths:
-        _load_now(make.job(_source(loaded, source)), paths, workers, allowed_s, as_json=as_json)
+        _load_now(make, _source(loaded, source), paths, workers, allowed_s, as_json=as_json)
     if dry_run:
         raise ConfigError("a dry run takes files", key="--dry-run", remedy="Give paths instead of --watch or --feeds")
     service = LoaderService(stopped_by_signals(), workers=workers, allowed_s=allowed_s, once=once)
     with metrics_server(settings.metrics_port, service.metrics) as url:
         log.info("metrics at %s", url)
         if watch is not None:
-            status = _serve_inbox(service, make.job(_source(loaded, source)), watch, settle, as_json=as_json)
+            status = _serve_inbox(service, make, _source(loaded, source), watch, settle, as_json=as_json)
         else:
             status = _serve_feeds(service, make, loaded, source, as_json=as_json)
     raise typer.Exit(status if once else 0)
 
 
-def _load_now(job: LoadJob, paths: Sequence[str], workers: int, allowed_s: float | None, *, as_json: bool) -> None:
+def _load_now(
+    make: _Jobs, source: Source, paths: Sequence[str], workers: int, allowed_s: float | None, *, as_json: bool
+) -> None:
     from lakehouse.load.files import find
     from lakehouse.load.loader import load as run
 
-    files = find(paths)
-    with _Bars(sum(file.size for file in files), len(files), quiet=as_json) as bars:
+    files, job = find(paths), make.job(source)
+    step = _step(job, *(Path(file.path) for file in files))
+    with (
+        _Bars(sum(file.size for file in files), len(files), quiet=as_json) as bars,
+        told(make.settings, [step]) as problems,
+    ):
         done = run(job, files, workers=workers, allowed_s=allowed_s, notify=bars.tell)
+        problems += [f"{report.name}: {report.reason}" for report in done.reports if not report.ok]
     _say(done, as_json)
     raise typer.Exit(status_of([done]))
 
 
-def _serve_inbox(service: LoaderService, job: LoadJob, folder: Path, settle_s: float, *, as_json: bool) -> int:
+def _serve_inbox(
+    service: LoaderService, make: _Jobs, source: Source, folder: Path, settle_s: float, *, as_json: bool
+) -> int:
     from lakehouse.load.loader import Inbox
 
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}", key="--watch", remedy="Make it, or name another")
     err.print(f"watching {folder}; done files go to {folder}/done, others to {folder}/failed")
-    statuses = []
-    for done in service.watch(job, Inbox(folder, settle_s)):
-        _say(done, as_json)
-        statuses.append(status_of([done]))
+    statuses, job = [], make.job(source)
+    with told(make.settings, [_step(job, folder)], streaming=True):
+        for done in service.watch(job, Inbox(folder, settle_s)):
+            _say(done, as_json)
+            statuses.append(status_of([done]))
     return max(statuses, default=0)
 
 
@@ -127,12 +138,19 @@ def _serve_feeds(service: LoaderService, make: _Jobs, pipeline: Pipeline, only: 
         raise ConfigError("no source has feeds", key="feeds", remedy="Add [[sources.NAME.feeds]] to the pipeline")
     failures = 0
     statuses = []
-    for found in service.fetch([make.job(source) for source in sources]):
-        if found.load is not None:
-            _say(found.load, as_json)
-            statuses.append(status_of([found.load]))
-        failures += bool(found.problem)
+    jobs = [make.job(source) for source in sources]
+    steps = [_step(job, *(feed.url for feed in job.source.feeds)) for job in jobs]
+    with told(make.settings, steps, streaming=True):
+        for found in service.fetch(jobs):
+            if found.load is not None:
+                _say(found.load, as_json)
+                statuses.append(status_of([found.load]))
+            failures += bool(found.problem)
     return 1 if failures else max(statuses, default=0)
+
+
+def _step(job: LoadJob, *inputs: Path | str) -> LineageStep:
+    return LineageStep(f"load.{job.source.name}", inputs, (job.lake.bronze(job.source.name),))
 
 
 def status_of(loads: Sequence[Load]) -> int:
@@ -146,13 +164,13 @@ class _Jobs:
     """Makes the job of a source out of the command's options."""
 
     def __init__(self, settings: Settings, options: dict[str, Any]) -> None:
-        self._settings = settings
+        self.settings = settings
         self._options = options
 
     def job(self, source: Source) -> LoadJob:
         from lakehouse.load.worker import LoadJob
 
-        return LoadJob(Lake(self._settings.lake), source, tenant=self._settings.tenant, **self._options)
+        return LoadJob(Lake(self.settings.lake), source, tenant=self.settings.tenant, **self._options)
 
 
 class _Bars:

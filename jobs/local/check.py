@@ -12,9 +12,10 @@ import pyarrow as pa
 from lakehouse.contract.errors import ConfigError, QueryRefused, StatementError
 from lakehouse.contract.lake import TableRef
 from lakehouse.contract.pipeline import Pipeline, Product, Source, View
-from lakehouse.contract.pipeline.added import MAX_COLUMNS, SQL_COLUMNS
+from lakehouse.contract.pipeline.added import MAX_COLUMNS
 from lakehouse.contract.pipeline.folder import in_order
 from lakehouse.contract.pipeline.product import EVENTS, TAKEN_BY
+from lakehouse.contract.pipeline.source import ENVELOPE_COLUMNS, column_of
 from lakehouse.contract.sql import filters
 from lakehouse.contract.sql.ddl import Field, find_field, parse_ddl, unknown_type
 from lakehouse.contract.sql.spark import (
@@ -139,7 +140,8 @@ def _source_columns(found: _Statements, source: Source) -> Mapping[str, Field]:
                 found.refuse(f"{key}.{option}", f"the schema has no field {path!r}", remedy)
     if not payload:
         return {}
-    columns = {**payload, **dict.fromkeys((*source.enrich, *SQL_COLUMNS), _UNKNOWN)}
+    columns = {column_of(name): field for name, field in payload.items()}
+    columns |= dict.fromkeys((*source.enrich, *ENVELOPE_COLUMNS), _UNKNOWN)
     hidden = dict.fromkeys(("payload", "headers", "key", "topic", "partition", "offset", "fingerprint"), _UNKNOWN)
     texts = {"event_time": source.event_time}
     texts |= {f"expectations.{name}": expected.sql for name, expected in source.expectations.items()}

@@ -31,6 +31,7 @@ class KafkaSettings:
         password_file: file that holds the user's password and nothing else.
         ca_file: PEM file of the authority that signed the broker's certificate; empty: those that the system trusts.
         cert_file: PEM file of a client certificate, with its private key in front.
+        schema_registry: address of the registry that payloads in Avro name their schemas by, http(s)://[USER:PASSWORD@]HOST.
     """
 
     bootstrap: str = ""
@@ -42,6 +43,7 @@ class KafkaSettings:
     password_file: str = ""
     ca_file: str = ""
     cert_file: str = ""
+    schema_registry: str = field(default="", repr=False)
 
     @property
     def security(self) -> ClientSecurity:
@@ -239,6 +241,7 @@ class Settings:
         lake: root folder of the tables.
         pipeline: name of a folder below ``conf/pipelines``, or a path to one.
         tenant: tenant that events belong to when nobody says otherwise.
+        lineage: address of an OpenLineage receiver that runs are told to, http(s)://HOST; empty: to nobody.
         metrics_port: port of ``/metrics`` on the loopback address for ``run``, ``load``, ``refine`` and ``latest``; 0:
             any free one, which ``millrace status`` names.
         kafka: the broker.
@@ -252,6 +255,7 @@ class Settings:
     lake: Path = Path("lake")
     pipeline: str = "meetup"
     tenant: str = "default"
+    lineage: str = ""
     metrics_port: int = 0
     kafka: KafkaSettings = field(default_factory=KafkaSettings)
     collect: CollectSettings = field(default_factory=CollectSettings)

@@ -180,6 +180,13 @@ def one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ConfigError(f"{value!r} is not known", key=key, remedy=did_you_mean(value, allowed, "Use one of"))
 
 
+def http_address(key: str, value: str) -> str:
+    """The value, unless it is neither empty nor the address of an HTTP server."""
+    if value and not re.fullmatch(r"https?://[^\s/]+(/\S*)?", value):
+        raise ConfigError("is no http address", key=key, remedy="Write http://HOST:PORT")
+    return value
+
+
 def durations(declared: object, *keys: str) -> None:
     """Refuse attributes that are neither empty nor durations."""
     for key in keys:

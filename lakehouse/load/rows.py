@@ -133,7 +133,7 @@ class Sealer:
         event_ids: list[str] = []
         keys: list[str] = []
         reasons = dict(segment.refused)
-        limit, identify = self._source.max_event_bytes, self._identify
+        limit, identify, unwraps = self._source.max_event_bytes, self._identify, bool(self._source.unwrap)
         prefix, number = f"~{before.file}/", before.rows
         for index, payload in enumerate(payloads):
             event_id = key = reason = None
@@ -147,8 +147,12 @@ class Sealer:
                 except orjson.JSONDecodeError as error:
                     reason = f"not JSON: {error}"
                 else:
+                    if unwraps:
+                        fields = self._source.fields_in(fields)
                     if type(fields) is dict:
                         event_id, key, reason = identify(fields)
+                    elif unwraps:
+                        reason = f"missing {self._source.unwrap}"
                     else:
                         reason = f"an event is a JSON object, not {JSON_NAMES.get(type(fields), 'that')}"
             if reason is not None:

@@ -51,7 +51,7 @@ def unknown_fields(payloads: Iterable[bytes | None], source: Source) -> Counter[
     found: Counter[str] = Counter()
     for payload in payloads:
         try:
-            event = json.loads(payload or b"")
+            event = source.fields_in(json.loads(payload or b""))
         except (ValueError, RecursionError):
             continue
         if isinstance(event, dict):

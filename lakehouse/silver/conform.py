@@ -19,20 +19,16 @@ from pyspark.sql.types import StructType
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline import Source, Template
 from lakehouse.contract.pipeline.expectations import HALT, QUARANTINE, WARN
+from lakehouse.contract.pipeline.source import ENVELOPE_COLUMNS, column_of
 from lakehouse.prepared import Selections, selected
+from lakehouse.silver.avro import decoded
 
-# What every event has beside the fields of its payload; SQL of products may use them.
-ENVELOPE_COLUMNS = ("event_id", "source", "tenant", "received_at", "event_time", "origin", "weight")
-# Used by the machinery, not promised to SQL.
-_HIDDEN = (
-    *("reason", "warned", "halted", "payload", "fingerprint", "suspect"),
-    *("topic", "partition", "offset", "bronze_at", "dedupe_key"),
-)
 CARRIED = ("event_id", "collector", "reject", "headers", "key", "broker_time")
 """Bronze columns that an event does not have, or not as bronze has them."""
 
 _OF_BRONZE = ("event_id", "source", "tenant", "received_at", "origin", "payload", "fingerprint", "suspect", "reject")
 _CORRUPT = "_corrupt_record"
+_FLAW, _ABSENT = "_flaw", "_absent"  # why the payload cannot be decoded; there is nothing to unwrap
 MISFIT = "does not fit the schema"
 _FIRST_TIME, _LAST_TIME = datetime(1, 1, 2, tzinfo=UTC), datetime(9999, 1, 1, tzinfo=UTC)
 
@@ -41,7 +37,7 @@ def payload_schema(source: Source) -> StructType:
     """The source's DDL as a Spark type.
 
     Raises:
-        ConfigError: it is no DDL, or it names a field that the envelope has too.
+        ConfigError: it is no DDL, or two columns would have one name.
     """
     try:
         schema = StructType.fromDDL(source.schema)
@@ -50,14 +46,19 @@ def payload_schema(source: Source) -> StructType:
         raise ConfigError(
             f"not a Spark DDL schema: {str(error).strip().splitlines()[0]}", key=f"sources.{source.name}.schema"
         ) from None
-    taken = {*ENVELOPE_COLUMNS, *_HIDDEN, _CORRUPT, *source.enrich} & set(schema.fieldNames())
-    if taken:
+    columns = [*map(column_of, schema.fieldNames()), *source.enrich, _CORRUPT, _FLAW, _ABSENT]
+    if taken := {name for name in columns if columns.count(name) > 1}:
         raise ConfigError(
-            f"field {sorted(taken)[0]!r} has the name of an envelope column",
+            f"column {min(taken)!r} would stand for two things",
             key=f"sources.{source.name}.schema",
-            remedy="Nest it, or leave it out",
+            remedy="Nest one of them, or leave it out",
         )
     return schema
+
+
+def payload_columns(source: Source) -> list[str]:
+    """The columns of the payload's fields, in order."""
+    return [column_of(name) for name in payload_schema(source).fieldNames()]
 
 
 def conform(bronze: DataFrame, source: Source, *, carried: Sequence[str] = ()) -> DataFrame:
@@ -81,15 +82,20 @@ def conform(bronze: DataFrame, source: Source, *, carried: Sequence[str] = ()) -
 def conforming(source: Source, *, carried: Sequence[str] = ()) -> Selections:
     """The selections that :func:`conform` makes."""
     schema = payload_schema(source)
-    text = F.col("payload").cast("string")
+    avro = source.format == "avro"
+    text = F.col("d")["text"] if avro else F.col("payload").cast("string")
     options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": _CORRUPT}
-    parsed = F.from_json(text, f"{source.schema}, {_CORRUPT} STRING", options).alias("j")
+    fields = reduce(lambda ddl, step: f"`{step}` STRUCT<{ddl}>", reversed(source.unwrap_path), source.schema)
+    parsed = F.from_json(text, f"{fields}, {_CORRUPT} STRING", options).alias("j")
+    event = reduce(lambda column, step: column[step], source.unwrap_path, F.col("j"))
     corrupt = F.when(F.col("j").isNull(), text).otherwise(F.col("j")[_CORRUPT])  # null for an empty text
     place = ["topic", "partition", "offset", "bronze_at"]
     passed = {f"_bronze_{name}": F.col(name) for name in carried}
     flat = {
-        **{name: F.col("j")[name] for name in schema.fieldNames()},
+        **{column_of(name): event[name] for name in schema.fieldNames()},
         _CORRUPT: corrupt,
+        **({_FLAW: F.col("d")["flaw"]} if avro else {}),
+        **({_ABSENT: event.isNull()} if source.unwrap else {}),
         **{name: F.from_json(F.col("headers")[name].cast("string"), "map<string,string>") for name in source.enrich},
         **{name: F.col(name) for name in _OF_BRONZE},
         "weight": F.coalesce("weight", F.lit(1.0)),
@@ -108,7 +114,7 @@ def conforming(source: Source, *, carried: Sequence[str] = ()) -> Selections:
     # A rejected copy must not stand in the way of a valid one with the same id.
     identity = F.concat_ws("\x1f", "source", "tenant", "event_id", F.when(~valid, F.col("fingerprint")))
     events: list[str | Column] = [
-        *schema.fieldNames(),
+        *map(column_of, schema.fieldNames()),
         *source.enrich,
         *[c for c in ENVELOPE_COLUMNS if c != "event_time"],
         F.when(valid, _attempt(source.event_time)).alias("event_time"),
@@ -122,6 +128,7 @@ def conforming(source: Source, *, carried: Sequence[str] = ()) -> Selections:
         *passed,
     ]
     return [
+        ["*", decoded(F.col("payload")).alias("d")] if avro else ["*"],
         ["*", parsed],
         [column.alias(name) for name, column in flat.items()],
         [column.alias(name) for name, column in named.items()],
@@ -135,9 +142,13 @@ def _reason(source: Source, schema: StructType) -> Column:
     checks: list[Column] = [
         F.col("reject"),
         F.when(F.col("payload").isNull(), F.lit("no payload")),
-        F.when(~F.expr("is_valid_utf8(payload)"), F.lit("not valid UTF-8")),
+        F.col(_FLAW)
+        if source.format == "avro"
+        else F.when(~F.expr("is_valid_utf8(payload)"), F.lit("not valid UTF-8")),
         F.when(F.col(_CORRUPT).isNotNull(), F.lit(MISFIT)),
     ]
+    if source.unwrap:
+        checks.append(F.when(F.col(_ABSENT), F.lit(f"missing {source.unwrap}")))
     checks += [
         F.when(_path(path).isNull(), F.lit(f"missing {path}"))
         for path in (*source.required, *(source.event_id_template.fields if source.event_id_template else ()))
@@ -171,25 +182,28 @@ def _remarks(source: Source, valid: Column) -> dict[str, Column]:
     return found
 
 
-def misfits(payload: str, taken: str, schema: StructType) -> str:
+def misfits(payload: str, taken: str, schema: StructType, unwrap: Sequence[str] = ()) -> str:
     """Which fields of a payload did not fit the schema, by path.
 
     Args:
         payload: JSON, or what should have been.
         taken: JSON of the fields as they were parsed, without those that are null.
+        unwrap: steps to the object that holds the fields.
     """
     try:
         given = json.loads(payload)
     except (ValueError, RecursionError):
         return "not JSON"
-    if not isinstance(given, dict):
-        return "not a JSON object"
+    for step in (None, *unwrap):
+        given = given if step is None else given.get(step)
+        if not isinstance(given, dict):
+            return f"{'.'.join(unwrap)} is no object" if step else "not a JSON object"
     return ", ".join(_misfit_paths(given, json.loads(taken), schema)) or "an element of an array"
 
 
 def _misfit_paths(given: dict[str, Any], taken: dict[str, Any], schema: StructType, at: str = "") -> Iterator[str]:
     for field in schema:
-        value, parsed = given.get(field.name), taken.get(field.name)
+        value, parsed = given.get(field.name), taken.get(field.name if at else column_of(field.name))
         if value is not None and parsed is None:
             yield at + field.name
         elif isinstance(field.dataType, StructType) and isinstance(value, dict) and isinstance(parsed, dict):
@@ -210,7 +224,7 @@ def _attempt(expression: str) -> Column:
 
 def _path(path: str) -> Column:
     head, *rest = path.split(".")
-    return reduce(lambda column, step: column[step], rest, F.col(head))
+    return reduce(lambda column, step: column[step], rest, F.col(column_of(head)))
 
 
 def _from_template(template: Template) -> Column:

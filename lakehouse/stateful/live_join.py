@@ -35,6 +35,7 @@ from lakehouse.bronze.table import COLUMNS, changes, newest_version
 from lakehouse.contract.faults import crash_point
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, Product, Source
+from lakehouse.contract.pipeline.source import ENVELOPE_COLUMNS
 from lakehouse.contract.settings import Settings
 from lakehouse.counts import count_batch
 from lakehouse.declaration import product_declaration, source_declaration
@@ -43,7 +44,7 @@ from lakehouse.follower import BronzeFollower
 from lakehouse.gold.mark import BatchMark, Marks
 from lakehouse.gold.state_store import store_of
 from lakehouse.maintain.care import Maintenance
-from lakehouse.silver.conform import ENVELOPE_COLUMNS, conform, payload_schema
+from lakehouse.silver.conform import conform, payload_columns
 from lakehouse.stateful.join import VIEW, Join
 from lakehouse.stateful.join_index import LEFT, RIGHT, JoinIndex, PairChange
 
@@ -329,7 +330,7 @@ class JoinedSources:
         """Those columns of one side, of payload and envelope, that the SQL reads."""
         wanted = self.operator.columns(source.name)
         lower = None if wanted is None else {name.lower() for name in wanted}
-        offered = [*payload_schema(source).fieldNames(), *ENVELOPE_COLUMNS]
+        offered = [*payload_columns(source), *ENVELOPE_COLUMNS]
         names = [name for name in offered if lower is None or name.lower() in lower] or ["event_id"]
         return events.select(*(F.col(f"`{name}`") for name in names)).schema
 

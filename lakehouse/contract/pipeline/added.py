@@ -25,6 +25,7 @@ from lakehouse.contract.lake import ALERTS, LOADS, NAME_PATTERN, QUALITY, QUARAN
 from lakehouse.contract.pipeline import Pipeline, Product, Source
 from lakehouse.contract.pipeline.folder import Alert, View
 from lakehouse.contract.pipeline.product import EVENTS
+from lakehouse.contract.pipeline.source import ENVELOPE_COLUMNS, column_of
 from lakehouse.contract.pipeline.tenants import check_tenant
 from lakehouse.contract.settings import QuerySettings
 from lakehouse.contract.sql.ddl import parse_ddl
@@ -48,8 +49,6 @@ _MAX_SQL_BYTES = 16_384  # of a query; parsing takes milliseconds up to here
 MAX_COLUMNS = 100  # of a query or view; a wider result is a mistake in most cases
 STARTS = ("now", "start")
 RESERVED = (QUARANTINE, ALERTS, WARNINGS, QUALITY, LOADS)
-SQL_COLUMNS = ("event_id", "source", "tenant", "received_at", "event_time", "origin", "weight")
-"""What SQL sees of every event beside its payload's fields."""
 
 T = TypeVar("T", "QuerySpec", Alert)
 
@@ -211,7 +210,7 @@ def checked_source(source: Source, products: Mapping[str, Product]) -> tuple[Sou
     """
 
     payload = parse_ddl(source.schema)
-    columns = (*payload, *source.enrich, *SQL_COLUMNS)
+    columns = (*map(column_of, payload), *source.enrich, *ENVELOPE_COLUMNS)
 
     def known(tree: exp.Expr) -> str:
         if payload:
@@ -289,7 +288,7 @@ def checked_query(
         check_functions(tree, SOURCE_FUNCTIONS)
         payload = parse_ddl(pipeline.sources[relation].schema)
         if payload:
-            check_columns(tree, (*payload, *pipeline.sources[relation].enrich, *SQL_COLUMNS))
+            check_columns(tree, (*map(column_of, payload), *pipeline.sources[relation].enrich, *ENVELOPE_COLUMNS))
         return _over_source(spec, tree, grouped(tree))
     check_functions(tree, VIEW_FUNCTIONS)
     if columns and relation in columns:

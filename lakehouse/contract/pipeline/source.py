@@ -344,6 +344,24 @@ class ShedSpec:
         return duration_ms(self.hold)
 
 
+ENVELOPE_COLUMNS = ("event_id", "source", "tenant", "received_at", "event_time", "origin", "weight")
+"""What SQL sees of every event beside the fields of its payload."""
+
+HIDDEN_COLUMNS = (
+    *("reason", "warned", "halted", "payload", "fingerprint", "suspect"),
+    *("topic", "partition", "offset", "bronze_at", "dedupe_key"),
+)
+"""Used by the machinery, not promised to SQL."""
+
+_TAKEN = frozenset((*ENVELOPE_COLUMNS, *HIDDEN_COLUMNS))
+
+
+def column_of(field: str) -> str:
+    """What SQL calls a field of the payload: ``source_`` where the envelope has a column ``source``."""
+    return f"{field}_" if field in _TAKEN else field
+
+
+FORMATS = ("json", "avro")
 CONTENT_TYPES = (
     *("application/json", "application/x-ndjson", "application/jsonl"),
     *("application/cloudevents+json", "application/cloudevents-batch+json"),
@@ -401,6 +419,9 @@ class Source:
         name: key of the table in the TOML file.
         topic: Kafka topic.
         schema: the payload's fields as a Spark DDL string.
+        format: of the payload: ``json``, or ``avro`` by the schemas of a registry, which only other producers write.
+        unwrap: path of the object in the payload that holds the event's fields, e.g. ``payload`` for JSON of Kafka
+            Connect; empty: the payload itself.
         event_id: template of the dedupe key; empty: every event gets an id of its own.
         key: template of the Kafka key (order is kept within a key); empty: the event id.
         event_time: Spark SQL expression over the payload's fields.
@@ -435,6 +456,8 @@ class Source:
     topic: str
     schema: str
     event_time: str
+    format: str = "json"
+    unwrap: str = ""
     event_id: str = ""
     key: str = ""
     required: tuple[str, ...] = ()
@@ -484,6 +507,15 @@ class Source:
             if text and not Template(text).fields:
                 raise ConfigError(f"{text!r} names no field", key=key, remedy="Write e.g. '{rsvp_id}:{mtime}'")
 
+        one_of("format", self.format, FORMATS)
+        if self.format == "avro" and (self.collectors or self.feeds):
+            raise ConfigError(
+                "collectors and feeds bring JSON",
+                key="collectors" if self.collectors else "feeds",
+                remedy="Payloads in Avro come from the producers of the topic; leave it out",
+            )
+        if self.unwrap and not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", self.unwrap):
+            raise ConfigError(f"{self.unwrap!r} is no path", key="unwrap", remedy="Write e.g. unwrap = 'payload'")
         one_of("respond", self.respond, RESPOND_STYLES)
         if bool(self.respond) != (self.answer is not None):
             raise ConfigError("respond and answer go together", key="respond", remedy="Add [sources.NAME.answer]")
@@ -493,6 +525,17 @@ class Source:
         for name in self.enrich:
             if not re.fullmatch(r"[a-z][a-z0-9_]{0,62}", name):
                 raise ConfigError(f"{name!r} is no name of a header", key="enrich", remedy="Use [a-z][a-z0-9_]*")
+
+    @cached_property
+    def unwrap_path(self) -> tuple[str, ...]:
+        """Steps to the object that holds the event's fields."""
+        return tuple(self.unwrap.split(".")) if self.unwrap else ()
+
+    def fields_in(self, payload: Any) -> Any:
+        """The object in a parsed payload that holds the event's fields; None if absent."""
+        for step in self.unwrap_path:
+            payload = payload.get(step) if isinstance(payload, Mapping) else None
+        return payload
 
     @property
     def dedupe_horizon_ms(self) -> int:

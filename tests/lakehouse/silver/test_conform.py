@@ -13,16 +13,16 @@ import pytest
 from pyspark.sql import SparkSession
 
 from ingest.border.admission import Border
-from lakehouse.batch import rejected_rows
+from lakehouse.batch import rejected_rows, run_partial
 from lakehouse.bronze.query import to_bronze
 from lakehouse.contract.errors import ConfigError
-from lakehouse.contract.pipeline import Source, load_pipeline
-from lakehouse.contract.pipeline.added import SQL_COLUMNS
+from lakehouse.contract.pipeline import Product, Source, load_pipeline
 from lakehouse.contract.pipeline.expectations import BORDER, WARN, Expectation
-from lakehouse.contract.pipeline.source import EnrichSpec
+from lakehouse.contract.pipeline.source import ENVELOPE_COLUMNS, EnrichSpec
 from lakehouse.contract.settings import conf_dir
 from lakehouse.declaration import source_declaration
-from lakehouse.silver.conform import ENVELOPE_COLUMNS, conform, misfits, payload_schema
+from lakehouse.operators.rows import Latest
+from lakehouse.silver.conform import conform, misfits, payload_schema
 from tests.lakehouse.lakes import T0, bronze_rows, click
 
 pytestmark = pytest.mark.spark
@@ -68,7 +68,6 @@ def test_a_valid_event(spark: SparkSession) -> None:
 
 def test_the_weight_of_an_event(spark: SparkSession) -> None:
     assert [row["weight"] for row in conformed(spark, CLICKS, [valid()] * 2, weight=[None, 10.0])] == [1.0, 10.0]
-    assert set(SQL_COLUMNS) == set(ENVELOPE_COLUMNS)
 
 
 def test_the_time_of_an_event_may_be_in_a_header(spark: SparkSession) -> None:
@@ -87,7 +86,7 @@ def test_reference_data_of_the_headers(spark: SparkSession) -> None:
     first, second = conformed(spark, rich, [valid()] * 2, headers=headers)
     assert dict(first["people"]) == {"team": "red", "age": "7"}
     assert second["people"] is None
-    with pytest.raises(ConfigError, match="'who' has the name"):
+    with pytest.raises(ConfigError, match="'who' would stand for two things"):
         payload_schema(dataclasses.replace(CLICKS, enrich={"who": spec}))
 
 
@@ -222,10 +221,89 @@ def test_a_schema_that_is_none(spark: SparkSession) -> None:
     assert caught.value.key == "sources.clicks.schema"
 
 
-@pytest.mark.parametrize("name", ["event_id", "tenant", "payload", "reason", "_corrupt_record", "dedupe_key"])
-def test_a_field_with_the_name_of_an_envelope_column(spark: SparkSession, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"field '{name}' has the name of an envelope column"):
-        payload_schema(dataclasses.replace(CLICKS, schema=f"id BIGINT, `{name}` STRING"))
+@pytest.mark.parametrize("name", ["event_id", "tenant", "payload", "reason", "dedupe_key"])
+def test_a_field_with_the_name_of_an_envelope_column_has_another_name_in_sql(spark: SparkSession, name: str) -> None:
+    schema = f"id BIGINT, at BIGINT, `{name}` STRUCT<n: INT>"
+    source = dataclasses.replace(LOOSE, schema=schema, event_id=f"{{{name}.n}}", required=(f"{name}.n",))
+    texts = [json.dumps({"at": 7, name: given}).encode() for given in ({"n": 3}, {}, {"n": "x"})]
+    good, absent, misfit = conformed(spark, source, texts, event_id=["@a", "@b", "@c"])
+    assert (good["reason"], good[f"{name}_"], good["event_id"]) == (None, {"n": 3}, "3")
+    assert absent["reason"] == f"missing {name}.n"
+    taken = json.dumps({"at": 7, f"{name}_": misfit[f"{name}_"]})
+    assert misfits(texts[2].decode(), taken, payload_schema(source)) == f"{name}.n"
+    for taken, schema in (
+        (f"{name}_", f"`{name}` STRING, `{name}_` STRING"),
+        ("_corrupt_record", "_corrupt_record INT"),
+    ):
+        with pytest.raises(ConfigError, match=f"column '{taken}' would stand for two things"):
+            payload_schema(dataclasses.replace(CLICKS, schema=schema))
+
+
+ROW = "STRUCT<id: BIGINT, name: STRING>"
+CHANGES = Source(
+    topic="changes",
+    schema=f"before {ROW}, after {ROW}, source STRUCT<lsn: BIGINT>, op STRING, ts_ms BIGINT",
+    unwrap="payload",
+    event_id="{source.lsn}",
+    event_time="timestamp_millis(ts_ms)",
+    required=("op", "source.lsn"),
+    name="changes",
+)
+
+
+def change(lsn: int, op: str, before: dict[str, Any] | None, after: dict[str, Any] | None) -> bytes:
+    """A change as Debezium writes it with Kafka Connect's JSON converter."""
+    inner = {"before": before, "after": after, "source": {"lsn": lsn, "db": "shop"}, "op": op, "ts_ms": 1000 + lsn}
+    return json.dumps({"schema": {"type": "struct", "fields": []}, "payload": inner}).encode()
+
+
+def test_changes_of_a_database_in_an_envelope(spark: SparkSession) -> None:
+    ann, bob, eve = ({"id": n, "name": name} for n, name in enumerate(["Ann", "Bob", "Eve"]))
+    texts = [
+        change(1, "c", None, ann),
+        change(2, "c", None, bob),
+        change(3, "u", bob, {"id": 1, "name": "Rob"}),
+        change(4, "d", ann, None),
+        change(5, "r", None, eve),
+        None,  # the tombstone behind the deletion
+        b'{"schema": null}',
+        b'{"payload": 5}',
+        change(6, "c", None, {"id": "x"}),
+    ]
+    columns = {"event_id": [f"@{n}" for n in range(len(texts))]}
+    rows = conformed(spark, CHANGES, texts, **columns)
+    assert [row["reason"] for row in rows] == [
+        *[None] * 5, "no payload", "missing payload", "does not fit the schema", "does not fit the schema",
+    ]  # fmt: skip
+    assert [row["event_id"] for row in rows[:5]] == ["1", "2", "3", "4", "5"]
+    events = conform(spark.createDataFrame(bronze_rows(texts, **columns)), CHANGES)
+    reasons = {row["reason"] for row in rejected_rows(events, CHANGES).to_pylist()}
+    assert reasons == {
+        "no payload", "missing payload",
+        "does not fit the schema: payload is no object", "does not fit the schema: after.id",
+    }  # fmt: skip
+    product = Product(
+        layer="gold",
+        source="changes",
+        name="customers",
+        operator="latest",
+        by=("id",),
+        version="lsn",
+        sql=(
+            "SELECT coalesce(after.id, before.id) AS id, after.name AS name, op = 'd' AS deleted, source_.lsn AS lsn "
+            "FROM changes"
+        ),
+    )
+    found = run_partial(events.where("reason IS NULL"), "changes", Latest(product)).to_pylist()
+    assert {row["id"]: row["name"] for row in found if not row["deleted"]} == {1: "Rob", 2: "Eve"}
+
+
+def test_the_border_unwraps_too() -> None:
+    border = Border(CHANGES, tenant="default", collector="n1")
+    texts = [change(7, "c", None, None), b'{"schema": null}', b'{"payload": []}']
+    for events in (border.admit_all(texts), [border.admit(text) for text in texts]):
+        assert [event.envelope.reject for event in events] == [None, "missing payload", "missing payload"]
+        assert events[0].envelope.event_id == "7" and events[0].payload == texts[0]
 
 
 def test_it_reads_nothing_by_itself(spark: SparkSession, tmp_path: Path) -> None:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import tarfile
 from collections.abc import Iterator
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 import httpx
-from jsonschema import Draft202012Validator  # type: ignore[import-untyped]
+import orjson
+import pytest
+from jsonschema import Draft7Validator, Draft202012Validator  # type: ignore[import-untyped]
+from openapi_spec_validator import OpenAPIV31SpecValidator
 
 from serve.http.routes import ROUTES
 from serve.http.schema import ANSWERS, PUSHED, asyncapi, openapi
@@ -59,6 +65,21 @@ def test_references_lead_somewhere() -> None:
             reduce(lambda part, name: part[name], reference.split("/")[1:], document)
         for schema in document["components"]["schemas"].values():
             Draft202012Validator.check_schema(schema)
+
+
+def test_the_documents_pass_the_official_schemas(tmp_path: Path) -> None:
+    described = orjson.loads(orjson.dumps(openapi(ROUTES)))
+    assert [error.message for error in OpenAPIV31SpecValidator(described).iter_errors()] == []
+    if shutil.which("npm") is None:
+        pytest.skip("there is no npm, which has AsyncAPI's schema")
+    packed = subprocess.run(["npm", "pack", "--silent", "@asyncapi/specs@6.11.1"], cwd=tmp_path, check=False)
+    if packed.returncode:
+        pytest.skip("npm cannot fetch AsyncAPI's schema")
+    with tarfile.open(next(tmp_path.glob("*.tgz"))) as package:
+        schema = orjson.loads(package.extractfile("package/schemas/3.0.0.json").read())  # type: ignore[union-attr]
+    pushed = orjson.loads(orjson.dumps(asyncapi()))
+    assert [f"{list(error.path)}: {error.message}" for error in Draft7Validator(schema).iter_errors(pushed)] == []
+    assert list(Draft7Validator(schema).iter_errors(pushed | {"info": {}})), "it tells a bad one"
 
 
 async def test_answers_are_as_described(root: Path) -> None:

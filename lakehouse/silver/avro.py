@@ -1,0 +1,154 @@
+"""Payloads in Avro, in the wire format of Confluent's serializers: a zero byte, a schema id (4 bytes), the record.
+
+Bronze keeps the bytes. Where events get their types, each record is decoded to JSON text by the schema that it was
+written with (docs/decisions/0018-avro-decoded-in-silver.md). A schema is asked of the registry once for a lake and kept
+in ``_millrace/schemas/ID.json``, also that there is none of this id. So a replay needs no registry and gives the same.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import io
+import json
+import struct
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, cast
+from urllib.parse import quote, unquote, urlsplit
+
+import fastavro
+import orjson
+import pyarrow as pa
+from pyspark.sql import Column, SparkSession
+from pyspark.sql import functions as F
+
+from lakehouse.errors import RegistryProblem
+
+FOLDER, REGISTRY = "spark.millrace.schemas", "spark.millrace.registry"
+"""Settings of the Spark context: where schemas are kept, and the registry's address."""
+
+_HEAD = struct.Struct(">bI")
+_TIMEOUT_S = 10.0
+_NO_SCHEMA = 40403  # error code of registries for an id that nobody registered
+_DECODED = "STRUCT<text: STRING, flaw: STRING>"
+
+
+def decoded(payload: Column) -> Column:
+    """The JSON ``text`` of a payload; where it cannot be decoded, null, and the ``flaw`` says why."""
+    conf = SparkSession.active().sparkContext.getConf()
+    folder, registry = conf.get(FOLDER, "") or "", conf.get(REGISTRY, "") or ""
+
+    def decode(payloads: pa.Array) -> pa.Array:
+        found = [_decode(payload, folder, registry) for payload in payloads.to_pylist()]
+        return pa.array(found, pa.struct([("text", pa.string()), ("flaw", pa.string())]))
+
+    return cast(Column, F.arrow_udf(decode, _DECODED)(payload))  # type: ignore[attr-defined]
+
+
+def _decode(payload: bytes | None, folder: str, registry: str) -> Mapping[str, str | None] | None:
+    if payload is None:
+        return None
+    if len(payload) < _HEAD.size or payload[0] != 0:
+        return {"text": None, "flaw": "not Avro in the wire format of a schema registry"}
+    _, number = _HEAD.unpack_from(payload)
+    schema = _schema(number, folder, registry)
+    if isinstance(schema, str):
+        return {"text": None, "flaw": schema}
+    record = io.BytesIO(payload)
+    record.seek(_HEAD.size)
+    try:
+        value = fastavro.schemaless_reader(record, schema, None)
+        text = orjson.dumps(value, default=_as_json).decode()
+    except Exception:  # noqa: BLE001 - of fastavro's own and of Python's; the bytes are of a stranger
+        return {"text": None, "flaw": f"does not fit Avro schema {number}"}
+    if record.tell() != len(payload):
+        return {"text": None, "flaw": f"does not fit Avro schema {number}"}
+    return {"text": text, "flaw": None}
+
+
+def _as_json(value: object) -> Any:
+    if isinstance(value, Decimal):
+        return orjson.Fragment(str(value))
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()  # as Spark reads BINARY
+    raise TypeError
+
+
+@functools.lru_cache(maxsize=1_024)
+def _schema(number: int, folder: str, registry: str) -> Any:
+    """The parsed schema, or as text why there is none.
+
+    Raises:
+        RegistryProblem: the lake does not have it, and the registry does not say.
+    """
+    file = Path(folder) / f"{number}.json"
+    if file.is_file():
+        found = json.loads(file.read_bytes())
+    else:
+        found = _fetch(number, registry)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".new", delete=False) as fresh:
+            json.dump(found, fresh)
+        Path(fresh.name).replace(file)
+    if "flaw" in found:
+        return found["flaw"]
+    named: dict[str, Any] = {}
+    try:
+        for text in found["references"]:
+            fastavro.parse_schema(json.loads(text), named_schemas=named)
+        return fastavro.parse_schema(json.loads(found["schema"]), named_schemas=named)
+    except (fastavro.schema.SchemaParseException, ValueError) as error:
+        return f"Avro schema {number} cannot be read: {error}"[:200]
+
+
+def _fetch(number: int, registry: str) -> dict[str, Any]:
+    if not registry:
+        raise RegistryProblem(number, "no registry is named", "Set kafka.schema_registry to its address")
+    found = _get(registry, f"/schemas/ids/{number}", number)
+    if found is None:
+        return {"flaw": f"the registry has no schema {number}"}
+    if (kind := found.get("schemaType", "AVRO")) != "AVRO":
+        return {"flaw": f"schema {number} is {str(kind)[:20]}, not Avro"}
+    return {"schema": found["schema"], "references": _references(registry, found, number)}
+
+
+def _references(registry: str, schema: Mapping[str, Any], number: int) -> list[str]:
+    """Texts of the schemas that this one refers to, each behind those that it refers to itself."""
+    texts: list[str] = []
+    for reference in schema.get("references") or ():
+        place = f"/subjects/{quote(reference['subject'], safe='')}/versions/{int(reference['version'])}"
+        found = _get(registry, place, number)
+        if found is None:
+            raise RegistryProblem(number, f"the registry has no {place}, which it refers to", "Register it again")
+        texts += [text for text in (*_references(registry, found, number), found["schema"]) if text not in texts]
+    return texts
+
+
+def _get(registry: str, path: str, number: int) -> dict[str, Any] | None:
+    """The registry's answer; None: it knows no such schema."""
+    parts = urlsplit(registry)
+    shown = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}"
+    request = urllib.request.Request(shown + path, headers={"accept": "application/json"})  # noqa: S310 - http(s), checked
+    if parts.username:
+        given = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
+        request.add_header("authorization", f"Basic {base64.b64encode(given.encode()).decode()}")
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_S) as answer:  # noqa: S310
+            found: dict[str, Any] = json.load(answer)
+            return found
+    except urllib.error.HTTPError as error:
+        try:
+            code = json.load(error).get("error_code")
+        except (ValueError, AttributeError):
+            code = None
+        if error.code == 404 and code == _NO_SCHEMA:
+            return None
+        problem = f"{shown} answers {error.code}"
+    except (OSError, ValueError) as error:
+        problem = f"{shown} gives no answer: {getattr(error, 'reason', error)}"
+    raise RegistryProblem(number, problem, "It is asked again when the driver is started again")
