@@ -39,7 +39,9 @@ def shop(tmp_path: Path) -> Lake:
     ]
     times = [(name, pa.timestamp("us", "UTC")) for name in ("session_start", "session_end")]
     counts = [(name, pa.int64()) for name in row if name != "last_removed"]
-    schema = pa.schema([("visitor", pa.string()), *times, *counts, ("last_removed", pa.string())])
+    action = pa.struct([("at", pa.int64()), ("action_id", pa.int64())])
+    lists = [(name, pa.list_(action)) for name in ("recent", "cart")]
+    schema = pa.schema([("visitor", pa.string()), *times, *counts, *lists, ("last_removed", pa.string())])
     store_of(product, lake.table("gold", "visits"), "clickstream").apply(
         pa.Table.from_pylist(rows, schema=schema), MARK
     )
