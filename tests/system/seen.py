@@ -16,7 +16,7 @@ from pathlib import Path
 from playwright.sync_api import Browser, Page, sync_playwright
 
 from tests.system.browser import ARGUMENTS, find_browser
-from tests.system.worked_case import Demo, wait_for
+from tests.system.worked_case import Demo, run, wait_for
 
 TOTALS = "SELECT sum(yes) AS yes, sum(no) AS no, sum(guests) AS guests FROM rsvps_by_city"
 PATIENCE_MS = 120_000
@@ -103,15 +103,17 @@ def _seen(totals: Page, top: Page, members: Page) -> Seen:
 
 
 def main(picture: Path) -> None:
-    """The demo's overview and its stacked bars, side by side."""
+    """The overview of the demo."""
     path = find_browser()
     assert path is not None, "a picture needs a browser"
     with tempfile.TemporaryDirectory() as folder, chromium(path) as browser:
-        demo = Demo(Path(folder) / "lake", "--seconds", "150", "--rate", "200")
+        lake = Path(folder) / "lake"
+        demo = Demo(lake, "--seconds", "150", "--rate", "200")
         wait_for(lambda: demo.rows("members") > 1, "the second window")
         page = browser.new_page(viewport={"width": 1280, "height": 690}, color_scheme="light")
         page.goto(f"{demo.address('serve')}/")
-        page.wait_for_timeout(45_000)
+        run(lake, "quality")
+        page.wait_for_timeout(30_000)
         page.screenshot(path=picture)
         demo.process.terminate()
         demo.process.communicate(timeout=120)
