@@ -8,7 +8,7 @@ import sqlite3
 import tempfile
 import threading
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -125,7 +125,9 @@ class ClientDatabase:
                 raise ClientError(f"{self.path}: {error}") from error
 
     def _open(self) -> sqlite3.Connection:
-        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # payloads are nobody else's
+        # Payloads are nobody else's. A file that exists is not opened here: closing it would end SQLite's locks on it.
+        with suppress(FileExistsError):
+            os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         connection = sqlite3.connect(self.path, _BUSY_S, isolation_level=None, check_same_thread=False)
         try:
             with closing(connection.cursor()) as cursor:
