@@ -88,10 +88,17 @@ class DedupeDeclaration:
         """Whether other events were noted as warnings until now than would be."""
         return self._noted()[-1] != self._warned
 
+    def begin(self) -> None:
+        """A rebuild begins. Until :meth:`note` every declaration counts as changed, also the one of before."""
+        self._write("rebuilding\n")
+
     def note(self) -> None:
         """The index now follows the declaration."""
+        self._write(f"{self._declaration}\n{self._warned}")
+
+    def _write(self, text: str) -> None:
         fresh = self.file.with_suffix(".new")
-        fresh.write_text(f"{self._declaration}\n{self._warned}", encoding="utf-8")
+        fresh.write_text(text, encoding="utf-8")
         fresh.replace(self.file)
 
     def _noted(self) -> list[str]:

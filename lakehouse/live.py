@@ -140,6 +140,7 @@ class LiveProducts(BronzeFollower):
             log.warning(
                 "the declaration of source %s has changed: its products are built from bronze again", source.name
             )
+            self._declaration.begin()
             shutil.rmtree(self._declaration.folder, ignore_errors=True)
             crash_point("rebuild.after_forget")
         self.seen = seen_index(self._declaration.folder, source)
