@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from jobs.commands import care, collecting, control, load, machine, parts, query, tables
+from jobs.commands import care, collecting, control, load, machine, parts, project, query, tables
 from jobs.console import choose, print_problems
 from jobs.local.supervise import exit_status, follow_parent
 from lakehouse.contract.errors import MillraceError
@@ -70,6 +70,8 @@ def shared(
 
 
 for _command in (
+    project.init,
+    project.test,
     parts.up,
     parts.demo,
     parts.collect,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 
@@ -72,6 +73,7 @@ class StateStore(ProductStore):
 
     def __init__(self, product: Product, table: TableRef, pipeline: str, declaration: str = "") -> None:
         super().__init__(product, table, pipeline, declaration)
+        self.now: Callable[[], int] = lambda: _now()  # of the wall, in microseconds since the epoch
         self._live: pa.Table | None = None
         self._live_files: list[_File] = []
         self._settled: list[_File] = []
@@ -106,7 +108,7 @@ class StateStore(ProductStore):
             self._write(self._empty(), mark, predicate=None, mode="overwrite", evolve=True)
         self._load(anew=True)
         if self.by_wall_clock:
-            mark = replace(mark, clock=later(mark.clock, _now()))
+            mark = replace(mark, clock=later(mark.clock, self.now()))
         partial = plain(rows)
         full = self.operator.advance(None, partial, mark.clock)
         self._replace_files(full, self.operator.live(full, mark.clock), [*self._live_files, *self._settled], mark)
@@ -121,7 +123,7 @@ class StateStore(ProductStore):
         if self.operator.schema is None:  # nothing has come since the start
             self.operator.schema = pa.schema(plain_fields(pa.schema(self._open().schema().to_arrow())))
         self._load()
-        now = self._time(_now())
+        now = self._time(self.now())
         if self._live is None or (rows := self.operator.at(self._live, now)).equals(self._live):
             return False
         mark = self.mark()

@@ -1,0 +1,133 @@
+"""``millrace init`` and ``test`` end to end: a sample becomes a pipeline that real parts run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs.local.fixtures import Difference, compare_rows, read_fixtures
+from jobs.local.stack import parts
+from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.lake import Lake
+from lakehouse.contract.pipeline import load_pipeline
+from lakehouse.contract.settings import conf_dir
+from tests.jobs.local.test_guess import flights, sample
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_rows_are_compared_in_the_columns_that_are_expected() -> None:
+    actual = [{"k": 1, "n": 2.0000000001, "x": b"1"}, {"k": 2, "n": 5, "x": None}, {"k": 3, "n": 1, "x": None}]
+    assert list(compare_rows([{"k": 3, "n": 1}, {"k": 1, "n": 2}, {"k": 2, "n": 5}], actual, ["k"])) == []
+    assert list(compare_rows([{"k": 1, "n": 2}, {"k": 2, "n": 4}, {"k": 9, "n": 9}], actual, ["k"])) == [
+        Difference("different", {"k": 2, "n": 4}, {"n": (4, 5)}),
+        Difference("missing", {"k": 9, "n": 9}, {}),
+        Difference("unexpected", {"k": 3, "n": 1}, {}),
+    ]
+    at = "2024-03-01T13:00:00+01:00"
+    assert list(compare_rows([{"k": at}], [{"k": "2024-03-01T12:00:00Z"}], [])) == []
+    assert [one.problem for one in compare_rows([], [{"k": 1}], ["k"])] == ["unexpected"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("visit.jsonl", "{}", "Did you mean 'visits'"),
+        ("visits.jsonl", '{"a": 1}\nno', "visits.jsonl:2: not JSON"),
+        ("input.action.jsonl", "{}", "Call it input.SOURCE.jsonl: actions"),
+    ],
+)
+def test_a_wrong_fixture_is_named(tmp_path: Path, name: str, text: str, says: str) -> None:
+    for path in conf_dir().glob("pipelines/clickstream/*.*"):
+        (tmp_path / path.name).write_text(path.read_text())
+    pipeline = load_pipeline(tmp_path)
+    with pytest.raises(ConfigError, match="there are no fixtures"):
+        read_fixtures(pipeline)
+    (tmp_path / "tests" / "one").mkdir(parents=True)
+    (tmp_path / "tests" / "one" / name).write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        read_fixtures(pipeline)
+
+
+def millrace(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "jobs.cli", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.spark
+def test_the_fixtures_of_a_shipped_pipeline() -> None:
+    done = millrace("test", "clickstream")
+    assert done.returncode == 0, done.stdout + done.stderr
+    tables = {line.split(":")[0] for line in done.stdout.splitlines()}
+    assert tables == {f"ok abandoned_cart/{name}" for name in ("coupons", "quarantine", "views_by_hour", "visits")}
+
+
+@pytest.mark.spark
+def test_a_difference_is_shown_cell_by_cell(tmp_path: Path) -> None:
+    folder = tmp_path / "flights"
+    assert millrace("init", str(folder), "--from", str(sample(tmp_path, flights())), "--yes").returncode == 0
+    (wrong,) = folder.glob("tests/sample/flights_by_*.jsonl")
+    first, *others = map(json.loads, wrong.read_text().splitlines())
+    wrong.write_text("".join(json.dumps(row) + "\n" for row in [{**first, "events": 99}, *others]))
+    done = millrace("test", str(folder), "--json")
+    assert done.returncode == 1, done.stderr
+    found = {result["table"]: result["differences"] for result in json.loads(done.stdout)}
+    table = wrong.stem
+    assert found.pop(table) == [
+        {"problem": "different", "row": {**first, "events": 99}, "cells": {"events": [99, first["events"]]}}
+    ]
+    assert list(found.values()) == [[], []], "the two others are as expected"
+
+
+def get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return json.loads(answer.read())
+
+
+@pytest.mark.spark
+@pytest.mark.broker
+def test_a_new_pipeline_runs_on_its_own_sample(tmp_path: Path) -> None:
+    rows, lake = flights(), tmp_path / "lake"
+    made = millrace("init", str(tmp_path / "flights"), "--from", str(sample(tmp_path, rows)), "--yes")
+    assert made.returncode == 0, made.stderr
+    arguments = ["--pipeline", str(tmp_path / "flights"), "--lake", str(lake)]
+    command = [sys.executable, "-m", "jobs.cli", "up", *arguments, "--set", "serve.port=0", "--set", "collect.port=0"]
+    with (tmp_path / "up.log").open("wb") as log:
+        stack = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
+    try:
+        until = time.monotonic() + 240
+        while b"ready: " not in (tmp_path / "up.log").read_bytes():
+            assert stack.poll() is None, (tmp_path / "up.log").read_text()
+            assert time.monotonic() < until, (tmp_path / "up.log").read_text()
+            time.sleep(0.3)
+        where = {part.name: part.address for part in parts(Lake(lake))}
+        body = "".join(json.dumps(row) + "\n" for row in [*rows, *rows[:20]]).encode()  # some are sent twice
+        headers = {"content-type": "application/x-ndjson"}
+        request = urllib.request.Request(f"{where['collect']}/v1/flights", body, headers)
+        assert urllib.request.urlopen(request, timeout=30).status == 202
+        pipeline = load_pipeline(tmp_path / "flights")
+        window, _, distinct = pipeline.products
+        column = {window: "events", distinct: "flights"}
+        while True:
+            found = {
+                name: sum(row[column[name]] for row in get(f"{where['serve']}/v1/tables/{name}")["rows"])
+                for name in column
+                if Lake(lake).table("gold", name).exists()
+            }
+            if found == dict.fromkeys(column, len(rows)):
+                break
+            assert time.monotonic() < until, found
+            time.sleep(0.5)
+    finally:
+        stack.send_signal(signal.SIGINT)
+        stack.wait(90)
+    assert os.listdir(lake)
