@@ -218,9 +218,13 @@ def test_from_a_topic_in_avro_to_a_product_and_back_by_a_replay_without_the_regi
             both = [None if n is None else {"id": n % 2, "name": f"n{n}"} for n in (before, after)]
             producer.send("changes-json", change(lsn, op, *both))
         producer.flush()
-        eventually(
-            lambda: sum(row["n"] for row in result(lake, pipeline, "orders_by_day").to_pylist()) == 40, alive=alive
-        )
+        tables = [lake.table("gold", name) for name in pipeline.products]
+        eventually(lambda: all(table.exists() for table in tables), alive=alive)
+
+        def counted() -> int:
+            return sum(row["n"] for row in result(lake, pipeline, "orders_by_day").to_pylist())
+
+        eventually(lambda: counted() == 40, alive=alive)
         eventually(lambda: result(lake, pipeline, "customers").num_rows == 2, alive=alive)
     conf[avro.REGISTRY] = "http://127.0.0.1:1"
     assert all(found.equal for found in verify(spark, settings, pipeline))
