@@ -82,7 +82,7 @@ class CollectorNode:
     """
 
     def __init__(self, settings: Settings, pipeline: Pipeline, options: NodeOptions = NodeOptions()) -> None:
-        collect, lake = settings.collect, Lake(settings.lake)
+        collect, lake = settings.collect, Lake.of(settings)
         self._manager = state_manager(settings)
         keys = sender_keys(settings, self._manager)
         check_exposure(collect, keys)
@@ -112,7 +112,7 @@ class CollectorNode:
         for source in declared.values():
             self._sources.add(source)
         gate = SenderGate(keys, max_connections=collect.max_connections)
-        self._requests = RequestIntake(self._sources.intakes, self._not_ready, gate, Signer.of_lake(lake.state))
+        self._requests = RequestIntake(self._sources.intakes, self._not_ready, gate, Signer.of_lake(lake.shared))
         self._tables = ProductTables(lake, _WATCH_S, border_of(pipeline, settings.tenant))
         answers = Answers(self._sources.get, recent, self._tables, MAX_WAITERS)
         self._responder = Responder(answers, pipeline, self._requests)

@@ -30,6 +30,7 @@ from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Pipeline, Source
 from lakehouse.contract.settings import Settings
 from lakehouse.contract.sql.ddl import parse_ddl
+from lakehouse.contract.storage import StorePath
 from lakehouse.contract.tomlfile import http_address
 from lakehouse.stages import Stages
 
@@ -191,20 +192,20 @@ class _Teller:
             outputs=[OutputDataset(**self._dataset(one)) for one in step.outputs],
         )
 
-    def _dataset(self, one: Source | TableRef | Path | str) -> dict[str, Any]:
+    def _dataset(self, one: Source | TableRef | Path | StorePath | str) -> dict[str, Any]:
         """Namespace, name (by OpenLineage's naming) and facets."""
         from openlineage.client.facet_v2 import schema_dataset
 
         if isinstance(one, Path):
             return {"namespace": "file", "name": str(one.absolute())}
-        if isinstance(one, str):
-            parts = urlsplit(one)
+        if isinstance(one, str | StorePath):
+            parts = urlsplit(str(one))
             return {"namespace": f"{parts.scheme}://{parts.netloc}", "name": parts.path or "/"}
         if isinstance(one, Source):
             place = {"namespace": f"kafka://{self._kafka.partition(',')[0]}", "name": one.topic}
             fields = [(name, field.declared) for name, field in parse_ddl(one.schema).items()]
         else:
-            place = {"namespace": "file", "name": str(one.path.absolute())}
+            place = self._dataset(one.path)
             fields = _columns(one)
         known = [schema_dataset.SchemaDatasetFacetFields(name, kind) for name, kind in fields]
         return place | ({"facets": {"schema": schema_dataset.SchemaDatasetFacet(known)}} if known else {})

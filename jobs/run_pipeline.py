@@ -82,7 +82,7 @@ def run_stages(
         spark = session.result()
     start_workers(spark)
     try:
-        lake = Lake(settings.lake)
+        lake = Lake.of(settings)
         ask = asking(settings.kafka) if stages.bronze else None
         with (
             following(settings),

@@ -7,7 +7,6 @@ driver's memory takes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -17,6 +16,7 @@ from pyspark.sql.window import Window
 
 from lakehouse.contract.lake import FILE_TOPIC
 from lakehouse.contract.pipeline import Source
+from lakehouse.contract.storage import LakePath, spark_uri
 from lakehouse.operators.base import Operator
 from lakehouse.silver.avro import decoded
 from lakehouse.silver.conform import MISFIT, conform, misfits, payload_columns, payload_schema
@@ -26,9 +26,9 @@ _SLICE_BYTES = 64 << 20
 _UNITS = {"k": 10, "m": 20, "g": 30, "t": 40}
 
 
-def build(spark: SparkSession, bronze: Path, source: Source, version: int) -> DataFrame:
+def build(spark: SparkSession, bronze: LakePath, source: Source, version: int) -> DataFrame:
     """Every conformed event of the bronze table at ``version``, exactly once: of several copies the first in bronze."""
-    rows = spark.read.format("delta").option("versionAsOf", version).load(str(bronze))
+    rows = spark.read.format("delta").option("versionAsOf", version).load(spark_uri(bronze))
     events = conform(rows, source)
     order = Window.partitionBy("dedupe_key").orderBy("bronze_at", "topic", "partition", "offset")
     if source.dedupe_horizon_ms:
@@ -44,9 +44,9 @@ def clock_of(valid: DataFrame) -> int | None:
     return None if newest is None else int(newest)
 
 
-def kafka_ends(spark: SparkSession, bronze: Path, version: int) -> dict[str, int]:
+def kafka_ends(spark: SparkSession, bronze: LakePath, version: int) -> dict[str, int]:
     """``TOPIC/PARTITION`` to the offset behind the last one that bronze holds at a version; files have none."""
-    rows = spark.read.format("delta").option("versionAsOf", version).load(str(bronze))
+    rows = spark.read.format("delta").option("versionAsOf", version).load(spark_uri(bronze))
     ends = rows.groupBy("topic", "partition").agg(F.max("offset").alias("end"))
     ends = ends.where(~F.col("topic").startswith(FILE_TOPIC))
     return {f"{row['topic']}/{row['partition']}": row["end"] + 1 for row in ends.collect()}
@@ -90,7 +90,7 @@ def rejected_rows(events: DataFrame, source: Source) -> pa.Table:
     return rejects_with_fields(rejected_columns(events, source).toArrow(), source)
 
 
-def slices(spark: SparkSession, bronze: Path, source: Source, version: int, width: Column) -> Iterator[DataFrame]:
+def slices(spark: SparkSession, bronze: LakePath, source: Source, version: int, width: Column) -> Iterator[DataFrame]:
     """Conformed rows of the bronze table at ``version``, an event as often as it is there; at least one slice.
 
     Slices are whole days, or of a large day whole commits, or of a large commit some of its events with all their
@@ -99,7 +99,7 @@ def slices(spark: SparkSession, bronze: Path, source: Source, version: int, widt
     Args:
         width: about how many bytes the caller fetches of a row; may name bronze's columns.
     """
-    rows = spark.read.format("delta").option("versionAsOf", version).load(str(bronze))
+    rows = spark.read.format("delta").option("versionAsOf", version).load(spark_uri(bronze))
     most = _slice_bytes(spark)
     days = _packed(rows, F.col("date"), width, most)
     if not days:

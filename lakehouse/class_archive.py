@@ -39,7 +39,7 @@ def main(archive: Path, folder: Path) -> int:
 def play(spark: SparkSession, settings: Settings) -> None:
     """Use Spark as a driver of the shipped pipeline does, on an empty lake."""
     pipeline = load_pipeline(conf_dir() / "pipelines" / "meetup")
-    lake = Lake(settings.lake)
+    lake = Lake.of(settings)
     for source in pipeline.sources.values():
         table = lake.bronze(source.name)
         create(table)

@@ -30,9 +30,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
 
 from lakehouse.contract.errors import MillraceError
+from lakehouse.contract.storage import LakePath
 
 
 class LakehouseError(MillraceError):
@@ -44,10 +44,10 @@ class TableBusy(LakehouseError):
 
     Attributes:
         name: the locked table.
-        lock: the lock file.
+        lock: the lock.
     """
 
-    def __init__(self, name: str, lock: Path) -> None:
+    def __init__(self, name: str, lock: LakePath) -> None:
         super().__init__(name)
         self.name = name
         self.lock = lock
@@ -301,7 +301,7 @@ class BronzeReplaced(SourceProblem):
         leftovers: folders to remove in order to start again from the data that remains.
     """
 
-    def __init__(self, source: str, detail: str, leftovers: Sequence[Path] = ()) -> None:
+    def __init__(self, source: str, detail: str, leftovers: Sequence[LakePath] = ()) -> None:
         super().__init__(source, detail)
         self.leftovers = tuple(leftovers)
 

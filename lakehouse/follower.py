@@ -6,6 +6,8 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 
+from lakehouse.contract.lake import Lake
+
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
@@ -17,13 +19,14 @@ class BronzeFollower(ABC):
     :meth:`stop` must be called even if :meth:`start` never was: the files are open from the beginning.
 
     Args:
+        lake: that bronze is in.
         name: of the thread, for logs and errors.
         pause_ms: between two looks at bronze, at least, unless it is woken.
     """
 
-    def __init__(self, name: str, pause_ms: int) -> None:
+    def __init__(self, lake: Lake, name: str, pause_ms: int) -> None:
         self.name = name
-        self._pause_s = max(_POLL_S, pause_ms / 1000)
+        self._pause_s = max(lake.pause_s(_POLL_S), pause_ms / 1000)
         self._wake = threading.Event()
         self._stop = threading.Event()
         self._error: BaseException | None = None

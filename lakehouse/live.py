@@ -26,7 +26,6 @@ from functools import partial
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.dataset as ds
 from deltalake import DeltaTable
 from pyspark import InheritableThread
 from pyspark.sql import DataFrame, SparkSession
@@ -42,6 +41,7 @@ from lakehouse.contract.faults import crash_point
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, Product, Source
 from lakehouse.contract.settings import Settings
+from lakehouse.contract.storage import file_rows, spark_uri
 from lakehouse.counts import count_batch
 from lakehouse.declaration import DedupeDeclaration, product_declaration
 from lakehouse.errors import QueryFailed, VersionsGone
@@ -61,6 +61,7 @@ _JUDGED_BYTES = 128  # of a row, about, as it is fetched to be judged
 _SMALL_BYTES = 2 << 20  # compressed bytes of bronze that the driver reads by itself
 _SILENCE_S = 5.0  # without a new version of bronze, before time goes on by the wall clock …
 _TICK_S = 1.0  # … in such steps
+_NOTE_EVERY_S = 5.0  # an older position is good too: what it reads again, the products pass over
 _QUIET_S = 1_800.0  # commits without rows (compaction) are noted in the products this often
 _JUDGED_COLUMNS = pa.schema(
     [("dedupe_key", pa.binary()), *((name, COLUMNS.field(name).type) for name in JUDGED if name in COLUMNS.names)]
@@ -108,8 +109,8 @@ class LiveProducts(BronzeFollower):
         name: str,
         options: LiveOptions = LiveOptions(),
     ) -> None:
-        super().__init__(name, options.trigger_ms)
-        lake = Lake(settings.lake)
+        lake = Lake.of(settings)
+        super().__init__(lake, name, options.trigger_ms)
         self.source = source
         self.position = -1
         self._lake = lake
@@ -132,7 +133,7 @@ class LiveProducts(BronzeFollower):
         self._spark = self.local.session
         self._maintenance = Maintenance(lake, sources=[source])
         self._marks = Marks()
-        self._committed_at = time.monotonic()
+        self._committed_at = self._noted_at = time.monotonic()
         self._writing = threading.Condition()  # held while this driver writes bronze, or looks up how far bronze is
         self._handed: tuple[int, Events] | None = None
         self._anew = self._declaration.is_stale()
@@ -228,7 +229,7 @@ class LiveProducts(BronzeFollower):
             if not found.files:
                 self._pass_over(found.version)
             elif self.local.usable and found.bytes <= _SMALL_BYTES:
-                rows = ds.dataset(found.files, schema=_WITHOUT_DATE).to_table()
+                rows = file_rows(found.files, _WITHOUT_DATE).to_table()
                 self._step(
                     found.version,
                     self.local.of_bronze(rows.append_column("date", pa.nulls(rows.num_rows, pa.date32()))),
@@ -239,7 +240,7 @@ class LiveProducts(BronzeFollower):
 
     def _long(self, found: Changes) -> DataFrame:
         schema = from_arrow_schema(_WITHOUT_DATE)
-        return self.local.parsed(self._spark.read.schema(schema).parquet(*found.files))
+        return self.local.parsed(self._spark.read.schema(schema).parquet(*map(spark_uri, found.files)))
 
     def _step(self, version: int, events: Events) -> None:
         """Bring the index and the products to a version, given all events between."""
@@ -287,10 +288,12 @@ class LiveProducts(BronzeFollower):
 
     def _moved_to(self, version: int) -> None:
         self.position = version
-        self._note_reader()
+        if not self._lake.remote or time.monotonic() - self._noted_at > _NOTE_EVERY_S:
+            self._note_reader()
 
     def _note_reader(self) -> None:
         note_reader(self._lake, self.name, self._table_id, self.position + 1)
+        self._noted_at = time.monotonic()
 
     def _care(self) -> None:
         self._maintenance.after_batch(self.stores)

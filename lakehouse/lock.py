@@ -1,17 +1,203 @@
-"""One writer a table: an advisory lock on a file in the lake. The system releases it when the process ends."""
+"""One writer at a time, among all processes that share a lake.
+
+In a lake of this machine a lock is an advisory lock on a file: the system releases it when the process ends. In an
+object store it is an object that names a session. Each process that holds locks has one session, an object that says
+until when it lives, and that the process renews. A lock whose session ended :data:`GRACE_S` ago is free.
+
+Clocks of machines may differ by less than the grace. A process that was stopped for longer than its session lives does
+not know that another one took its locks. Delta refuses its next commit, because the other one has committed: see
+:class:`~lakehouse.bronze.query.BronzeWriter` and :class:`~lakehouse.gold.store.ProductStore`.
+"""
 
 from __future__ import annotations
 
 import fcntl
+import json
+import logging
 import os
+import secrets
+import threading
 import time
-from collections.abc import Iterable
-from contextlib import ExitStack
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from lakehouse.contract.lake import Lake
+from lakehouse.contract.storage import LakePath, StorePath
 from lakehouse.errors import TableBusy
+
+log = logging.getLogger(__name__)
+
+LIVES_S = 15.0
+RENEW_S = 4.0
+GRACE_S = 5.0
+_AGAIN_S = 0.05
+_FORGOTTEN_S = 3_600.0
+_MOST_BYTES = 64
+_KEPT = 100  # objects of earlier holders
+_STALE_S = 5.0
+_RELEASED = ".released"
+
+Advance = Callable[[bytes], bytes]
+"""The value that a lock's holder stores with it, of the value that it finds; empty if there is none."""
+
+
+class Lock(ABC):
+    """A lock with a small value, which outlives its holders."""
+
+    @abstractmethod
+    def take(self, advance: Advance = bytes) -> bytes | None:
+        """Take it and store a value, in one step; returns the value, or None if another process has it."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Let others take it."""
+
+    @contextmanager
+    def turn(self, advance: Advance = bytes) -> Iterator[bytes]:
+        """Wait for it, and hold it; gives the value."""
+        while (value := self.take(advance)) is None:
+            time.sleep(_AGAIN_S / 10)
+        try:
+            yield value
+        finally:
+            self.release()
+
+
+def lock_at(path: LakePath) -> Lock:
+    """The lock at a place in a lake."""
+    return _StoreLock(path) if isinstance(path, StorePath) else _FileLock(path)
+
+
+class _FileLock(Lock):
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = -1
+
+    def take(self, advance: Advance = bytes) -> bytes | None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            found = os.pread(file, _MOST_BYTES, 0)
+            value = advance(found)
+            if value != found:
+                os.pwrite(file, value, 0)
+        except BaseException as error:
+            os.close(file)
+            if isinstance(error, BlockingIOError):
+                return None
+            raise
+        self._file = file
+        return value
+
+    def release(self) -> None:
+        os.close(self._file)
+
+
+class _StoreLock(Lock):
+    """Each holder makes an object of the next number below ``path``, and one beside it when it lets go.
+
+    No object is ever written twice. So it needs no more of a store than Delta does: that of several processes which
+    create an object, one succeeds.
+    """
+
+    def __init__(self, path: StorePath) -> None:
+        self._path = path
+        self._left: tuple[int, bytes] | None = None  # number and value that this process let go of
+        self._held: tuple[int, bytes] = 0, b""
+
+    def take(self, advance: Advance = bytes) -> bytes | None:
+        session = _session(self._path.parent.parent / "sessions")
+        if self._left is not None:
+            (number, found), self._left = self._left, None
+            if self._made(session, number, found, advance):  # nobody else has had it
+                return self._held[1]
+        looked = time.monotonic()
+        newest = max(self._path.names(), default="")
+        number, found = 0, b""
+        if newest:
+            number = int(newest.removesuffix(_RELEASED))
+            holder = json.loads((self._path / _numbered(number)).read_bytes())
+            if not newest.endswith(_RELEASED) and session.lives(holder["session"]):
+                return None
+            found = bytes.fromhex(holder["value"])
+        if not self._made(session, number, found, advance):
+            return None
+        if time.monotonic() - looked > _STALE_S and max(self._path.names()) != _numbered(self._held[0]):
+            return None  # others went on meanwhile, and have removed what this one's number was compared with
+        return self._held[1]
+
+    def release(self) -> None:
+        number, value = self._held
+        (self._path / f"{_numbered(number)}{_RELEASED}").write_bytes(b"")
+        self._left = number, value
+
+    def _made(self, session: _Session, number: int, found: bytes, advance: Advance) -> bool:
+        value = advance(found)
+        entry = {"session": session.name, "value": value.hex(), "nonce": secrets.token_hex(4)}
+        if not (self._path / _numbered(number + 1)).create(json.dumps(entry).encode()):
+            return False
+        self._held = number + 1, value
+        if number > _KEPT:
+            for suffix in ("", _RELEASED):
+                (self._path / f"{_numbered(number - _KEPT)}{suffix}").unlink()
+        return True
+
+
+def _numbered(number: int) -> str:
+    return f"{number:012d}"
+
+
+class _Session:
+    """This process, to the others that share an object store.
+
+    Args:
+        folder: of all sessions.
+    """
+
+    def __init__(self, folder: StorePath) -> None:
+        self.name = secrets.token_hex(8)
+        self._folder = folder
+        self._renew()
+        threading.Thread(target=self._keep, name="lock session", daemon=True).start()
+
+    def lives(self, name: str) -> bool:
+        """Whether the process of a session may still hold its locks."""
+        return name == self.name or time.time() < self._until(name) + GRACE_S
+
+    def _until(self, name: str) -> float:
+        try:
+            return float(json.loads((self._folder / name).read_bytes())["until"])
+        except FileNotFoundError:
+            return 0.0
+
+    def _renew(self) -> None:
+        found: dict[str, Any] = {"until": time.time() + LIVES_S, "host": os.uname().nodename, "pid": os.getpid()}
+        (self._folder / self.name).write_bytes(json.dumps(found).encode())
+
+    def _keep(self) -> None:
+        try:
+            for other in self._folder.iterdir():
+                if self._until(other.name) < time.time() - _FORGOTTEN_S:
+                    other.unlink()
+        except Exception as error:  # noqa: BLE001 - a store's errors have no common base; this is housekeeping
+            log.debug("old sessions stay: %s", error)
+        while True:
+            time.sleep(RENEW_S)
+            try:
+                self._renew()
+            except Exception as error:  # noqa: BLE001 - as above; the next try may succeed
+                log.warning("the session of this process's locks cannot be renewed: %s", error)
+
+
+@cache
+def _session(folder: StorePath) -> _Session:
+    return _Session(folder)
 
 
 class WriterLocks:
@@ -24,7 +210,7 @@ class WriterLocks:
     """
 
     def __init__(self, lake: Lake, names: Iterable[str], patience_s: float = 0.0) -> None:
-        self._folder = lake.state / "locks"
+        self._folder = lake.shared / "locks"
         self._names = sorted(names)
         self._held = ExitStack()
         self._patience_s = patience_s
@@ -33,24 +219,17 @@ class WriterLocks:
         until = time.monotonic() + self._patience_s
         try:
             for name in self._names:
-                self._take(name, self._folder / f"{name}.lock", until)
+                path = self._folder / f"{name}.lock"
+                lock = lock_at(path)
+                while lock.take() is None:
+                    if time.monotonic() >= until:
+                        raise TableBusy(name, path)
+                    time.sleep(_AGAIN_S)
+                self._held.callback(lock.release)
         except BaseException:
             self._held.close()
             raise
         return self
-
-    def _take(self, name: str, path: Path, until: float) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._held.callback(os.close, file)
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except BlockingIOError:
-                if time.monotonic() >= until:
-                    raise TableBusy(name, path) from None
-            time.sleep(0.05)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -78,7 +78,7 @@ def verify(
     Raises:
         LakehouseError: a product holds nothing of bronze yet: try again later.
     """
-    lake = Lake(settings.lake)
+    lake = Lake.of(settings)
     for source in pipeline.sources.values():
         builds: dict[int, DataFrame] = {}
         own = [(product, 0) for product in pipeline.products_of(source.name)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -19,7 +19,6 @@ from lakehouse.contract.classdata import recording, sharing
 from lakehouse.contract.errors import EnvironmentProblem
 from lakehouse.contract.jars import jar_paths
 from lakehouse.contract.java import log_flags
-from lakehouse.contract.lake import Lake
 from lakehouse.contract.settings import Settings
 from lakehouse.contract.tomlfile import http_address
 from lakehouse.silver.avro import FOLDER, REGISTRY
@@ -107,7 +106,8 @@ def build_session(settings: Settings, app: str, *, record_classes: Path | None =
     if not submitted:
         builder = builder.master(settings.spark.master).config("spark.driver.memory", settings.spark.driver_memory)
     given = _given_on_submit() if submitted else {}
-    paths = jar_paths("spark")
+    s3 = str(settings.lake).startswith("s3")
+    paths = [*jar_paths("spark"), *(jar_paths("s3") if s3 else [])]
     jars = ",".join(str(jar) for jar in paths)
     if submitted and _onto_class_path(jars.split(",")) and "spark.jars" in given:
         builder = builder.config("spark.jars", f"{given['spark.jars']},{jars}")
@@ -119,8 +119,9 @@ def build_session(settings: Settings, app: str, *, record_classes: Path | None =
         "spark.executor.extraJavaOptions": JVM_OPTIONS,
         **(_LOOPBACK if _on_this_machine(master) else {}),
         **_TUNED,
-        FOLDER: str(Lake(settings.lake.absolute()).state / "schemas"),
+        FOLDER: str(settings.work_folder().absolute() / "schemas"),
         REGISTRY: http_address("kafka.schema_registry", settings.kafka.schema_registry),
+        **(_s3_conf(os.environ) if s3 else {}),
         **({} if submitted else _one_process(settings, paths)),
         **settings.spark.conf,
     }
@@ -130,6 +131,16 @@ def build_session(settings: Settings, app: str, *, record_classes: Path | None =
     session = builder.getOrCreate()
     session.sparkContext.setLogLevel("ERROR")
     return session
+
+
+def _s3_conf(environ: Mapping[str, str]) -> dict[str, str]:
+    """Spark's S3A by the variables that delta-rs reads too. Spark only reads: delta-rs makes all commits."""
+    conf = {"fs.s3a.endpoint.region": environ.get("AWS_REGION", "us-east-1"), "fs.s3a.input.stream.type": "classic"}
+    if endpoint := environ.get("AWS_ENDPOINT_URL"):
+        secure = str(endpoint.startswith("https:")).lower()
+        conf |= {"fs.s3a.endpoint": endpoint, "fs.s3a.path.style.access": "true"}
+        conf["fs.s3a.connection.ssl.enabled"] = secure
+    return {f"spark.hadoop.{name}": value for name, value in conf.items()}
 
 
 def class_path(jars: Sequence[Path]) -> list[Path]:

@@ -164,7 +164,7 @@ class PipelineQueries:
         self._settings = settings
         self._stages = stages
         self._kafka = kafka
-        self._lake = Lake(settings.lake)
+        self._lake = Lake.of(settings)
         self._stops = ExitStack()
         self._rehearsing = self._stops.enter_context(ThreadPoolExecutor(2, thread_name_prefix="rehearsal"))
         self._rehearsals: list[Future[object]] = []

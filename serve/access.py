@@ -98,7 +98,7 @@ class ReaderKey(Key):
 
 def reader_keys(settings: Settings) -> KeyFile[ReaderKey]:
     named = settings.serve.keys
-    return KeyFile(Path(named) if named else Lake(settings.lake).state / "readers.toml", ReaderKey)
+    return KeyFile(Path(named) if named else Lake.of(settings).state / "readers.toml", ReaderKey)
 
 
 def checked_rows(texts: Sequence[str]) -> dict[str, str]:
@@ -314,7 +314,7 @@ def make_gate(
 
 def check_start(settings: Settings) -> None:
     """Raises ConfigError for whatever would keep a server from starting. For whoever starts several."""
-    make_gate(settings, lake_seal(Lake(settings.lake).state), manager=state_manager(settings))
+    make_gate(settings, lake_seal(Lake.of(settings).shared), manager=state_manager(settings))
     uses_tls(settings.serve)
 
 

@@ -74,8 +74,8 @@ def make_app(settings: Settings, *, name: str = "") -> Starlette:
     Raises:
         ConfigError: see :func:`serve.access.make_gate`; or the pipeline or a channel in it is wrong.
     """
-    lake = Lake(settings.lake)
-    seal = lake_seal(lake.state)
+    lake = Lake.of(settings)
+    seal = lake_seal(lake.shared)
     manager = state_manager(settings)
     files = PipelineFiles.of(settings)
     pipeline = files.load()

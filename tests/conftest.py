@@ -9,6 +9,7 @@ import hypothesis
 import pytest
 
 from ingest.broker import EmbeddedBroker
+from tests.s3 import BUCKET, S3Server
 
 # A busy machine is no failure, and what a run says of a commit the next one says too. Other examples than those of a
 # test's own seed are looked for with HYPOTHESIS_EXPLORE=1.
@@ -28,3 +29,15 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedBroker]
     embedded.start()
     yield embedded
     embedded.stop()
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of an empty prefix on a real S3-compatible server, whose variables are set for this process."""
+    server = S3Server(tmp_path_factory.mktemp("s3"))
+    server.start()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.variables.items():
+            patch.setenv(name, value)
+        yield f"s3://{BUCKET}"
+    server.stop()

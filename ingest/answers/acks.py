@@ -12,13 +12,9 @@ import binascii
 import dataclasses
 import hashlib
 import hmac
-import os
-import secrets
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import orjson
 
@@ -28,7 +24,7 @@ from ingest.errors import RequestRefused
 from ingest.kafka import SendOutcome
 from ingest.log.segments import Fate, LoggedEvent
 from lakehouse.contract.envelope import Envelope
-from lakehouse.contract.errors import EnvironmentProblem
+from lakehouse.contract.storage import LakePath, shared_secret
 
 REMEMBERED = 100_000
 KEY_BYTES = 32
@@ -175,13 +171,13 @@ class Signer:
         self._keyed = hashlib.blake2b(key=key, digest_size=_MAC_BYTES)  # copied for each token
 
     @classmethod
-    def of_lake(cls, state: Path) -> Signer:
+    def of_lake(cls, state: LakePath) -> Signer:
         """The signer with the key in ``state/ack.key``, which is created if absent; several nodes may do so at once.
 
         Raises:
             EnvironmentProblem: other users may read the key, or its size is wrong.
         """
-        return cls(_shared_key(state / "ack.key"))
+        return cls(shared_secret(state / "ack.key", KEY_BYTES))
 
     def __repr__(self) -> str:
         return "Signer(key=…)"
@@ -229,23 +225,3 @@ class Signer:
 
 def _bad_token() -> RequestRefused:
     return RequestRefused("this is not an acknowledgement token", 400, code="bad-token")
-
-
-def _shared_key(path: Path) -> bytes:
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(f"{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
-        handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(handle, "wb") as file:
-            file.write(secrets.token_bytes(KEY_BYTES))
-            file.flush()
-            os.fsync(handle)
-        with suppress(FileExistsError):  # another node was faster, and its key counts
-            os.link(draft, path)
-        draft.unlink()
-    if path.stat().st_mode & 0o077:
-        raise EnvironmentProblem(f"others may read the key {path}", f"chmod 600 {path}")
-    key = path.read_bytes()
-    if len(key) != KEY_BYTES:
-        raise EnvironmentProblem(f"{path} is not a key of {KEY_BYTES} bytes", "Remove it; tokens given out end with it")
-    return key

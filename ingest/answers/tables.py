@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import deltalake
@@ -30,6 +29,7 @@ from lakehouse.contract.deltalog import DeltaLog, TableGone
 from lakehouse.contract.lake import COMMIT_THROUGH, Lake, TableRef
 from lakehouse.contract.pipeline.tenants import UNDECLARED, TenantBorder
 from lakehouse.contract.rows import KeyedRows, UnknownColumn
+from lakehouse.contract.storage import LakePath
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class LakeState:
 
     def __init__(self, lake: Lake) -> None:
         self._lake = lake
-        self._progress: dict[Path, _TableProgress] = {}
+        self._progress: dict[LakePath, _TableProgress] = {}
         self._lock = threading.Lock()
 
     def in_bronze(self, source: str, at: Coordinates) -> bool:
@@ -295,7 +295,7 @@ class ProductRows:
     def __init__(self, lake: Lake, border: TenantBorder = UNDECLARED) -> None:
         self._lake = lake
         self._border = border
-        self._tables: dict[Path, KeyedRows] = {}
+        self._tables: dict[LakePath, KeyedRows] = {}
         self._widths: dict[str, int] = {}
         self._lock = threading.Lock()
 

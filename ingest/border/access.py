@@ -246,7 +246,7 @@ class ApiKey(Key):
 
 
 def keys_path(settings: Settings) -> Path:
-    return Path(settings.collect.keys) if settings.collect.keys else Lake(settings.lake).state / "keys.toml"
+    return Path(settings.collect.keys) if settings.collect.keys else Lake.of(settings).state / "keys.toml"
 
 
 class SenderKeys(KeyRing[ApiKey]):

@@ -67,7 +67,7 @@ def quality(
             spark = build_session(settings, "millrace-quality")
             held.callback(spark.stop)
             status.update("checking …")
-        lake = Lake(settings.lake)
+        lake = Lake.of(settings)
         if report is None and history:
             report = lake.data_docs
             shutil.rmtree(report, ignore_errors=True)
@@ -92,7 +92,7 @@ def _accept(sources: Sequence[str], event: str) -> None:
             key="--accept",
             remedy=f"Name one source: {', '.join(pipeline.sources)}",
         )
-    accept(Lake(settings.lake), sources[0], event)
+    accept(Lake.of(settings), sources[0], event)
     err.print(f"event {event} of {sources[0]} counts from the next start of the query", highlight=False)
 
 
@@ -136,7 +136,7 @@ def maintain(
     while True:
         done = []
         with err.status("looking …") as status:
-            for item in look_after(Lake(settings.lake), loaded, everything=everything):
+            for item in look_after(Lake.of(settings), loaded, everything=everything):
                 done.append(item)
                 status.update(f"{item.table} …")
         if as_json:
@@ -166,7 +166,7 @@ def replay(
     with err.status("starting Spark …") as status:
         spark = build_session(settings, "millrace-replay")
         try:
-            with told(settings, [replay_step(Lake(settings.lake), loaded)]) as problems:
+            with told(settings, [replay_step(Lake.of(settings), loaded)]) as problems:
                 found = list(compare(spark, settings, loaded, step=lambda text: status.update(text + " …")))
                 problems += [f"{item.table} differs from what bronze gives" for item in found if not item.equal]
         finally:

@@ -58,7 +58,7 @@ def log(
     With NODE, --json prints one object a line: payload (base64 if it is not text), reason and envelope.
     Exit status of --retry: 1 Kafka refused some events again.
     """
-    folder = Lake(chosen_settings().lake).state / "log"
+    folder = Lake.of(chosen_settings()).state / "log"
     if node is None:
         _list_nodes(folder, as_json)
     elif retry:
@@ -161,7 +161,7 @@ def audit(
 
     settings, loaded = chosen_pipeline()
     if event is not None:
-        _show_way(trace(Lake(settings.lake), loaded, event), event, as_json)
+        _show_way(trace(Lake.of(settings), loaded, event), event, as_json)
         return
     if source is not None and source not in loaded.sources:
         raise ConfigError(
@@ -169,7 +169,7 @@ def audit(
         )
     period = AuditPeriod(timedelta(hours=hours), producer_s=producer_s, consumer_s=consumer_s)
     found = [
-        audit_source(Lake(settings.lake), loaded, one, period)
+        audit_source(Lake.of(settings), loaded, one, period)
         for name, one in loaded.sources.items()
         if source in (None, name)
     ]
@@ -201,7 +201,7 @@ def _backlogs(settings: Settings, loaded: Any, found: list[SourceAudit]) -> dict
         topics = Topics(kafka.bootstrap, kafka.security)
     except MillraceError:
         topics = Topics("")
-    bronze = Lake(settings.lake).bronze
+    bronze = Lake.of(settings).bronze
     return {one.source: topics.backlog(loaded.sources[one.source], progress(bronze(one.source))) for one in found}
 
 

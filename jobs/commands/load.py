@@ -170,7 +170,7 @@ class _Jobs:
     def job(self, source: Source) -> LoadJob:
         from lakehouse.load.worker import LoadJob
 
-        return LoadJob(Lake(self.settings.lake), source, tenant=self.settings.tenant, **self._options)
+        return LoadJob(Lake.of(self.settings), source, tenant=self.settings.tenant, **self._options)
 
 
 class _Bars:
@@ -330,7 +330,7 @@ def staging(
     found = []
     with err.status("copying …"):
         for wanted in [loaded.staging[name]] if name else loaded.staging.values():
-            found.append(refresh(Lake(settings.lake), loaded, wanted, rebuild=action is StagingAction.REBUILD))
+            found.append(refresh(Lake.of(settings), loaded, wanted, rebuild=action is StagingAction.REBUILD))
     if as_json:
         print_json([dataclasses.asdict(one) for one in found])
         return

@@ -145,7 +145,7 @@ def run(
     settings = chosen_settings()
     if not is_supervised():  # else the supervisor has done it
         refuse_to_start(settings, ports=False)
-    note = Lake(settings.lake).state / "run" / DRIVER
+    note = Lake.of(settings).state / "run" / DRIVER
 
     def started(metrics: str) -> None:
         note.parent.mkdir(parents=True, exist_ok=True)
@@ -249,7 +249,7 @@ def status(as_json: JsonOption = False) -> None:
     """Show which parts that up or demo started run, and where they listen. Exit status 3: none runs."""
     from jobs.local.stack import parts
 
-    found = parts(Lake(chosen_settings().lake))
+    found = parts(Lake.of(chosen_settings()))
     running = any(part.running for part in found)
     if as_json:
         print_json([{**dataclasses.asdict(part), "running": part.running} for part in found])

@@ -46,7 +46,7 @@ def add(
     settings, loaded = chosen_pipeline()
     text = Path(sql[1:]).read_text(encoding="utf-8") if sql.startswith("@") else sql
     spec = QuerySpec(name, text, source, tuple(key or ()), start, _options(option or []))
-    place = Lake(settings.lake)
+    place = Lake.of(settings)
     spec = checked_query(spec, loaded, place, settings.queries, columns_of(place))
     if spec.relation in loaded.sources:
         _check_merges(spec)
@@ -77,7 +77,7 @@ def alert(
     from lakehouse.contract.pipeline.folder import Alert
 
     settings, loaded = chosen_pipeline()
-    place = Lake(settings.lake)
+    place = Lake.of(settings)
     made = Alert(product, when, clear, _patience(patience), _patience(hold), tuple(by or ()), value, time, name)
     Declared(place, Alert).add(checked_alert(made, loaded, place, settings.queries, columns_of(place)))
     if as_json:
@@ -94,7 +94,7 @@ def ls(as_json: JsonOption = False) -> None:
         views, alerts = dict(pipeline.views), dict(pipeline.alerts)
     except ConfigError:  # a lake's queries can be listed without its pipeline
         views, alerts = {}, {}
-    place = Lake(settings.lake)
+    place = Lake.of(settings)
     queries, watched = _query_rows(place, views), _alert_rows(place, alerts)
     if as_json:
         print_json({"queries": queries, "alerts": watched})
@@ -119,7 +119,7 @@ def rm(
     as_json: JsonOption = False,
 ) -> None:
     """Stop a query and remove its checkpoint and index, or remove an alert; a query's table stays without --drop."""
-    place = Lake(chosen_settings().lake)
+    place = Lake.of(chosen_settings())
     done = _remove_alert(place, name) if is_alert else _remove_query(place, name, drop)
     if as_json:
         print_json({"name": name, "removed": done, "dropped": drop and done})

@@ -51,7 +51,7 @@ def sql(
     """Query the lake's tables with DuckDB, without Spark."""
     from serve.sql.statement import rows_as_json, run_sql
 
-    found = run_sql(Lake(chosen_settings().lake), query)
+    found = run_sql(Lake.of(chosen_settings()), query)
     if form is Format.JSON:
         sys.stdout.buffer.write(rows_as_json(found) + b"\n")
         return
@@ -167,7 +167,7 @@ def tables(
     from lakehouse.maintain.report import table_facts
 
     settings, loaded = chosen_pipeline()
-    found = table_facts(Lake(settings.lake), loaded, _topics(settings).backlog)
+    found = table_facts(Lake.of(settings), loaded, _topics(settings).backlog)
     if as_json:
         print_json([{"table": facts.name, **dataclasses.asdict(facts)} for facts in found])
     else:
@@ -232,7 +232,7 @@ def state(
     from lakehouse.stateful.report import remembered, report, stateful_products
 
     settings, loaded = chosen_pipeline()
-    place = Lake(settings.lake)
+    place = Lake.of(settings)
     known = {found.name: found for found in stateful_products(loaded)}
     if product and product not in known:
         raise ConfigError(
@@ -305,7 +305,7 @@ def sketch(
     from lakehouse.sketches.tables import SketchTable
 
     question = _question(item, quantile, rank, range, n)
-    found = SketchTable(Lake(chosen_settings().lake).find(table))
+    found = SketchTable(Lake.of(chosen_settings()).find(table))
     groups = _groups(by)
     span = _merged(found, window or found.newest().isoformat(), "--window", groups)
     if inner:
@@ -380,7 +380,7 @@ def _confirmed(answers: list[Answer], table: SketchTable, span: Span) -> list[An
         if answer.estimate == MAYBE:
             place = table.parameters.get("confirm", "")
             if place:
-                held = is_held(Lake(settings.lake), place, answer.what, span)
+                held = is_held(Lake.of(settings), place, answer.what, span)
             else:
                 held = _in_bronze(settings, table.ref.name, answer.what, span)
             answer = Answer(answer.what, YES if held else NO)
@@ -400,7 +400,7 @@ def _in_bronze(settings: Any, table: str, item: str, span: Span) -> bool:
         spark = build_session(settings, "millrace-confirm")
         try:
             product = pipeline.products[table]
-            return is_in_bronze(spark, Lake(settings.lake), pipeline.sources[product.source], product, item, span)
+            return is_in_bronze(spark, Lake.of(settings), pipeline.sources[product.source], product, item, span)
         finally:
             spark.stop()
 

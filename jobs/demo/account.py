@@ -21,6 +21,7 @@ from deltalake import DeltaTable
 from lakehouse.contract.kafkasecurity import PLAINTEXT, ClientSecurity
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, Product, Source
+from lakehouse.contract.storage import LakePath
 
 _BRONZE = ("event_id", "fingerprint", "topic", "partition", "offset", "bronze_at", "reject", "suspect")
 
@@ -258,7 +259,7 @@ class DemoResult:
     pushes: int
     first_result_s: float | None
     restarts: Mapping[str, int]
-    lake: Path
+    lake: LakePath
 
     def figures(self) -> dict[str, Any]:
         """The object that ``millrace demo`` prints."""
@@ -284,7 +285,7 @@ class DemoResult:
             "pushes": self.pushes,
             "first_result_s": None if self.first_result_s is None else round(self.first_result_s, 2),
             "restarts": dict(self.restarts),
-            "lake": str(self.lake.resolve()),
+            "lake": str(self.lake.resolve() if isinstance(self.lake, Path) else self.lake),
         }
 
 

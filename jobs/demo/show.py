@@ -86,7 +86,7 @@ class Show:
 
     async def play(self) -> dict[str, Any]:
         """Play, wait until everything has arrived, count."""
-        lake, stack = Lake(self.settings.lake), self.stack
+        lake, stack = Lake.of(self.settings), self.stack
         since_us = int(time.time() * 1e6)
         self.before = {name: source_stats(stack, name) for name in self.sources}
         url = f"{stack.address.serve}/"

@@ -31,7 +31,7 @@ from lakehouse.maintain.backlog import Ask, Backlog
 
 def embedded(settings: Settings, *, port: int = 0, die_with_parent: bool = False) -> EmbeddedBroker:
     """The lake's own broker, whether it runs or not; ``port`` of its next start, 0: the one it had."""
-    folder = Lake(settings.lake).broker()
+    folder = Lake.of(settings).broker()
     return EmbeddedBroker(folder, port=port, die_with_parent=die_with_parent, secure=settings.kafka.secure)
 
 

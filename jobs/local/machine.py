@@ -27,6 +27,7 @@ from lakehouse.contract.java import find_java
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.contract.settings import Settings, conf_dir, load_settings
+from lakehouse.contract.storage import write_whole
 
 GIB = 1 << 30
 MEMORY_BYTES = 4 * GIB  # Spark driver 2.5, broker 0.5, the Python processes together 0.5, and air
@@ -67,7 +68,7 @@ def checks() -> list[MachineCheck]:
         settings = load_settings()
     except MillraceError:
         settings = Settings()  # said already, by _configuration
-    found += [_memory(), _disk(settings.lake), *_ports(settings)]
+    found += [_memory(), _disk(settings.work_folder()), *_ports(settings)]
     if settings.kafka.bootstrap:
         found.append(_kafka(settings.kafka.bootstrap))
     return [*found, _browser()]
@@ -93,7 +94,7 @@ def before_start(
             found += pipeline_problems(load_pipeline(settings.pipeline_folder()))
         except ConfigError as error:
             found.append(error)
-        found += [*_raised(_writable, settings.lake), *_raised(_jar_locks)]
+        found += [*_raised(_lake_writable, settings), *_raised(_jar_locks)]
         for check in _ports(settings) if ports else ():
             if not check.ok and check.name != _PLAYER and not _is_ours(settings, check.detail.split()[0]):
                 found.append(EnvironmentProblem(f"the {check.name}, {check.detail}", check.remedy))
@@ -111,6 +112,22 @@ def _raised(look: Callable[..., object], *arguments: object) -> list[ConfigError
 def _jar_locks() -> None:
     for set_name in JAR_SETS:
         locked_jars(set_name)
+
+
+def _lake_writable(settings: Settings) -> None:
+    """Raises EnvironmentProblem: nothing can be written to the lake, or to the work folder."""
+    _writable(settings.work_folder())
+    if isinstance(settings.lake, Path):
+        _writable(settings.lake)
+        return
+    mark = Lake.of(settings).shared / "check"
+    try:
+        write_whole(mark, b"")
+        mark.unlink()
+    except Exception as error:  # noqa: BLE001 - a store's errors have no common base
+        problem = f"the lake {settings.lake} cannot be written: {str(error).strip().splitlines()[0]}"
+        remedy = "Set the store's variables, such as AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL"
+        raise EnvironmentProblem(problem, remedy) from None
 
 
 def _writable(lake: Path) -> Path:
@@ -135,7 +152,7 @@ def _is_ours(settings: Settings, address: str) -> bool:
     """Whether a part of this lake listens there."""
     from jobs.local.stack import parts
 
-    return any(part.running and part.address.endswith(f"//{address}") for part in parts(Lake(settings.lake)))
+    return any(part.running and part.address.endswith(f"//{address}") for part in parts(Lake.of(settings)))
 
 
 def _attempt(name: str, look: Callable[[], str]) -> MachineCheck:

@@ -177,7 +177,7 @@ class Stack:
         inboxes: Mapping[str, Path] | None = None,
     ) -> None:
         self._settings = settings
-        self._lake = Lake(settings.lake)
+        self._lake = Lake.of(settings)
         self._feeds = feeds
         self._inboxes = dict(inboxes or {})
         self._played = bool(upstreams)

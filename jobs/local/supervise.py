@@ -264,7 +264,7 @@ async def serve_many(settings: Settings, *, ready: Callable[[str], None], stop: 
     holder = _hold(settings)
     one = dataclasses.replace(settings.serve, port=holder.getsockname()[1], processes=1)
     arguments = child_arguments(dataclasses.replace(settings, serve=one))
-    lake = Lake(settings.lake)
+    lake = Lake.of(settings)
     folder = lake.state / "run"
     folder.mkdir(parents=True, exist_ok=True)
     supervisor = Supervisor()

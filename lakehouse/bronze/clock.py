@@ -8,9 +8,7 @@ A loader holds it for a commit (some 15 ms), with its data file written before; 
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -23,13 +21,14 @@ from deltalake import DeltaTable
 from lakehouse.bronze.table import progress
 from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.lake import Lake, TableRef
+from lakehouse.lock import lock_at
 
 COMMIT_LOAD = "millrace.load"  # JSON in a loader's commitInfo: its bronze_at, and how far it is in which files
 _MICROS = struct.Struct(">q")
 
 
 class BronzeClock:
-    """The clock of one bronze table, shared by all processes of a machine that write it.
+    """The clock of one bronze table, shared by all processes that write it.
 
     Args:
         lake: whose table it is.
@@ -38,7 +37,7 @@ class BronzeClock:
     """
 
     def __init__(self, lake: Lake, table: TableRef, now: Callable[[], float] = time.time) -> None:
-        self._path = lake.state / "clocks" / table.name
+        self._lock = lock_at(lake.shared / "clocks" / table.name)
         self._table = table
         self._now = now
 
@@ -48,17 +47,12 @@ class BronzeClock:
 
         The time is noted before it is used: one that a crash left without a commit is passed over.
         """
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            noted = os.pread(file, _MICROS.size, 0)
-            last = _MICROS.unpack(noted)[0] if len(noted) == _MICROS.size else newest_bronze_at(self._table)
-            bronze_at = max(int(self._now() * 1e6), last + 1)
-            os.pwrite(file, _MICROS.pack(bronze_at), 0)
-            yield bronze_at
-        finally:
-            os.close(file)  # and with it the lock
+        with self._lock.turn(self._next) as noted:
+            yield _MICROS.unpack(noted)[0]
+
+    def _next(self, noted: bytes) -> bytes:
+        last = _MICROS.unpack(noted)[0] if len(noted) == _MICROS.size else newest_bronze_at(self._table)
+        return _MICROS.pack(max(int(self._now() * 1e6), last + 1))
 
 
 def newest_bronze_at(table: TableRef) -> int:

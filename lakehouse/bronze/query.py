@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from functools import reduce
 from operator import add, and_
 
@@ -26,6 +27,7 @@ from deltalake import (
     WriterProperties,
     write_deltalake,
 )
+from deltalake.transaction import AddAction, RemoveAction
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
@@ -37,7 +39,8 @@ from lakehouse.contract.faults import crash_point
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Source
 from lakehouse.contract.settings import Settings
-from lakehouse.errors import TopicReplaced
+from lakehouse.contract.storage import file_sizes, spark_uri
+from lakehouse.errors import TableBusy, TopicReplaced
 from lakehouse.prepared import Selections, selected
 
 _LAST_MICROS = 253_370_764_800_000_000  # the year 9999; anybody may send a header
@@ -88,7 +91,7 @@ def read_topic(
     Raises:
         TopicReplaced: the topic began anew, so that its offsets no longer say what bronze has.
     """
-    lake = Lake(settings.lake)
+    lake = Lake.of(settings)
     table = lake.bronze(source.name)
     create(table)
     done = progress(table)
@@ -140,6 +143,7 @@ class BronzeWriter:
         self._done = done
         self._now = now
         self._may_overlap = True
+        self._version = self._delta.version()
         self._ends: Mapping[str, int] = {}
 
     def events_of(self, ends: Mapping[str, int]) -> int:
@@ -185,30 +189,46 @@ class BronzeWriter:
             whole = whole.append_column("date", pa.repeat(at.cast(pa.date32()), rows.num_rows))
             whole = whole.select(COLUMNS.names).cast(COLUMNS)
             reached = self._reached(ends, bronze_at)
-            self._delta.update_incremental()
             write_deltalake(
                 self._delta,
                 whole,
                 mode="append",
                 writer_properties=_PROPERTIES,
-                commit_properties=CommitProperties(custom_metadata={"userMetadata": reached.to_metadata()}),
+                commit_properties=_properties(reached),
                 post_commithook_properties=_NO_HOOKS,
             )
             return self._committed(reached, ends), whole
 
     def append_frame(self, rows: DataFrame, ends: Mapping[str, int]) -> Commit:
-        """Append a long batch, by Spark; see :meth:`append`."""
+        """Append a long batch, whose files Spark writes in parallel; see :meth:`append`.
+
+        Spark makes no commit: delta-rs does so without overwriting another one, on any store.
+        """
         with self._turn() as bronze_at:
-            at = constant_time(bronze_at)
-            whole = rows.withColumn("bronze_at", at).withColumn("date", at.cast("date")).select(COLUMNS.names)
+            day = datetime.fromtimestamp(bronze_at / 1e6, UTC).date().isoformat()
+            folder = f"date={day}/stream-{bronze_at}"
+            whole = rows.withColumn("bronze_at", constant_time(bronze_at))
+            whole = whole.select([name for name in COLUMNS.names if name != "date"])
+            whole.write.parquet(spark_uri(self._table.path / folder))
             reached = self._reached(ends, bronze_at)
-            write = whole.write.format("delta").mode("append").option("userMetadata", reached.to_metadata())
-            write.save(str(self._table.path))
+            added: list[AddAction | RemoveAction] = [
+                AddAction(f"{folder}/{name}", size, {"date": day}, bronze_at // 1000, True, "{}")
+                for name, size in file_sizes(self._table.path / folder, "part-*.parquet").items()
+            ]
+            self._delta.create_write_transaction(
+                added,
+                mode="append",
+                schema=self._delta.schema(),
+                partition_by=["date"],
+                commit_properties=_properties(reached),
+                post_commithook_properties=_NO_HOOKS,
+            )
             self._delta.update_incremental()
             return self._committed(reached, ends)
 
     def _committed(self, reached: Progress, ends: Mapping[str, int]) -> Commit:
         crash_point("bronze.after_append")
+        self._version = self._delta.version()
         # A batch from before a crash may be in already, in whole or in part; once one is not, no later one is.
         self._may_overlap = any(end < self._done.offsets.get(place, 0) for place, end in ends.items())
         self._done = reached
@@ -217,8 +237,18 @@ class BronzeWriter:
     def _reached(self, ends: Mapping[str, int], bronze_at: int) -> Progress:
         done = self._done.offsets
         offsets = {**done, **{place: max(end, done.get(place, 0)) for place, end in ends.items()}}
+        self._delta.update_incremental()
+        self._check_alone()
         crash_point("bronze.before_append")
         return replace(self._done, offsets=offsets, bronze_at=bronze_at)
+
+    def _check_alone(self) -> None:
+        """Raises TableBusy: another driver has appended, although this one holds the writer's lock."""
+        if self._delta.version() == self._version:
+            return
+        taken = progress(self._table).offsets
+        if any(end > self._done.offsets.get(place, 0) for place, end in taken.items()):
+            raise TableBusy(self._table.name, self._table.path)
 
     @contextmanager
     def _turn(self) -> Iterator[int]:
@@ -227,6 +257,11 @@ class BronzeWriter:
         else:
             with self._clock.turn() as bronze_at:
                 yield bronze_at
+
+
+def _properties(reached: Progress) -> CommitProperties:
+    # No retry: a commit that another writer made since the turn began is one that this writer does not know.
+    return CommitProperties(custom_metadata={"userMetadata": reached.to_metadata()}, max_commit_retries=0)
 
 
 _PROPERTIES = WriterProperties(

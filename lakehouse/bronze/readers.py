@@ -19,6 +19,7 @@ from deltalake import DeltaTable
 from lakehouse.bronze.table import progress
 from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.lake import Lake, TableRef
+from lakehouse.contract.storage import LakePath, files_in, write_whole
 from lakehouse.errors import BronzeReplaced
 
 
@@ -34,18 +35,14 @@ class BronzeReader:
     """
 
     query: str
-    place: Path
+    place: LakePath
     next_version: int
     table_id: str
 
 
 def note_reader(lake: Lake, name: str, table_id: str, next_version: int) -> None:
     """Store the position of a set of products in a bronze table."""
-    file = reader_file(lake, name)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    fresh = file.with_suffix(".new")
-    fresh.write_text(json.dumps({"table": table_id, "next": next_version}), encoding="utf-8")
-    fresh.replace(file)
+    write_whole(reader_file(lake, name), json.dumps({"table": table_id, "next": next_version}).encode())
 
 
 def noted_reader(lake: Lake, name: str) -> BronzeReader | None:
@@ -58,14 +55,14 @@ def noted_reader(lake: Lake, name: str) -> BronzeReader | None:
         return None
 
 
-def reader_file(lake: Lake, name: str) -> Path:
+def reader_file(lake: Lake, name: str) -> LakePath:
     """The file with the position of a set of products."""
-    return lake.state / "readers" / f"{name}.json"
+    return lake.shared / "readers" / f"{name}.json"
 
 
 def readers(lake: Lake) -> Iterator[BronzeReader]:
     """All readers of the lake's bronze tables; a join has one for each table that it reads."""
-    for file in sorted((lake.state / "readers").glob("*.json")):
+    for file in files_in(lake.shared / "readers", "*.json"):
         reader = noted_reader(lake, file.stem)
         if reader is not None:
             yield reader
@@ -130,10 +127,7 @@ def note_record(lake: Lake, source: str) -> None:
     """Store the identity of the bronze table, which must exist."""
     path = _file(lake, source)
     if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fresh = path.with_suffix(".new")
-        fresh.write_text(str(DeltaTable(str(lake.bronze(source).path)).metadata().id), encoding="utf-8")
-        fresh.replace(path)
+        write_whole(path, str(DeltaTable(str(lake.bronze(source).path)).metadata().id).encode())
 
 
 def _ahead(lake: Lake, table: TableRef, table_id: str) -> Iterator[str]:
@@ -161,7 +155,7 @@ def _taken(lake: Lake, source: str) -> dict[str, int]:
     }
 
 
-def _leftovers(lake: Lake, source: str, table_id: str, derived: Iterable[Path]) -> list[Path]:
+def _leftovers(lake: Lake, source: str, table_id: str, derived: Iterable[LakePath]) -> list[LakePath]:
     """Files and folders to remove in order to start again from the remaining data."""
     queries = {reader.query for reader in readers(lake) if reader.table_id == table_id}
     queries |= {f"{kind}-{source}" for kind in ("bronze", "live", "silver", "gold")}
@@ -170,7 +164,7 @@ def _leftovers(lake: Lake, source: str, table_id: str, derived: Iterable[Path]) 
         for name in sorted(queries)
         for folder in (lake.checkpoint(name), lake.state / "seen" / name, reader_file(lake, name))
     ]
-    own = [_file(lake, source), lake.state / "clocks" / source, lake.state / "loads" / source]
+    own = [_file(lake, source), lake.shared / "clocks" / source, lake.state / "loads" / source]
     return [path for path in (*own, *state, *derived) if path.exists()]
 
 
@@ -179,5 +173,5 @@ def _noted(lake: Lake, source: str) -> str:
     return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
-def _file(lake: Lake, source: str) -> Path:
-    return lake.state / "record" / source
+def _file(lake: Lake, source: str) -> LakePath:
+    return lake.shared / "record" / source

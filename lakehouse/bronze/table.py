@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -14,6 +13,7 @@ from deltalake.exceptions import DeltaError
 
 from lakehouse.contract.deltalog import DeltaLog, TableGone
 from lakehouse.contract.lake import TableRef
+from lakehouse.contract.storage import lake_path
 from lakehouse.errors import VersionsGone
 
 # received_at: when a collector first had the event; broker_time: Kafka's; bronze_at: when the commit that holds the row
@@ -194,6 +194,6 @@ def _added(bronze: TableRef, version: int) -> dict[str, int]:
     except TableGone as gone:
         raise VersionsGone(bronze.name, gone.detail) from None
     found = {str(file.located(bronze.path)): file.size for file in added if file.data_change}
-    if absent := next((path for path in found if not Path(path).exists()), None):
+    if absent := next((path for path in found if not lake_path(path).exists()), None):
         raise VersionsGone(bronze.name, f"data file {absent} of version {version} has been removed")
     return found

@@ -50,7 +50,7 @@ _BROKEN = (
 
 def control_folder(settings: Settings) -> Path:
     """Folder of the lake's own control plane: its database, and the keys that it makes at its first start."""
-    return settings.lake / "_millrace" / "control"
+    return settings.work_folder() / "control"
 
 
 def address_file(settings: Settings) -> Path:

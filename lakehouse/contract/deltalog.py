@@ -1,6 +1,6 @@
 """The one reader of a Delta table's log without Spark: a commit is one JSON file, one action a line.
 
-Tables are on a local or mounted file system. Everything here blocks for one or a few file operations.
+Everything here blocks for one or a few file operations, or requests to the object store.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import unquote, urlparse
 
 import orjson
 
 from lakehouse.contract.errors import MillraceError
+from lakehouse.contract.storage import LakePath, Stamp, StorePath, stamp_of
 
 _FOLDER = "_delta_log"
 _COMMIT = re.compile(r"(\d{20})\.json")
@@ -76,10 +77,12 @@ class AddedFile:
     data_change: bool
     size: int = 0
 
-    def located(self, folder: Path) -> Path:
+    def located(self, folder: LakePath) -> LakePath:
         """The file's place, for a table in ``folder``."""
         if self.path.startswith("file:"):
             return Path(unquote(urlparse(self.path).path))
+        if "://" in self.path:
+            return StorePath(unquote(self.path))
         return folder / unquote(self.path)
 
 
@@ -109,6 +112,70 @@ class Commit:
     metadata: Mapping[str, Any] | None = None
 
 
+class LogFiles(Protocol):
+    """The files of a log, by name."""
+
+    def exists(self) -> bool: ...
+    def has(self, name: str) -> bool: ...
+    def stamp(self, name: str) -> Stamp | None: ...
+    def read(self, name: str) -> bytes:
+        """Raises FileNotFoundError."""
+        ...
+
+    def names(self, after: str = "") -> Iterator[str]:
+        """Names of the files in any order, at least those after a name."""
+        ...
+
+
+class _FolderFiles:
+    """The files of a log in a folder of this machine."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def exists(self) -> bool:
+        return self._folder.is_dir()
+
+    def has(self, name: str) -> bool:
+        try:
+            os.stat(f"{self._folder}/{name}")  # noqa: PTH116 - a third of what Path.stat costs; tails ask all the time
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+    def stamp(self, name: str) -> Stamp | None:
+        return stamp_of(self._folder / name)
+
+    def read(self, name: str) -> bytes:
+        return (self._folder / name).read_bytes()
+
+    def names(self, after: str = "") -> Iterator[str]:
+        with os.scandir(self._folder) as entries:  # there may be many thousands
+            yield from (entry.name for entry in entries)
+
+
+class _StoreFiles:
+    """The files of a log in an object store."""
+
+    def __init__(self, folder: StorePath) -> None:
+        self._folder = folder
+
+    def exists(self) -> bool:
+        return self._folder.is_dir()
+
+    def has(self, name: str) -> bool:
+        return self.stamp(name) is not None
+
+    def stamp(self, name: str) -> Stamp | None:
+        return (self._folder / name).stamp()
+
+    def read(self, name: str) -> bytes:
+        return (self._folder / name).read_bytes()
+
+    def names(self, after: str = "") -> Iterator[str]:
+        return self._folder.names(after)
+
+
 class DeltaLog:
     """The log of the table in ``table``, which need not exist.
 
@@ -117,49 +184,44 @@ class DeltaLog:
         folder: the log's own folder.
     """
 
-    def __init__(self, table: Path) -> None:
+    def __init__(self, table: LakePath) -> None:
         self.table = table
         self.folder = table / _FOLDER
+        self.files: LogFiles = (
+            _StoreFiles(self.folder) if isinstance(self.folder, StorePath) else _FolderFiles(self.folder)
+        )
 
     def exists(self) -> bool:
         """Whether the table has been created."""
-        return self.folder.is_dir()
+        return self.files.exists()
 
-    def commit_file(self, version: int) -> Path:
+    def commit_file(self, version: int) -> LakePath:
         """The commit's file, whether it exists or not."""
-        return self.folder / f"{version:020d}.json"
+        return self.folder / _named(version)
 
     def has(self, version: int) -> bool:
-        """Whether the log has the commit: one `stat`."""
-        try:
-            os.stat(self.commit_file(version))  # noqa: PTH116 - a third of what Path.stat costs; tails ask all the time
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return True
+        """Whether the log has the commit: one `stat`, or one request."""
+        return self.files.has(_named(version))
 
     def written_at(self, version: int) -> float | None:
         """Seconds since the epoch at which the commit's file was written; None if the log does not have it."""
         stamp = self.stamp(version)
-        return None if stamp is None else stamp[1] / 1e9
+        return None if stamp is None else stamp.at / 1e9
 
-    def stamp(self, version: int) -> tuple[int, int] | None:
-        """Inode and modification time (ns) of the commit's file; None if the log does not have it.
+    def stamp(self, version: int) -> Stamp | None:
+        """What tells the commit's file from another of its name; None if the log does not have it.
 
         The same version of a table that was dropped and created again has another stamp.
         """
-        try:
-            found = self.commit_file(version).stat()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        return found.st_ino, found.st_mtime_ns
+        return self.files.stamp(_named(version))
 
     def versions(self) -> list[int]:
         """Versions whose commit file exists, ascending."""
         return sorted(self._numbers(_COMMIT))
 
-    def newest(self) -> int:
-        """The newest version; -1 if there is none."""
-        return max(self._numbers(_COMMIT), default=-1)
+    def newest(self, known: int = -1) -> int:
+        """The newest version, looked for from one that is known to be there; -1 if there is none."""
+        return max(self._numbers(_COMMIT, _named(known) if known >= 0 else ""), default=known)
 
     def oldest(self) -> int:
         """The oldest version whose commit file exists; -1 if there is none."""
@@ -232,52 +294,63 @@ class DeltaLog:
         from deltalake.exceptions import DeltaError
 
         try:
-            return dict(DeltaTable(self.table).metadata().configuration)
+            return dict(DeltaTable(str(self.table)).metadata().configuration)
         except (DeltaError, OSError) as error:
             raise TableGone(self.table.name, f"there is no table: {str(error).splitlines()[0]}") from None
 
     def _lines(self, version: int) -> list[bytes]:
         try:
-            content = self.commit_file(version).read_bytes()
+            content = self.files.read(_named(version))
         except (FileNotFoundError, NotADirectoryError):
             raise TableGone(self.table.name, f"the log has no version {version}") from None
         return [line for line in content.splitlines() if line]
 
-    def _numbers(self, pattern: re.Pattern[str]) -> Iterator[int]:
+    def _numbers(self, pattern: re.Pattern[str], after: str = "") -> Iterator[int]:
         try:
-            with os.scandir(self.folder) as entries:  # there may be many thousands
-                for entry in entries:
-                    if match := pattern.fullmatch(entry.name):
-                        yield int(match[1])
+            for name in self.files.names(after):
+                if match := pattern.fullmatch(name):
+                    yield int(match[1])
         except (FileNotFoundError, NotADirectoryError):
             return
+
+
+def _named(version: int) -> str:
+    return f"{version:020d}.json"
 
 
 class LogFollower:
     """Reads a log version after version, and notices that the table was dropped or replaced, or its log cleaned up.
 
-    It holds the log's folder open. A folder that is deleted meanwhile keeps its inode number for as long, so that a
-    table created anew under the same name is told from it.
+    In a folder of this machine it holds the log's folder open. A folder that is deleted meanwhile keeps its inode
+    number for as long, so that a table created anew under the same name is told from it. In an object store it knows
+    the stamp of the commit that it read last.
 
     Args:
         table: the table's folder.
+
+    Attributes:
+        remote: each look is a request, which neither belongs in an event loop nor is free.
     """
 
-    def __init__(self, table: Path) -> None:
+    def __init__(self, table: LakePath) -> None:
         self.log = DeltaLog(table)
+        self.remote = isinstance(table, StorePath)
         self._handle: int | None = None
+        self._last: tuple[int, Stamp | None] | None = None
 
     def open(self) -> bool:
         """Hold the log as it is now; False if it has no commit yet."""
         self.close()
-        try:
-            self._handle = os.open(self.log.folder, os.O_RDONLY | os.O_DIRECTORY)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
+        if not self.remote:
+            try:
+                self._handle = os.open(str(self.log.folder), os.O_RDONLY | os.O_DIRECTORY)
+            except (FileNotFoundError, NotADirectoryError):
+                return False
         return self.log.newest() >= 0
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Let go of the log."""
+        self._last = None
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
@@ -289,19 +362,27 @@ class LogFollower:
             TableGone: there is no such commit, or the table was dropped or replaced.
             TableUnreadable, ValueError: see :meth:`DeltaLog.read`.
         """
+        if self.remote:
+            stamp = self.log.stamp(version)
+            commit = self.log.read(version)
+            self._check_last()
+            self._last = version, stamp
+            return commit
         commit = self.log.read(version)
         self.check()
         return commit
 
     def check(self) -> None:
-        """Two `stat` calls.
+        """Two `stat` calls; in an object store nothing, since :meth:`check_gap` and :meth:`read` notice.
 
         Raises:
             TableGone: the table was dropped or replaced.
         """
-        assert self._handle is not None, "open() comes first"
+        if self._handle is None:
+            assert self.remote, "open() comes first"
+            return
         try:
-            now = self.log.folder.stat()
+            now = os.stat(str(self.log.folder))  # noqa: PTH116 - as above
         except (FileNotFoundError, NotADirectoryError):
             raise TableGone(self.log.table.name, "the table was dropped") from None
         held = os.fstat(self._handle)
@@ -312,8 +393,21 @@ class LogFollower:
         """Lists the log.
 
         Raises:
-            TableGone: the log has later versions but not this one: it was cleaned up before it was read.
+            TableGone: the log has later versions but not this one: it was cleaned up before it was read. Or, in an
+                object store, the table was dropped or replaced.
         """
-        newest = self.log.newest()
+        newest = self.log.newest(known=version - 1)
         if newest > version and not self.log.has(version):
             raise TableGone(self.log.table.name, f"the log goes on at {newest} without version {version}")
+        if self.remote:
+            self._check_last()
+
+    def _check_last(self) -> None:
+        if self._last is None:
+            return
+        version, stamp = self._last
+        found = self.log.stamp(version)
+        if found is None and self.log.newest() < version:
+            raise TableGone(self.log.table.name, "the table was dropped")
+        if found is not None and found != stamp:
+            raise TableGone(self.log.table.name, "the table was replaced")

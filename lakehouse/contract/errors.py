@@ -19,6 +19,10 @@ The data of an error is in its attributes; ``__str__`` renders it for a person.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lakehouse.contract.storage import StorePath
 
 DISTRIBUTION = "millrace-lakehouse"  # our name on PyPI, where `millrace` is another project's
 
@@ -52,14 +56,14 @@ class ConfigError(MillraceError):
         *,
         key: str = "",
         remedy: str = "",
-        file: Path | str | None = None,
+        file: Path | StorePath | str | None = None,
         line: int | None = None,
     ) -> None:
         super().__init__(problem)
         self.problem = problem
         self.key = key
         self.remedy = remedy
-        self.file = Path(file) if file is not None else None
+        self.file = Path(file) if isinstance(file, str) else file
         self.line = line
 
     def __str__(self) -> str:

@@ -36,6 +36,8 @@ from lakehouse.contract.java import find_java, jvm_proxy_flags
 from lakehouse.contract.settings import conf_dir
 
 JAR_SETS: tuple[str, ...] = ("spark", "kafka")
+ON_DEMAND: tuple[str, ...] = ("s3", "s3server")
+"""Sets that are fetched when a lake in an object store is first used, and by its tests."""
 OFFLINE_REMEDY = (
     "Connect to the internet once, set MILLRACE_MAVEN_URL to a Maven mirror that you reach, or copy a filled jar "
     "folder from another machine and set MILLRACE_JARS_DIR to it"
@@ -52,7 +54,7 @@ class Jar:
     """One jar of the lock file.
 
     Attributes:
-        set_name: one of :data:`JAR_SETS`.
+        set_name: one of :data:`JAR_SETS` and :data:`ON_DEMAND`.
         group: e.g. ``io.delta``.
         artifact: e.g. ``delta-storage``.
         version: e.g. ``4.4.0``.
@@ -118,7 +120,7 @@ def locked_jars(set_name: str) -> list[Jar]:
     Raises:
         ConfigError: no such set, or the lock file is wrong.
     """
-    if set_name not in JAR_SETS:
+    if set_name not in JAR_SETS + ON_DEMAND:
         raise ConfigError(f"there is no jar set {set_name!r}", remedy=f"Sets: {', '.join(JAR_SETS)}")
     return [jar for jar in _read_lock(conf_dir() / "jars.lock") if jar.set_name == set_name]
 
@@ -134,7 +136,7 @@ def _read_lock(path: Path) -> tuple[Jar, ...]:
         if not line.strip() or line.startswith("#"):
             continue
         match = _LINE.fullmatch(line)
-        if match is None or match[1] not in JAR_SETS:
+        if match is None or match[1] not in JAR_SETS + ON_DEMAND:
             raise ConfigError("not SET GROUP:ARTIFACT:VERSION SHA256", file=path, line=number)
         jars.append(Jar(*match.groups()))
     return tuple(jars)

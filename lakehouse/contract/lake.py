@@ -6,7 +6,11 @@
     LAKE/silver/PRODUCT         LAKE/gold/PRODUCT
     LAKE/silver/quarantine      rejected events with their reason (derived from bronze like any product)
     LAKE/gold/alerts            conditions over products: raised and cleared
-    LAKE/_millrace/             checkpoints, indexes, locks, collector logs, embedded broker, state of running parts
+    LAKE/_millrace/             small state that all machines share: locks, clocks, keys, queries of the run time
+    WORK/                       of one machine: checkpoints, indexes, message logs, embedded broker, state of its parts
+
+In a lake on this machine's file system WORK is ``LAKE/_millrace`` too. All that is in it follows from the tables and
+from Kafka, but for events in a message log that Kafka has not acknowledged.
 """
 
 from __future__ import annotations
@@ -16,12 +20,16 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from lakehouse.contract.deltalog import Commit, DeltaLog, TableUnreadable
 from lakehouse.contract.errors import MillraceError
+from lakehouse.contract.storage import LakePath, StorePath
+
+if TYPE_CHECKING:
+    from lakehouse.contract.settings import Settings
 
 LAYERS: tuple[str, ...] = ("bronze", "silver", "gold")
 QUARANTINE = "quarantine"
@@ -30,6 +38,7 @@ LOADS = "loads"  # silver: files that the batch loader was given, and what becam
 WARNINGS = "warnings"  # silver: events that count although an expectation of action "warn" is not met
 QUALITY = "quality"  # gold: what expectations of tables and batches found, run by run
 FILE_TOPIC = "file:"  # begins the topic of bronze rows from files; no Kafka topic has a colon in its name
+_REMOTE_LOOK_S = 1.0
 NAME_PATTERN = re.compile(r"[a-z][a-z0-9_]{0,62}")
 
 # Properties in a Delta table's metadata: a table says itself how it is to be read.
@@ -149,7 +158,7 @@ class TableRef:
 
     layer: str
     name: str
-    path: Path
+    path: LakePath
 
     def exists(self) -> bool:
         """Whether the table has been created (its log has a first version)."""
@@ -183,13 +192,20 @@ class TableRef:
 
 @dataclass(frozen=True, slots=True)
 class Lake:
-    """A lake on a local or mounted file system.
+    """A lake on a file system or in an object store.
 
     Attributes:
-        root: its folder; created when something is first written.
+        root: where the tables are; created when something is first written.
+        work: folder of this machine for everything that is not a table; None: ``_millrace`` in a lake of this machine.
     """
 
-    root: Path
+    root: LakePath
+    work: Path | None = None
+
+    @classmethod
+    def of(cls, settings: Settings) -> Lake:
+        """The lake that the settings name."""
+        return cls(settings.lake, settings.work_folder())
 
     def table(self, layer: str, name: str) -> TableRef:
         """The table's place, whether it exists or not."""
@@ -208,8 +224,7 @@ class Lake:
         return [
             TableRef(layer, folder.name, folder)
             for layer in LAYERS
-            if (self.root / layer).is_dir()
-            for folder in sorted((self.root / layer).iterdir())
+            for folder in sorted(_folders(self.root / layer))
             if DeltaLog(folder).exists()
         ]
 
@@ -227,7 +242,24 @@ class Lake:
 
     @property
     def state(self) -> Path:
-        """Folder for everything that is not a table."""
+        """Folder of this machine for everything that is not a table."""
+        if self.work is not None:
+            return self.work
+        assert isinstance(self.root, Path), "a lake in an object store needs a work folder"
+        return self.root / "_millrace"
+
+    @property
+    def remote(self) -> bool:
+        """Whether it is in an object store, where each look is a request."""
+        return isinstance(self.root, StorePath)
+
+    def pause_s(self, here: float) -> float:
+        """Seconds between two looks at something: as given, or a second at least where a look is a request."""
+        return max(here, _REMOTE_LOOK_S) if self.remote else here
+
+    @property
+    def shared(self) -> LakePath:
+        """Where the small state is that all machines share."""
         return self.root / "_millrace"
 
     @property
@@ -246,3 +278,10 @@ class Lake:
     def broker(self) -> Path:
         """Data and logs of the embedded broker."""
         return self.state / "kafka"
+
+
+def _folders(layer: LakePath) -> list[Any]:
+    try:
+        return list(layer.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []

@@ -14,7 +14,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import deltalake
@@ -26,6 +25,7 @@ import pyarrow.dataset as ds
 from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.errors import MillraceError
 from lakehouse.contract.lake import PROPERTY_FOLD, PROPERTY_KEY, PROPERTY_ORDER
+from lakehouse.contract.storage import LakePath
 
 LATEST: Final = "latest"
 FOLDS: Final = ("sum", "min", "max", LATEST)
@@ -188,7 +188,7 @@ class KeyedRows:
         table: the table's folder; the table must exist.
     """
 
-    def __init__(self, table: Path) -> None:
+    def __init__(self, table: LakePath) -> None:
         self._log = DeltaLog(table)
         self._lock = threading.Lock()
         self._delta: deltalake.DeltaTable | None = None

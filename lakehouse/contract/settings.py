@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.kafkasecurity import ClientSecurity
+from lakehouse.contract.storage import LakePath, StorePath, lake_path
 from lakehouse.contract.text import did_you_mean
 from lakehouse.contract.tomlfile import build, one_of, read_toml
 
@@ -238,7 +240,9 @@ class Settings:
     """All settings of one process.
 
     Attributes:
-        lake: root folder of the tables.
+        lake: root folder of the tables, or the URL of a prefix in an object store, e.g. ``s3://bucket/lake``.
+        work: folder of this machine for what is not a table; empty: ``_millrace`` in the lake, or for a lake in an
+            object store a folder below ``.local/state/millrace`` in the home folder.
         pipeline: name of a folder below ``conf/pipelines``, or a path to one.
         tenant: tenant that events belong to when nobody says otherwise.
         lineage: address of an OpenLineage receiver that runs are told to, http(s)://HOST; empty: to nobody.
@@ -252,7 +256,8 @@ class Settings:
         control: the control plane.
     """
 
-    lake: Path = Path("lake")
+    lake: LakePath = Path("lake")
+    work: str = ""
     pipeline: str = "meetup"
     tenant: str = "default"
     lineage: str = ""
@@ -267,7 +272,15 @@ class Settings:
     @property
     def control_state(self) -> Path:
         """Folder of the last good state of the control plane; sources of the run time are in ``sources`` in it."""
-        return Path(self.control.state) if self.control.state else self.lake / "_millrace" / "control" / "state"
+        return Path(self.control.state) if self.control.state else self.work_folder() / "control" / "state"
+
+    def work_folder(self) -> Path:
+        """Folder of this machine for what is not a table."""
+        if self.work:
+            return Path(self.work)
+        if isinstance(self.lake, Path):
+            return self.lake / "_millrace"
+        return Path.home() / ".local" / "state" / "millrace" / re.sub(r"[^\w.-]+", "-", str(self.lake))
 
     def pipeline_folder(self) -> Path:
         """The folder of the chosen pipeline.
@@ -390,7 +403,8 @@ def _replace(node: Any, path: list[str], value: Any, variable: str = "") -> Any:
     if rest:
         return dataclasses.replace(node, **{name: _replace(old, rest, value, variable)})
     try:
-        new = _truth(value) if isinstance(old, bool) else type(old)(value)
+        kind = lake_path if isinstance(old, Path | StorePath) else _truth if isinstance(old, bool) else type(old)
+        new = kind(value)
     except (TypeError, ValueError):
         raise ConfigError(f"{value!r} is not of type {type(old).__name__}", key=variable) from None
     return dataclasses.replace(node, **{name: new})

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin
 
 from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.storage import LakePath, lake_path
 from lakehouse.contract.text import did_you_mean
 
 T = TypeVar("T")
@@ -22,7 +23,7 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|milliseconds?|s|seconds?|m|minute
 _MS = {"ms": 1, "mi": 60_000, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 
 
-def read_toml(path: Path) -> dict[str, Any]:
+def read_toml(path: LakePath) -> dict[str, Any]:
     """The parsed file.
 
     Raises:
@@ -75,7 +76,7 @@ def duration_ms(text: str) -> int:
     return int(float(match[1]) * scale)
 
 
-def build(cls: type[T], values: Mapping[str, Any], *, file: Path, at: str = "") -> T:
+def build(cls: type[T], values: Mapping[str, Any], *, file: LakePath, at: str = "") -> T:
     """An instance of the dataclass ``cls`` from a TOML table.
 
     Nested dataclasses, ``tuple[X, ...]`` and ``dict[str, X]`` are followed; ``Path`` is taken as written. A field whose
@@ -112,7 +113,7 @@ def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
-def line_of(file: Path, key: str) -> int | None:
+def line_of(file: LakePath, key: str) -> int | None:
     """The line of the file that sets the dotted ``key``, 1-based; else that of the table nearest above it, or None."""
     if not key or not file.is_file():
         return None
@@ -137,13 +138,13 @@ def line_of(file: Path, key: str) -> int | None:
     return found
 
 
-def _first_line_of(file: Path, key: str) -> int | None:
+def _first_line_of(file: LakePath, key: str) -> int | None:
     pattern = re.compile(rf"\s*(\[+.*\b{re.escape(key)}\]+|{re.escape(key)}\s*=)")
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     return next((number for number, line in enumerate(lines, 1) if pattern.match(line)), None)
 
 
-def _convert(hint: Any, value: Any, *, file: Path, key: str) -> Any:
+def _convert(hint: Any, value: Any, *, file: LakePath, key: str) -> Any:
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
         options = [option for option in get_args(hint) if option is not type(None)]
@@ -160,6 +161,8 @@ def _convert(hint: Any, value: Any, *, file: Path, key: str) -> Any:
         return {k: _convert(inner, v, file=file, key=f"{key}.{k}") for k, v in value.items()}
     elif hint is Path and isinstance(value, str):
         return Path(value)
+    elif hint == LakePath and isinstance(value, str):
+        return lake_path(value)
     elif hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     elif hint is Any or (isinstance(hint, type) and type(value) is hint):

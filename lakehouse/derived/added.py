@@ -59,7 +59,7 @@ class AddedQueries:
     ) -> None:
         self._spark = spark
         self._settings = settings
-        self._lake = Lake(settings.lake)
+        self._lake = Lake.of(settings)
         self._pipeline = self._declared_now = pipeline
         self._live = live
         self._derivations = derivations
@@ -88,7 +88,7 @@ class AddedQueries:
 
     def _run(self) -> None:
         self._spark.sparkContext.setJobGroup(_GROUP, "queries that were added", interruptOnCancel=False)
-        while not self._stop.wait(_SCAN_S):
+        while not self._stop.wait(self._lake.pause_s(_SCAN_S)):
             try:
                 self.turn()
             except Exception:  # one bad file must not end the others

@@ -24,6 +24,7 @@ from lakehouse.contract.pipeline.added import MAX_COLUMNS, OWNER, Declared, Quer
 from lakehouse.contract.pipeline.folder import Alert, in_order
 from lakehouse.contract.pipeline.tenants import border_of
 from lakehouse.contract.settings import Settings
+from lakehouse.contract.storage import remove_tree
 from lakehouse.derived.alerts import AlertBook, Watcher
 from lakehouse.derived.follow import Follower
 from lakehouse.derived.views import ViewEngine, ViewKeeper
@@ -46,7 +47,7 @@ class Derivations:
     """
 
     def __init__(self, settings: Settings, pipeline: Pipeline, layers: tuple[str, ...]) -> None:
-        self._lake = Lake(settings.lake)
+        self._lake = Lake.of(settings)
         self._settings = settings.queries
         self._pipeline = pipeline
         self._border = border_of(pipeline, settings.tenant)
@@ -99,7 +100,7 @@ class Derivations:
     def _run(self) -> None:
         engine = ViewEngine()
         try:
-            while not self._stop.wait(_POLL_S):
+            while not self._stop.wait(self._lake.pause_s(_POLL_S)):
                 with self._lock:
                     try:
                         self.turn(engine)
@@ -112,7 +113,7 @@ class Derivations:
 
     def turn(self, engine: ViewEngine) -> None:
         """Look at everything once."""
-        if time.monotonic() - self._scanned >= _SCAN_S:
+        if time.monotonic() - self._scanned >= self._lake.pause_s(_SCAN_S):
             self.scan()
         views = in_order(self._wanted)
         for base in dict.fromkeys([*(alert.product for alert in self._alerts.values()), *(v.base for v in views)]):
@@ -286,7 +287,7 @@ def forget(lake: Lake, name: str, *, drop: bool) -> None:
     index.with_suffix(".declaration").unlink(missing_ok=True)
     crash_point("forget.after_index")
     if drop and is_ours(lake, name):
-        shutil.rmtree(lake.table("gold", name).path, ignore_errors=True)
+        remove_tree(lake.table("gold", name).path)
     crash_point("forget.after_table")
     Declared(lake, QuerySpec).remove(name)
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from urllib.parse import unquote
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 
@@ -14,6 +13,7 @@ from lakehouse.contract import lake as names
 from lakehouse.contract.deltalog import Commit, LogFollower, TableGone, TableUnreadable
 from lakehouse.contract.lake import CommitFacts, TableRef
 from lakehouse.contract.rows import Fold, names_in
+from lakehouse.contract.storage import parquet_file
 from lakehouse.errors import QueryError
 
 
@@ -148,7 +148,7 @@ class Follower:
         self.facts = self.facts.after(replace(before, events=0, oldest_at=None))
 
     def _read(self, path: str) -> None:
-        rows = pq.read_table(self.table.path / unquote(path))
+        rows = parquet_file(self.table.path / unquote(path)).read()
         columns = [
             rows[name].cast(kind) if name in rows.schema.names else pa.nulls(rows.num_rows, kind)
             for name, kind in zip(self.schema.names, self.schema.types, strict=True)

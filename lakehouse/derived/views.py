@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -37,6 +36,7 @@ from lakehouse.contract.sql.spark import (
     parse_query,
     to_duckdb,
 )
+from lakehouse.contract.storage import remove_tree
 from lakehouse.derived.follow import Follower
 from lakehouse.errors import QueryError
 
@@ -238,7 +238,7 @@ class ViewKeeper:
                 self._delta = delta
                 return delta
             log.info("view %s is declared otherwise than its table: it is made anew", self.view.name)
-            shutil.rmtree(self.table.path)
+            remove_tree(self.table.path)
         self.table.create(
             schema,
             {

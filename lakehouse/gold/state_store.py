@@ -16,12 +16,12 @@ from datetime import UTC, datetime, timedelta
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.parquet as pq
 from deltalake.transaction import AddAction, RemoveAction
 
 from lakehouse.contract.lake import TableRef
 from lakehouse.contract.pipeline import Product
 from lakehouse.contract.pipeline.product import EVENTS
+from lakehouse.contract.storage import parquet_file, write_parquet
 from lakehouse.errors import BadProduct
 from lakehouse.gold.mark import BatchMark, later
 from lakehouse.gold.store import EventStore, ProductStore
@@ -212,7 +212,7 @@ class StateStore(ProductStore):
 
     def _new_file(self, rows: pa.Table) -> AddAction:
         name = f"part-{uuid.uuid4()}.zstd.parquet"
-        pq.write_table(rows, self.table.path / name, compression="zstd")
+        size = write_parquet(self.table.path / name, rows, compression="zstd")
         ends = times(rows[self.operator.ends])
         stats = {
             "numRecords": rows.num_rows,
@@ -220,7 +220,6 @@ class StateStore(ProductStore):
             "maxValues": {self.operator.ends: _millis(int(ends.max()), 1)},  # readers know milliseconds: not too little
             "nullCount": {self.operator.ends: 0},
         }
-        size = (self.table.path / name).stat().st_size
         return AddAction(name, size, {}, int(time.time() * 1000), True, json.dumps(stats))
 
     def _write_files(self, added: list[AddAction], removed: list[_File], mark: BatchMark) -> None:
@@ -237,11 +236,7 @@ class StateStore(ProductStore):
 
     def _rows(self, path: str) -> pa.Table:
         assert self.operator.schema is not None
-        return (
-            pq.read_table(self.table.path / path, partitioning=None)
-            .select(self.operator.schema.names)
-            .cast(self.operator.schema)
-        )
+        return parquet_file(self.table.path / path).read().select(self.operator.schema.names).cast(self.operator.schema)
 
     def _last(self, rows: pa.Table) -> int:
         return int(times(rows[self.operator.ends]).max()) if rows.num_rows else 0

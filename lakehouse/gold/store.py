@@ -8,7 +8,6 @@ be stored, and nothing can disagree with it.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Literal
@@ -21,6 +20,7 @@ from lakehouse.contract import lake as names
 from lakehouse.contract.lake import TableRef
 from lakehouse.contract.pipeline import Product
 from lakehouse.contract.pipeline.product import SKETCHES, sketch_property
+from lakehouse.contract.storage import remove_tree
 from lakehouse.gold.mark import BatchMark
 from lakehouse.operators.base import TIMESTAMP, WINDOW_START, Operator, plain
 from lakehouse.operators.registry import operator_of
@@ -230,7 +230,7 @@ class ProductStore:
         if any(
             found.get(key) != wanted.get(key) for key in (names.PROPERTY_KEY, names.PROPERTY_FOLD, names.PROPERTY_ORDER)
         ):
-            shutil.rmtree(self.table.path)
+            remove_tree(self.table.path)
             self._delta = None
             self._hot.clear()
             self._transactions.clear()

@@ -26,7 +26,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from hashlib import blake2b
-from pathlib import Path
 
 import lmdb
 import pyarrow.compute as pc
@@ -42,6 +41,7 @@ from lakehouse.contract.lake import FILE_TOPIC as TOPIC
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Source
 from lakehouse.contract.pipeline.source import LOADER
+from lakehouse.contract.storage import StorePath
 from lakehouse.errors import CommitFailed, FileTaken
 from lakehouse.load.rows import DataFile, FilePosition, SealedSegment, Sealer, Segment, write_data_file
 
@@ -260,11 +260,15 @@ class Committer:
         """Stamp the file and move it into the table's folder."""
         date = datetime.fromtimestamp(bronze_at / 1e6, UTC).date().isoformat()
         data.stamp(bronze_at)
-        place = Path(f"date={date}") / f"load-{data.path.name}"
-        (self._table.path / place).parent.mkdir(exist_ok=True)
-        data.path.replace(self._table.path / place)
+        name = f"date={date}/load-{data.path.name}"
+        place = self._table.path / name
+        if isinstance(place, StorePath):
+            place.upload(data.path)
+        else:
+            place.parent.mkdir(exist_ok=True)
+            data.path.replace(place)
         return AddAction(
-            path=place.as_posix(),
+            path=name,
             size=data.size,
             partition_values={"date": date},
             modification_time=bronze_at // 1000,

@@ -5,8 +5,7 @@ Three rules:
 - A product has one writer. Whatever makes a commit of its table runs in that writer, between two batches, or with the
   writer's lock held. Such a commit carries the mark of the newest batch, so that the table still says how far it is.
 - Bronze is append-only and its commits take turns by a lock in the lake (:mod:`lakehouse.bronze.clock`), so its files
-  can be compacted beside the writers. The lock is necessary: Spark looks for the next version and renames the commit
-  file into place in two steps, and on a local file system it would overwrite a commit made between them.
+  can be compacted beside the writers.
 - No file or version is removed that was promised to a subscriber, or that a query has still to read.
 """
 
@@ -21,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, date, datetime
-from pathlib import Path
 
 from deltalake import CommitProperties, DeltaTable, write_deltalake
 
@@ -32,6 +30,7 @@ from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.faults import crash_point
 from lakehouse.contract.lake import LOADS, QUALITY, QUARANTINE, WARNINGS, Lake, TableRef
 from lakehouse.contract.pipeline import Source
+from lakehouse.contract.storage import LakePath
 from lakehouse.contract.tomlfile import duration_ms
 from lakehouse.errors import TableBusy
 from lakehouse.gold.store import ProductStore
@@ -55,7 +54,7 @@ _INTERVAL = re.compile(r"(?:interval\s+)?(.+)", re.IGNORECASE)
 _DAY_MS = 86_400_000
 # Several writers append to these and retry: commits of care do not conflict with theirs.
 _SHARED = (QUARANTINE, WARNINGS, QUALITY, LOADS)
-_looks: dict[Path, float] = {}  # last look of this process at a lake
+_looks: dict[LakePath, float] = {}  # last look of this process at a lake
 
 
 # --- Bronze

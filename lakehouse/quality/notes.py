@@ -10,15 +10,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
 from deltalake import DeltaTable
 
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Source
 from lakehouse.contract.sql.ddl import Field, parse_ddl
+from lakehouse.contract.storage import LakePath, parquet_file, write_whole
 from lakehouse.errors import QualityProblem
 
 SAMPLE = 200  # events
@@ -68,7 +67,7 @@ def sample(table: TableRef, rows: int = SAMPLE) -> list[bytes | None]:
     for path in paths[:8]:
         if len(found) >= rows:
             break
-        for batch in pq.ParquetFile(table.path / path).iter_batches(batch_size=rows, columns=["payload"]):
+        for batch in parquet_file(table.path / path).iter_batches(batch_size=rows, columns=["payload"]):
             found += batch.column(0).to_pylist()
             break
     return found[:rows]
@@ -97,15 +96,12 @@ def noted_unknown_fields(lake: Lake, source: str) -> list[str]:
         return []
 
 
-def _file(lake: Lake, folder: str, source: str) -> Path:
-    return lake.state / folder / f"{source}.json"
+def _file(lake: Lake, folder: str, source: str) -> LakePath:
+    return lake.shared / folder / f"{source}.json"
 
 
-def _write(path: Path, names: Iterable[str]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps(sorted(names)), encoding="utf-8")
-    fresh.replace(path)
+def _write(path: LakePath, names: Iterable[str]) -> None:
+    write_whole(path, json.dumps(sorted(names)).encode())
 
 
 def _has(fields: Mapping[str, Field], path: str) -> bool:

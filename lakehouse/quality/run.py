@@ -16,6 +16,7 @@ from deltalake import DeltaTable, write_deltalake
 
 from lakehouse.contract.lake import PROPERTY_KEY, QUALITY, Lake, UnknownTable
 from lakehouse.contract.pipeline import Pipeline, Source
+from lakehouse.contract.storage import spark_uri
 from lakehouse.quality.engine import EVENT, BoundCheck, ExpectationEngine, Finding, bound_checks
 from lakehouse.quality.notes import sample, unknown_fields
 from lakehouse.quality.subject import Subject, bronze_subject, events_subject, product_subject
@@ -171,7 +172,7 @@ def spark_verdicts(spark: SparkSession, source: Source, subject: Subject, asked:
 
     from lakehouse.silver.conform import conform, met
 
-    rows = conform(spark.read.parquet(*subject.files), replace(source, expectations={}))
+    rows = conform(spark.read.parquet(*map(spark_uri, subject.files)), replace(source, expectations={}))
     fits = F.col("reason").isNull()
     columns = [
         (F.when(fits, met(item.check.sql)) if item.kind == EVENT else met(item.check.sql)).alias(item.computed)

@@ -20,6 +20,7 @@ from lakehouse.contract.deltalog import DeltaLog, TableGone
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Product, Source
 from lakehouse.contract.sql.ddl import Field, parse_ddl
+from lakehouse.contract.storage import file_rows
 from lakehouse.errors import QualityProblem
 from lakehouse.operators.registry import operator_of
 
@@ -90,7 +91,7 @@ def bronze_subject(lake: Lake, source: Source, batch: str = "") -> Subject:
     if batch:
         first, last = _versions(table, batch, delta.version())
         files = [path for v in range(first, last + 1) for path in _added(table, v)]
-        rows = ds.dataset(files, schema=rows.schema)
+        rows = file_rows(files, rows.schema)
         batch = str(first) if first == last else f"{first}..{last}"
     _bounded(table, rows)
     return replace(events_subject(source, rows, delta.version(), batch), files=tuple(files))

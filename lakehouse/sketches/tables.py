@@ -19,6 +19,7 @@ from deltalake import DeltaTable
 from lakehouse.contract import lake as names
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Product, Source
+from lakehouse.contract.storage import spark_uri
 from lakehouse.contract.tomlfile import duration_ms
 from lakehouse.errors import BadSketch
 from lakehouse.sketches.kinds import Merged, merged_of
@@ -170,7 +171,7 @@ def is_in_bronze(spark: SparkSession, lake: Lake, source: Source, product: Produ
     from lakehouse.operators.windows import in_time, input_sql
     from lakehouse.silver.conform import conform
 
-    rows = spark.read.format("delta").load(str(lake.bronze(source.name).path))
+    rows = spark.read.format("delta").load(spark_uri(lake.bronze(source.name).path))
     if product.time == "received_at":  # bronze has it, and skips files outside
         rows = rows.where(F.col("received_at").between(F.lit(span.start), F.lit(span.end)))
     conform(rows, source).where(F.col("reason").isNull()).createOrReplaceTempView(source.name)

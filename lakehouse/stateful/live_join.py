@@ -37,6 +37,7 @@ from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, Product, Source
 from lakehouse.contract.pipeline.source import ENVELOPE_COLUMNS
 from lakehouse.contract.settings import Settings
+from lakehouse.contract.storage import LakePath, spark_uri
 from lakehouse.counts import count_batch
 from lakehouse.declaration import product_declaration, source_declaration
 from lakehouse.errors import VersionsGone
@@ -73,8 +74,8 @@ class LiveJoin(BronzeFollower):
     """
 
     def __init__(self, spark: SparkSession, settings: Settings, pipeline: Pipeline, product: Product) -> None:
-        super().__init__(f"join-{product.name}", product.trigger_ms)
-        lake = Lake(settings.lake)
+        super().__init__(Lake.of(settings), f"join-{product.name}", product.trigger_ms)
+        lake = Lake.of(settings)
         self.position: Versions = (-1, -1)
         self._spark = spark
         self._lake = lake
@@ -270,10 +271,14 @@ class JoinedSources:
     def read(self, files: Sequence[str], side: int) -> pa.Table:
         """The rows of data files of a bronze table."""
         schema = from_arrow_schema(pa.schema([field for field in COLUMNS if field.name != "date"]))
-        bronze = self._spark.read.schema(schema).parquet(*files) if files else self._spark.createDataFrame([], schema)
+        bronze = (
+            self._spark.read.schema(schema).parquet(*map(spark_uri, files))
+            if files
+            else self._spark.createDataFrame([], schema)
+        )
         return self.rows(conform(bronze, self.sources[side]), side)
 
-    def slices(self, bronze: Path, version: int, side: int) -> Iterator[pa.Table]:
+    def slices(self, bronze: LakePath, version: int, side: int) -> Iterator[pa.Table]:
         """The rows of all valid events at a version of bronze, in bronze's order."""
         width = F.lit(_ENTRY_BYTES) + F.coalesce(F.octet_length("payload"), F.lit(0))
         for events in slices(self._spark, bronze, self.sources[side], version, width):
@@ -290,7 +295,7 @@ class JoinedSources:
         ]
         return self._aggregated(pairs.select(*events).coalesce(1))
 
-    def build(self, tables: Sequence[Path], versions: Sequence[int]) -> tuple[pa.Table, int | None]:
+    def build(self, tables: Sequence[LakePath], versions: Sequence[int]) -> tuple[pa.Table, int | None]:
         """What the join's SQL makes of all pairs at these versions of bronze, and the clock there.
 
         It shares neither the index nor the steps with a running join, and so is the proof of it.

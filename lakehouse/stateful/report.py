@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -17,6 +16,7 @@ from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, Product
 from lakehouse.contract.pipeline.product import STATEFUL
+from lakehouse.contract.storage import LakePath
 from lakehouse.gold.state_store import StateStore, store_of
 from lakehouse.stateful.join_index import LEFT, JoinIndex
 
@@ -115,7 +115,7 @@ def _check(key: Mapping[str, str], known: list[str], *, exact: bool) -> None:
         )
 
 
-def _rows(path: Path) -> pa.Table:
+def _rows(path: LakePath) -> pa.Table:
     return DeltaTable(str(path)).to_pyarrow_table()
 
 

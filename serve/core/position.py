@@ -6,15 +6,12 @@ import base64
 import binascii
 import hmac
 import re
-import secrets
 import struct
 import uuid
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
-from lakehouse.contract.errors import EnvironmentProblem
+from lakehouse.contract.storage import LakePath, shared_secret
 from serve.errors import RequestError
 
 WHOLE = bytes(8)
@@ -115,7 +112,7 @@ class Seal:
         return signer.digest()[:_TAG_BYTES]
 
 
-def lake_seal(state: Path) -> Seal:
+def lake_seal(state: LakePath) -> Seal:
     """The seal of a lake; the first server process on it makes the key.
 
     Args:
@@ -124,32 +121,7 @@ def lake_seal(state: Path) -> Seal:
     Raises:
         EnvironmentProblem: the key can be neither read nor made.
     """
-    path = state / KEY_FILE
-    try:
-        with suppress(FileNotFoundError):
-            return Seal(_checked(path))
-        state.mkdir(parents=True, exist_ok=True)
-        draft = state / f".{KEY_FILE}.{secrets.token_hex(6)}"
-        draft.touch(mode=0o600, exist_ok=False)
-        try:
-            draft.write_bytes(secrets.token_bytes(_KEY_BYTES))
-            with suppress(FileExistsError):  # another process was first: use its key
-                path.hardlink_to(draft)
-        finally:
-            draft.unlink()
-        return Seal(_checked(path))
-    except OSError as error:
-        raise EnvironmentProblem(
-            f"the key that signs positions cannot be kept in {path}: {error.strerror}",
-            "Let the server write to the lake's _millrace folder once, or put 32 random bytes there (mode 0600)",
-        ) from None
-
-
-def _checked(path: Path) -> bytes:
-    key = path.read_bytes()
-    if len(key) < _KEY_BYTES:
-        raise EnvironmentProblem(f"{path} holds {len(key)} bytes, not {_KEY_BYTES}", "Remove it; a new one is made")
-    return key
+    return Seal(shared_secret(state / KEY_FILE, _KEY_BYTES))
 
 
 def _no_position(token: str, problem: str) -> RequestError:

@@ -92,7 +92,7 @@ ROUTES: list[BaseRoute] = [
 
 
 def _add(settings: Settings, spec: QuerySpec, columns: dict[str, tuple[str, ...]]) -> QuerySpec:
-    lake = Lake(settings.lake)
+    lake = Lake.of(settings)
     try:
         pipeline = declared_pipeline(settings)
     except ConfigError as error:
@@ -103,7 +103,7 @@ def _add(settings: Settings, spec: QuerySpec, columns: dict[str, tuple[str, ...]
 
 
 def _remove(settings: Settings, name: str, drop: bool) -> bool:
-    declared = Declared(Lake(settings.lake), QuerySpec)
+    declared = Declared(Lake.of(settings), QuerySpec)
     spec = declared.all().get(name)
     if spec is None:
         return False
@@ -112,7 +112,7 @@ def _remove(settings: Settings, name: str, drop: bool) -> bool:
 
 
 def _listed(settings: Settings) -> list[dict[str, Any]]:
-    declared = Declared(Lake(settings.lake), QuerySpec)
+    declared = Declared(Lake.of(settings), QuerySpec)
     return [_shown(spec, declared.state(name)) for name, spec in declared.all().items()]
 
 

@@ -16,7 +16,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 from urllib.parse import unquote_to_bytes
 
@@ -30,6 +29,7 @@ from lakehouse.contract.pipeline.product import EVERYTHING
 from lakehouse.contract.rows import Key, Row
 from lakehouse.contract.sql import BOOL, DATE, DECIMAL, FLOAT, INT, TEXT, TIMESTAMP
 from lakehouse.contract.sql.closures import as_date, as_timestamp, kind_of
+from lakehouse.contract.storage import LakePath, Stamp
 from serve.core.channel import NOT_SERVED, Channel, opened_view, rows_in_order, view_of
 from serve.core.hub import Hub
 from serve.core.messages import encode_rows, to_json
@@ -384,7 +384,7 @@ def cache_control(channel: Channel, now: int) -> str:
     return f"private, max-age={int(left / 1000)}" if left >= 1_000 else "private, no-cache"
 
 
-def _newest(folder: Path) -> tuple[int, tuple[int, int] | None]:
+def _newest(folder: LakePath) -> tuple[int, Stamp | None]:
     log = DeltaLog(folder)
     version = log.newest()
     return version, log.stamp(version)

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, cast
 
 import duckdb
@@ -31,6 +30,7 @@ from lakehouse.contract.sql.closures import Columns
 from lakehouse.contract.sql.filters import parse_condition
 from lakehouse.contract.sql.locked import locked_connection
 from lakehouse.contract.sql.spark import no_sql
+from lakehouse.contract.storage import LakePath
 from serve.core.messages import encode_rows
 from serve.core.model import OPEN, Principal, TableInfo
 from serve.errors import FilterError, PositionExpired, SqlError
@@ -77,7 +77,7 @@ class Statement:
         trusted: run the text itself where no table has a moment, not what sqlglot makes of it.
     """
 
-    lake: Path
+    lake: LakePath
     sql: str
     principal: Principal
     as_of: str = ""
@@ -259,7 +259,7 @@ def _open(
     """Make a table visible under a name; returns its version."""
     path = lake.find(name).path
     try:
-        table = DeltaTable(path, version=None if moment is None else version_at(path, moment))
+        table = DeltaTable(str(path), version=None if moment is None else version_at(path, moment))
         rows = table.to_pyarrow_dataset()
         info, fold = _described(path, table, rows.schema)
     except (TableGone, TableUnreadable, PositionExpired) as error:
@@ -285,7 +285,7 @@ def _open(
     return int(table.version())
 
 
-def _described(path: Path, table: DeltaTable, schema: pa.Schema) -> tuple[TableInfo, Fold | None]:
+def _described(path: LakePath, table: DeltaTable, schema: pa.Schema) -> tuple[TableInfo, Fold | None]:
     """Description for filters. Bronze, for one, has no key."""
     try:
         info = describe(path.name, metadata_of(table)).info

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from datetime import UTC
 from decimal import Decimal, InvalidOperation
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -27,6 +26,7 @@ from lakehouse.contract.pipeline import Source
 from lakehouse.contract.rows import Key, Row
 from lakehouse.contract.sql.closures import as_date, as_timestamp
 from lakehouse.contract.sql.ddl import Field, parse_ddl
+from lakehouse.contract.storage import LakePath
 from serve.core.messages import rows_of
 from serve.core.model import TableChange, TableInfo
 from serve.errors import FilterError
@@ -86,7 +86,7 @@ class EventReader(TableReader):
         source: its schema names the columns.
     """
 
-    def __init__(self, folder: Path, source: Source) -> None:
+    def __init__(self, folder: LakePath, source: Source) -> None:
         super().__init__(folder)
         self._log = DeltaLog(folder)
         self._fields = parse_ddl(source.schema)
@@ -95,7 +95,7 @@ class EventReader(TableReader):
     def info(self) -> TableInfo:
         """Raises TableGone."""
         try:
-            metadata = metadata_of(DeltaTable(self.folder))
+            metadata = metadata_of(DeltaTable(str(self.folder)))
         except (DeltaError, OSError) as error:
             raise TableGone(self.folder.name, f"there is no table: {str(error).splitlines()[0]}") from None
         columns = {("reason" if name == "reject" else name): kind for name, kind in _ENVELOPE.items()}

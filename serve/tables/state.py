@@ -14,18 +14,17 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from deltalake import DeltaTable, Schema
 from deltalake.exceptions import DeltaError, TableNotFoundError
 
 from lakehouse.contract.deltalog import AddedFile, Commit, DeltaLog, TableGone, TableUnreadable
 from lakehouse.contract.lake import PROPERTY_FOLD, PROPERTY_KEY, PROPERTY_ORDER, CommitFacts
 from lakehouse.contract.rows import Fold, Key, Row, names_in
+from lakehouse.contract.storage import LakePath, parquet_file
 from serve.core.messages import is_binary, rows_of
 from serve.core.model import DEFAULT_RETENTION_MS, TableChange, TableInfo, in_order
 from serve.errors import PositionExpired, SqlError
@@ -284,14 +283,14 @@ def _interval_ms(text: str, default: int) -> int:
 class TableReader:
     """Reads the table in ``folder``; the folder's name is the table's."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: LakePath) -> None:
         self.folder = folder
         self._described: Described | None = None
 
     def info(self) -> TableInfo:
         """The table's newest description. Raises TableGone and TableUnreadable."""
         try:
-            return describe(self.folder.name, metadata_of(DeltaTable(self.folder))).info
+            return describe(self.folder.name, metadata_of(DeltaTable(str(self.folder)))).info
         except (DeltaError, OSError) as error:
             raise TableGone(self.folder.name, f"there is no table: {str(error).splitlines()[0]}") from None
 
@@ -304,7 +303,7 @@ class TableReader:
         """
         name = self.folder.name
         try:
-            table = DeltaTable(self.folder, version=version)
+            table = DeltaTable(str(self.folder), version=version)
             adds = pa.table(table.get_add_actions())
             metadata = metadata_of(table)
         except (TableNotFoundError, FileNotFoundError) as error:
@@ -335,7 +334,7 @@ class TableReader:
         assert described is not None, "load() comes first"
         wanted = [column.name for column in described.schema if column.name not in described.partitions]
         try:
-            with pq.ParquetFile(file.located(self.folder), memory_map=True) as parquet:
+            with parquet_file(file.located(self.folder)) as parquet:
                 present = set(parquet.schema_arrow.names)
                 table = parquet.read(columns=[name for name in wanted if name in present], use_threads=False)
         except FileNotFoundError:
@@ -431,7 +430,7 @@ def parse_as_of(text: str) -> AsOf:
     return AsOf(f"t{at}", None, at)
 
 
-def version_at(folder: Path, moment: AsOf) -> int:
+def version_at(folder: LakePath, moment: AsOf) -> int:
     """The version at a moment. It blocks. Raises PositionExpired if the log does not have it."""
     if moment.version is not None:
         return moment.version

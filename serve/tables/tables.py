@@ -20,7 +20,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -30,6 +29,7 @@ from lakehouse.contract.pipeline import Source
 from lakehouse.contract.pipeline.added import Declared, QuerySpec
 from lakehouse.contract.pipeline.product import EVERYTHING, ChannelSpec
 from lakehouse.contract.pipeline.tenants import TenantBorder
+from lakehouse.contract.storage import LakePath
 from serve.core.channel import NOT_SERVED, channel_problem, finished, opened_view
 from serve.core.hub import Hub
 from serve.core.messages import Message, change_messages
@@ -48,6 +48,7 @@ BRONZE = LAYERS[0]
 WARM_VERSIONS = 64
 _SCAN_S = 0.5
 _WANTED_MS = 60_000  # a bronze table is followed for so long after its last subscriber
+_REMOTE_SCAN_S = 5.0
 _UNREADABLE_RETRY_S = 5.0
 _FAILED_RETRY_S = 1.0
 _FIRST_LOOK_S = 5.0
@@ -55,6 +56,8 @@ _AHEAD_MS = 5_000
 _WINDOW_LOOK_S = 0.01
 _LONGEST_LOOK_S = 0.25
 _REPLAYS = 4  # at a time; others wait
+# In an object store, where each look is a request: seconds between two, and how long a table counts as busy.
+_REMOTE_BUSY_S, _REMOTE_IDLE_S, _REMOTE_QUIET_AFTER_S, _REMOTE_GAP_CHECK_S = 0.1, 1.3, 5.0, 15.0
 _GAP_CHECK_S = 2.0  # how often to check whether a missing version was cleaned up
 _HALF_WRITTEN_TRIES = 40
 _AGAIN_S = 0.5
@@ -91,7 +94,7 @@ class Tail:
 
     def __init__(
         self,
-        folder: Path,
+        folder: LakePath,
         *,
         poll_ms: int,
         warm: int = 0,
@@ -104,6 +107,7 @@ class Tail:
         self._executor = executor
         self._reader = reader or TableReader(folder)
         self._follower = LogFollower(folder)
+        self._seen_at = 0.0
 
     async def follow(self) -> AsyncIterator[Opened | TableChange]:
         """First :class:`Opened`, then one change a commit, in order, without end. Raises TableUnreadable."""
@@ -157,10 +161,13 @@ class Tail:
         """Wait for the version's file. Raises TableGone if the log was replaced, or cleaned up beyond it."""
         follower = self._follower
         loop = asyncio.get_running_loop()
-        look_at = loop.time() + _GAP_CHECK_S
+        gap_check_s = _REMOTE_GAP_CHECK_S if follower.remote else _GAP_CHECK_S
+        look_at = loop.time() + gap_check_s
         tries = 0
         while True:
-            if follower.log.has(version):
+            there = await self._call(follower.log.has, version) if follower.remote else follower.log.has(version)
+            if there:
+                self._seen_at = loop.time()
                 try:
                     return await self._call(follower.read, version)
                 except ValueError:  # some file systems show a file before all of it is written
@@ -168,10 +175,16 @@ class Tail:
                     if tries > _HALF_WRITTEN_TRIES:
                         raise TableGone(self.folder.name, f"version {version} in the log is not JSON") from None
             follower.check()
-            await asyncio.sleep(to_next_beat(loop.time(), self._poll))
+            await asyncio.sleep(self._pause(loop.time()))
             if loop.time() > look_at:
-                look_at = loop.time() + _GAP_CHECK_S
+                look_at = loop.time() + gap_check_s
                 await self._call(follower.check_gap, version)
+
+    def _pause(self, now: float) -> float:
+        """Seconds to the next look. A look at an object store is a request: rare for a table that does not change."""
+        if not self._follower.remote:
+            return to_next_beat(now, self._poll)
+        return _REMOTE_BUSY_S if now - self._seen_at < _REMOTE_QUIET_AFTER_S else _REMOTE_IDLE_S
 
     async def _call(self, function: Callable[..., _T], *arguments: object) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
@@ -318,7 +331,7 @@ class Tables:
                     await self._scan()
                 except Exception:
                     log.exception("the lake's tables cannot be listed; those that are followed are")
-                await asyncio.sleep(_SCAN_S)
+                await asyncio.sleep(_REMOTE_SCAN_S if self.lake.remote else _SCAN_S)
         finally:
             for task in self._tails.values():
                 task.cancel()
@@ -326,7 +339,7 @@ class Tables:
             self._executor.shutdown(wait=False, cancel_futures=True)
             self._replays.shutdown(wait=False, cancel_futures=True)
 
-    def reader(self, folder: Path) -> TableReader:
+    def reader(self, folder: LakePath) -> TableReader:
         """The reader of a table."""
         source = self.sources.get(folder.name) if folder.parent.name == BRONZE else None
         return TableReader(folder) if source is None else EventReader(folder, source)

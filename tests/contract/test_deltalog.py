@@ -12,6 +12,7 @@ from deltalake import DeltaTable
 
 from lakehouse.contract.deltalog import AddedFile, DeltaLog, LogFollower, TableGone, TableUnreadable
 from lakehouse.contract.lake import CommitFacts
+from lakehouse.contract.storage import Stamp
 from tests.serve.lakes import Product, top_topics, topics, window
 
 
@@ -47,7 +48,7 @@ def test_versions_and_infos(product: Product) -> None:
     assert log.newest_info("absent") is None
     written = log.commit_file(2).stat()
     assert log.written_at(2) == pytest.approx(written.st_mtime)
-    assert log.stamp(2) == (written.st_ino, written.st_mtime_ns)
+    assert log.stamp(2) == Stamp(str(written.st_ino), written.st_mtime_ns)
     assert log.stamp(3) is log.written_at(3) is None
 
 

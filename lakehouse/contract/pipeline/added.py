@@ -8,8 +8,6 @@ and a driver that starts later all agree, and neither needs another to be up. No
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
@@ -42,6 +40,7 @@ from lakehouse.contract.sql.spark import (
     parse_query,
     to_spark,
 )
+from lakehouse.contract.storage import create_whole, files_in, folder_stamp, write_whole
 from lakehouse.contract.tomlfile import build, read_toml, toml_text
 
 OWNER = "@queries"  # in the property millrace.pipeline of a table that a query made
@@ -121,13 +120,13 @@ class Declared(Generic[T]):
     """The declarations of one kind in a lake."""
 
     def __init__(self, lake: Lake, kind: type[T]) -> None:
-        self.folder = lake.state / ("queries" if kind is QuerySpec else "alerts")
+        self.folder = lake.shared / ("queries" if kind is QuerySpec else "alerts")
         self._kind: type[T] = kind
 
     def all(self) -> dict[str, T]:
         """By name; a file that cannot be read is passed over (somebody else's, or from another version)."""
         found = {}
-        for file in sorted(self.folder.glob("*.toml")):
+        for file in files_in(self.folder, "*.toml"):
             try:
                 found[file.stem] = build(self._kind, {**read_toml(file), "name": file.stem}, file=file)
             except ConfigError:
@@ -136,10 +135,7 @@ class Declared(Generic[T]):
 
     def stamp(self) -> int:
         """Changes whenever a declaration or a state does; 0: there is no folder."""
-        try:
-            return self.folder.stat().st_mtime_ns
-        except FileNotFoundError:
-            return 0
+        return folder_stamp(self.folder)
 
     def add(self, item: T) -> None:
         """Write a declaration that is not there yet, in one step.
@@ -147,17 +143,12 @@ class Declared(Generic[T]):
         Raises:
             QueryRefused: the name is taken.
         """
-        made = self._write(item)
-        try:
-            os.link(made, self.folder / f"{item.name}.toml")
-        except FileExistsError:
-            raise QueryRefused("taken", f"the name {item.name!r} is taken", "Choose another") from None
-        finally:
-            made.unlink()
+        if not create_whole(self.folder / f"{item.name}.toml", _text_of(item)):
+            raise QueryRefused("taken", f"the name {item.name!r} is taken", "Choose another")
 
     def replace(self, item: T) -> None:
         """Write a declaration over the one that is there, in one step."""
-        self._write(item).replace(self.folder / f"{item.name}.toml")
+        write_whole(self.folder / f"{item.name}.toml", _text_of(item))
 
     def remove(self, name: str) -> None:
         """Forget a declaration and, before it, its state: another of the name must not go on from there."""
@@ -175,24 +166,13 @@ class Declared(Generic[T]):
 
     def tell(self, name: str, state: State) -> None:
         """The driver's word."""
-        self.folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps({f.name: getattr(state, f.name) for f in fields(State)})
-        self._temporary(text).replace(self.folder / f"{name}.state.json")
+        write_whole(self.folder / f"{name}.state.json", text.encode())
 
-    def _write(self, item: T) -> Path:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        values: dict[str, Any] = {
-            f.metadata.get("key", f.name): getattr(item, f.name) for f in fields(item) if f.name != "name"
-        }
-        return self._temporary(toml_text(values))
 
-    def _temporary(self, text: str) -> Path:
-        handle, name = tempfile.mkstemp(dir=self.folder, prefix=".new-")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        return Path(name)
+def _text_of(item: QuerySpec | Alert) -> bytes:
+    values = {f.metadata.get("key", f.name): getattr(item, f.name) for f in fields(item) if f.name != "name"}
+    return toml_text(values).encode()
 
 
 def added_products(lake: Lake, source: str) -> list[tuple[Product, int]]:

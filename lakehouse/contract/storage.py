@@ -1,0 +1,389 @@
+"""Where a lake lies: in a folder of this machine, or below a prefix of an object store.
+
+A path of an object store is a :class:`StorePath`. It has the operations of ``pathlib.Path`` that tables and small state
+need, with the same errors. The stores are those of obstore, which delta-rs reaches by the same code: ``s3://``,
+``abfss://`` and ``gs://``. Credentials and endpoint come from the environment (``AWS_ACCESS_KEY_ID``,
+``AWS_ENDPOINT_URL``, …), for both alike.
+
+A PUT is whole or not at all, and one that must create an object is refused if the object exists. Everything here blocks
+for one request, or for one a thousand objects that are listed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cache
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from lakehouse.contract.errors import ConfigError, EnvironmentProblem
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.dataset as ds
+    import pyarrow.parquet as pq
+    from obstore.store import ObjectStore
+
+_URL = re.compile(r"(?P<store>(?P<scheme>[a-z][a-z0-9]*)://[^/]+)(?P<key>/.*)?")
+_SCHEMES = ("s3", "s3a", "abfss", "abfs", "gs")
+_SPARK_SCHEMES = {"s3": "s3a"}
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """What tells two objects apart that were written under one name.
+
+    Attributes:
+        tag: the store's ETag, or the file's inode.
+        at: when it was written, nanoseconds since the epoch.
+    """
+
+    tag: str
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class StorePath:
+    """An object, or the prefix of several, in an object store.
+
+    Attributes:
+        url: without a slash at the end, e.g. ``s3://bucket/lake/gold``.
+    """
+
+    url: str
+    _key: str = field(init=False, repr=False, compare=False)
+    _bucket: str = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        found = _URL.fullmatch(self.url)
+        assert found is not None, self.url
+        object.__setattr__(self, "_bucket", found["store"])
+        object.__setattr__(self, "_key", (found["key"] or "").strip("/"))
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __truediv__(self, name: str | PurePosixPath) -> StorePath:
+        return StorePath(f"{self.url}/{name}")
+
+    @property
+    def name(self) -> str:
+        """Last part of the path."""
+        return self.url.rpartition("/")[2]
+
+    @property
+    def stem(self) -> str:
+        """The name without its last suffix."""
+        return PurePosixPath(self.name).stem
+
+    @property
+    def parent(self) -> StorePath:
+        """The prefix above."""
+        return StorePath(self.url.rpartition("/")[0])
+
+    def with_name(self, name: str) -> StorePath:
+        """Another object beside this one."""
+        return self.parent / name
+
+    # --- objects
+
+    def is_file(self) -> bool:
+        """Whether there is an object of this name."""
+        return self.stamp() is not None
+
+    def is_dir(self) -> bool:
+        """Whether there are objects below this prefix."""
+        import obstore
+
+        found = obstore.list(self._store, self._key + "/", chunk_size=1)
+        return any(len(some) for some in found)
+
+    def exists(self) -> bool:
+        """Whether there is an object of this name, or one below it."""
+        return self.is_file() or self.is_dir()
+
+    def stamp(self) -> Stamp | None:
+        """The object's; None if there is none."""
+        import obstore
+
+        try:
+            found = obstore.head(self._store, self._key)
+        except FileNotFoundError:
+            return None
+        written: datetime = found["last_modified"]
+        return Stamp(str(found["e_tag"]), int(written.timestamp() * 1e9))
+
+    def read_bytes(self) -> bytes:
+        """The object. Raises FileNotFoundError."""
+        import obstore
+
+        return bytes(obstore.get(self._store, self._key).bytes())
+
+    def read_text(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        """The object as text. Raises FileNotFoundError."""
+        return self.read_bytes().decode(encoding, errors)
+
+    def write_bytes(self, data: bytes) -> None:
+        """Write the object, whole or not at all."""
+        import obstore
+
+        obstore.put(self._store, self._key, data)
+
+    def create(self, data: bytes) -> bool:
+        """Write the object unless there is one of this name; False if there is."""
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        try:
+            obstore.put(self._store, self._key, data, mode="create")
+        except AlreadyExistsError:
+            # A request that is repeated because its answer was lost finds its own object.
+            return self.read_bytes() == data
+        return True
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of the objects below, by name."""
+        import obstore
+
+        start = f"{self._key}/"
+        return {
+            found["path"].removeprefix(start): int(found["size"])
+            for some in obstore.list(self._store, start)
+            for found in some
+        }
+
+    def contents_stamp(self) -> int:
+        """Changes with the objects below; 0: there are none."""
+        import obstore
+
+        found = [(each["path"], each["e_tag"]) for some in obstore.list(self._store, self._key + "/") for each in some]
+        return hash(tuple(found)) if found else 0
+
+    def upload(self, file: Path) -> None:
+        """Write the object from a local file, in parts if it is large."""
+        import obstore
+
+        obstore.put(self._store, self._key, file)
+
+    def unlink(self, missing_ok: bool = False) -> None:
+        """Remove the object. A store does not say whether there was one."""
+        import obstore
+
+        obstore.delete(self._store, self._key)
+
+    # --- prefixes
+
+    def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
+        """Nothing: a store has no folders."""
+
+    def iterdir(self) -> Iterator[StorePath]:
+        """Objects and prefixes directly below."""
+        import obstore
+
+        found = obstore.list_with_delimiter(self._store, self._key + "/")
+        for key in [*found["common_prefixes"], *(each["path"] for each in found["objects"])]:
+            yield self / key.rstrip("/").rpartition("/")[2]
+
+    def names(self, after: str = "") -> Iterator[str]:
+        """Names of the objects below, in order, from behind ``after``; those of deeper prefixes with a slash."""
+        import obstore
+
+        start = f"{self._key}/"
+        for some in obstore.list(self._store, start, offset=start + after if after else None):
+            for found in some:
+                yield found["path"].removeprefix(start)
+
+    def glob(self, pattern: str) -> Iterator[StorePath]:
+        """Objects directly below, by the pattern of their names."""
+        return (path for path in self.iterdir() if PurePosixPath(path.name).match(pattern))
+
+    def remove_tree(self) -> None:
+        """Remove every object below."""
+        import obstore
+
+        keys = [f"{self._key}/{name}" for name in self.names()]
+        if keys:
+            obstore.delete(self._store, keys)
+
+    @property
+    def _store(self) -> ObjectStore:
+        return _opened(self._bucket)
+
+
+LakePath: TypeAlias = Path | StorePath
+"""A place in a lake."""
+
+
+@cache
+def _opened(bucket: str) -> ObjectStore:
+    from obstore.store import from_url
+
+    options: dict[str, Any] = {}
+    if bucket.startswith("s3"):
+        options["conditional_put"] = "etag"
+        bucket = bucket.replace("s3a://", "s3://")
+    return from_url(bucket, **options)
+
+
+def lake_path(text: str | Path | StorePath) -> LakePath:
+    """The path that a setting names.
+
+    Raises:
+        ConfigError: a URL of another kind than an object store's.
+    """
+    if isinstance(text, Path | StorePath):
+        return text
+    if "://" not in text:
+        return Path(text)
+    found = _URL.fullmatch(text)
+    if found is None or found["scheme"] not in _SCHEMES:
+        remedy = f"Name a folder, or a URL that begins with one of {', '.join(f'{s}://' for s in _SCHEMES)}"
+        raise ConfigError(f"{text!r} is not a place for a lake", key="lake", remedy=remedy)
+    return StorePath(text.rstrip("/"))
+
+
+def files_in(folder: LakePath, pattern: str) -> list[LakePath]:
+    """Files directly in a folder, by the pattern of their names, in order of names; none if the folder is absent."""
+    return sorted(folder.glob(pattern), key=str)
+
+
+def folder_stamp(folder: LakePath) -> int:
+    """Changes whenever a file directly in a folder is made, replaced or removed; 0: there is no folder."""
+    if isinstance(folder, StorePath):
+        return folder.contents_stamp()
+    try:
+        return folder.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
+
+
+def file_sizes(folder: LakePath, pattern: str) -> dict[str, int]:
+    """Bytes of the files directly in a folder, by name, of those that fit a pattern."""
+    if isinstance(folder, StorePath):
+        return {name: size for name, size in folder.sizes().items() if PurePosixPath(name).match(pattern)}
+    return {file.name: file.stat().st_size for file in sorted(folder.glob(pattern))}
+
+
+def stamp_of(path: LakePath) -> Stamp | None:
+    """What tells the file from another of its name; None if there is none."""
+    if isinstance(path, StorePath):
+        return path.stamp()
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return Stamp(str(found.st_ino), found.st_mtime_ns)
+
+
+def write_whole(path: LakePath, data: bytes, mode: int = 0o644) -> None:
+    """Write a small file whole or not at all, and the folders above it."""
+    if isinstance(path, StorePath):
+        path.write_bytes(data)
+    else:
+        _draft(path, data, mode).replace(path)
+
+
+def create_whole(path: LakePath, data: bytes, mode: int = 0o644) -> bool:
+    """Write a small file whole unless there is one of this name; False if there is.
+
+    Of several processes that do so at once, one succeeds.
+    """
+    if isinstance(path, StorePath):
+        return path.create(data)
+    draft = _draft(path, data, mode)
+    try:
+        path.hardlink_to(draft)
+    except FileExistsError:
+        return False
+    finally:
+        draft.unlink()
+    return True
+
+
+def _draft(path: Path, data: bytes, mode: int) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    with os.fdopen(handle, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(handle)
+    return draft
+
+
+def shared_secret(path: LakePath, size: int) -> bytes:
+    """Random bytes that all processes of a lake share; made by the first that asks, readable by their owner only.
+
+    Raises:
+        EnvironmentProblem: they can be neither read nor made, or others may read them.
+    """
+    try:
+        if not path.exists():
+            create_whole(path, secrets.token_bytes(size), 0o600)  # if another process is faster, its bytes count
+        if isinstance(path, Path) and path.stat().st_mode & 0o077:
+            raise EnvironmentProblem(f"others may read the key {path}", f"chmod 600 {path}")
+        key = path.read_bytes()
+    except OSError as error:
+        remedy = f"Let a process write there once, or put {size} random bytes there (mode 0600)"
+        raise EnvironmentProblem(f"the key {path} can be neither read nor made: {error.strerror}", remedy) from None
+    if len(key) != size:
+        problem = f"{path} holds {len(key)} bytes, not {size}"
+        raise EnvironmentProblem(problem, "Remove it; a new one is made, and what was signed with the old one is void")
+    return key
+
+
+def remove_tree(path: LakePath) -> None:
+    """Remove all that is below, if anything is."""
+    if isinstance(path, StorePath):
+        path.remove_tree()
+        return
+    import shutil
+
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def parquet_file(path: LakePath) -> pq.ParquetFile:
+    """A Parquet file to read from; one of a store is read whole now. Raises FileNotFoundError."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    return pq.ParquetFile(pa.BufferReader(path.read_bytes()) if isinstance(path, StorePath) else path, memory_map=True)
+
+
+def write_parquet(path: LakePath, rows: pa.Table, **options: Any) -> int:
+    """Write a Parquet file; returns its bytes. ``options`` are those of ``pyarrow.parquet.write_table``."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    if isinstance(path, Path):
+        pq.write_table(rows, path, **options)
+        return path.stat().st_size
+    made = pa.BufferOutputStream()
+    pq.write_table(rows, made, **options)
+    data = made.getvalue()
+    path.write_bytes(data.to_pybytes())
+    return int(data.size)
+
+
+def file_rows(files: Sequence[str], schema: pa.Schema) -> ds.Dataset:
+    """Rows of Parquet files in a schema, null in columns that a file lacks. Files of a store are read whole now."""
+    import pyarrow as pa
+    import pyarrow.dataset as ds
+
+    if not files or "://" not in files[0]:
+        return ds.dataset(list(files), schema=schema)
+    read = [parquet_file(StorePath(file)).read() for file in files]
+    whole = pa.concat_tables([schema.empty_table(), *read], promote_options="default")
+    return ds.dataset(whole.select(schema.names))
+
+
+def spark_uri(path: LakePath | str) -> str:
+    """The path as Spark's file systems name it."""
+    text = str(path)
+    scheme, mark, rest = text.partition("://")
+    return f"{_SPARK_SCHEMES.get(scheme, scheme)}://{rest}" if mark else text
