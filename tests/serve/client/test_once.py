@@ -69,27 +69,37 @@ class Society:
 
     async def until_killed(self, client: asyncio.subprocess.Process) -> None:
         """Royalties come as long as the client lives."""
-        async with asyncio.timeout(60):
-            ended = asyncio.create_task(client.wait())
-            while not ended.done():
-                if len(self.due) < len(self.service.payments()) + 6:
-                    await asyncio.to_thread(self.commit)
-                await asyncio.wait({ended}, timeout=0.05)
+        try:
+            async with asyncio.timeout(60):
+                ended = asyncio.create_task(client.wait())
+                while not ended.done():
+                    if len(self.due) < len(self.service.payments()) + 6:
+                        await asyncio.to_thread(self.commit)
+                    await asyncio.wait({ended}, timeout=0.05)
+        finally:
+            await end(client)
         assert client.returncode == -signal.SIGKILL
 
     async def settled(self) -> None:
         """A client that nobody kills pays what is left; then all is as it should be."""
         client = await self.client()
-        await wait_until(lambda: len(self.service.payments()) >= len(self.due) and self.under_way() == 0)
-        await asyncio.sleep(0.5)  # for a payment too many
-        client.kill()
-        await client.wait()
+        try:
+            await wait_until(lambda: len(self.service.payments()) >= len(self.due) and self.under_way() == 0)
+            await asyncio.sleep(0.5)  # for a payment too many
+        finally:
+            await end(client)
         assert sorted(self.service.payments()) == sorted((royalty, *due) for royalty, due in self.due.items())
 
     def under_way(self) -> int:
         with closing(sqlite3.connect(self.log)) as database:
             counted = "SELECT (SELECT count(*) FROM messages) + (SELECT count(*) FROM requests)"
             return int(database.execute(counted).fetchone()[0])
+
+
+async def end(client: asyncio.subprocess.Process) -> None:
+    if client.returncode is None:
+        client.kill()
+    await client.wait()
 
 
 async def test_every_royalty_is_paid_once_though_the_client_is_killed_after_each_step(
