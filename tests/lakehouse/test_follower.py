@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 
 import pytest
 
+from lakehouse.contract.lake import Lake
 from lakehouse.follower import BronzeFollower
 from tests.lakehouse.lakes import eventually
 
@@ -14,7 +16,7 @@ class Noting(BronzeFollower):
     """Notes the order in which things happen; fails when told to."""
 
     def __init__(self, fails: str = "") -> None:
-        super().__init__("noting", 0)
+        super().__init__(Lake(Path("lake")), "noting", 0)
         self.noted: list[str] = []
         self.begun, self.may_end = threading.Event(), threading.Event()
         self._fails = fails
