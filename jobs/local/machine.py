@@ -116,9 +116,11 @@ def _jar_locks() -> None:
 
 def _lake_writable(settings: Settings) -> None:
     """Raises EnvironmentProblem: nothing can be written to the lake, or to the work folder."""
-    _writable(settings.work_folder())
     if isinstance(settings.lake, Path):
         _writable(settings.lake)
+    if settings.work or not isinstance(settings.lake, Path):
+        _writable(settings.work_folder())
+    if isinstance(settings.lake, Path):
         return
     mark = Lake.of(settings).shared / "check"
     try:

@@ -12,7 +12,7 @@ import pytest
 
 from lakehouse.contract.jars import jar_paths
 from tests.system.installed import ROOT, millrace, user_environment
-from tests.system.test_dashboard_page import Tables
+from tests.system.test_meetup_page import Tables
 
 GUIDE = ROOT / "docs" / "guide"
 
