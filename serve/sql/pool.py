@@ -77,7 +77,7 @@ class Workers:
             self.counts["busy"] += 1
             raise RequestError(RequestError.FULL, "busy", f"{self._asked} statements run or wait; ask again")
         statement = Statement(
-            self._settings.lake,
+            str(self._settings.lake),
             sql,
             principal,
             as_of,

@@ -30,7 +30,7 @@ from lakehouse.contract.sql.closures import Columns
 from lakehouse.contract.sql.filters import parse_condition
 from lakehouse.contract.sql.locked import locked_connection
 from lakehouse.contract.sql.spark import no_sql
-from lakehouse.contract.storage import LakePath
+from lakehouse.contract.storage import LakePath, lake_path
 from serve.core.messages import encode_rows
 from serve.core.model import OPEN, Principal, TableInfo
 from serve.errors import FilterError, PositionExpired, SqlError
@@ -77,7 +77,7 @@ class Statement:
         trusted: run the text itself where no table has a moment, not what sqlglot makes of it.
     """
 
-    lake: LakePath
+    lake: str
     sql: str
     principal: Principal
     as_of: str = ""
@@ -133,7 +133,7 @@ def run_sql(lake: Lake, sql: str, *, limit: int | None = None) -> pa.Table:
     """
     taken: list[pa.RecordBatch] = []
     rows = 0
-    with _executed(Statement(lake.root, sql, OPEN, memory_mb=1_024, trusted=True)) as (schema, batches, _):
+    with _executed(Statement(str(lake.root), sql, OPEN, memory_mb=1_024, trusted=True)) as (schema, batches, _):
         for batch in batches:
             taken.append(batch)
             rows += batch.num_rows
@@ -153,7 +153,7 @@ def rows_as_json(table: pa.Table) -> bytes:
 @contextmanager
 def _executed(statement: Statement) -> Iterator[tuple[pa.Schema, Iterable[pa.RecordBatch], dict[str, int]]]:
     """Schema and batches of the result, and the version of each table that is read."""
-    lake = Lake(statement.lake)
+    lake = Lake(lake_path(statement.lake))
     tree = read_statement(statement.sql)
     known = {table.name for table in lake.tables() if statement.principal.may_read(table.name)}
     if isinstance(tree, exp.Show):

@@ -32,7 +32,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # keep what libraries print out of the answers
-    statements = msgspec.msgpack.Decoder(Statement, dec_hook=lambda kind, value: kind(value))
+    statements = msgspec.msgpack.Decoder(Statement)
     sink.write(READY)
     sink.flush()
     while len(length := source.read(LENGTH.size)) == LENGTH.size:
@@ -43,7 +43,7 @@ def main() -> None:
 
 def packed(message: Any) -> bytes:
     """A statement or an answer with its length in front."""
-    content = msgspec.msgpack.encode(message, enc_hook=str)  # only the lake's path is of another kind
+    content = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(content)) + content
 
 
