@@ -220,5 +220,5 @@ def test_a_key_that_others_may_read_or_that_is_cut_off_is_refused(tmp_path: Path
         Signer.of_lake(tmp_path)
     key.chmod(0o600)
     key.write_bytes(b"short")
-    with pytest.raises(EnvironmentProblem, match="not a key"):
+    with pytest.raises(EnvironmentProblem, match="holds 5 bytes"):
         Signer.of_lake(tmp_path)

@@ -70,5 +70,6 @@ def test_the_key_is_made_once_for_all_processes_and_readable_by_its_owner_only(t
 
 def test_a_key_that_is_too_short_is_a_clear_problem(tmp_path: Path) -> None:
     (tmp_path / KEY_FILE).write_bytes(b"short")
+    (tmp_path / KEY_FILE).chmod(0o600)
     with pytest.raises(EnvironmentProblem, match="5 bytes"):
         lake_seal(tmp_path)
