@@ -280,4 +280,4 @@ def running_driver(settings: Settings, folder: Path) -> Iterator[subprocess.Pope
 
 
 def test_jobs_wait_with_the_same_proof(place: Place) -> None:
-    ensure_from_jobs(PIPELINE, place.broker.bootstrap, security=place.broker.security("collector"))
+    ensure_from_jobs(PIPELINE.sources.values(), place.broker.bootstrap, security=place.broker.security("collector"))
