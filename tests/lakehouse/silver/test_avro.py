@@ -201,7 +201,7 @@ def test_from_a_topic_in_avro_to_a_product_and_back_by_a_replay_without_the_regi
     pipeline, lake = load_pipeline(tmp_path), Lake(tmp_path / "lake")
     conf = {avro.FOLDER: str(lake.state / "schemas"), avro.REGISTRY: registry}
     monkeypatch.setattr(spark.sparkContext, "getConf", lambda: conf)
-    settings = load_settings({}, lake=str(lake.root), kafka__bootstrap=broker.bootstrap)
+    settings = load_settings({}, lake=str(lake.root), pipeline=str(tmp_path), kafka__bootstrap=broker.bootstrap)
     place = Site(settings, pipeline, broker.bootstrap, [])
     ensure_topics(pipeline.sources.values(), broker.bootstrap)
     first = registered(registry, "orders-avro-value", FIRST | {"name": "Live"})
