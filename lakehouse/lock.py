@@ -39,7 +39,7 @@ _AGAIN_S = 0.05
 _FORGOTTEN_S = 3_600.0
 _MOST_BYTES = 64
 _KEPT = 100  # objects of earlier holders
-_STALE_S = 5.0
+_STALE_S = 0.5  # in less, nobody takes and releases a lock in a store a hundred times
 _RELEASED = ".released"
 
 Advance = Callable[[bytes], bytes]
@@ -54,14 +54,17 @@ class Lock(ABC):
         """Take it and store a value, in one step; returns the value, or None if another process has it."""
 
     @abstractmethod
+    def wait(self, advance: Advance) -> bytes:
+        """Take it as soon as no other process has it; returns the value."""
+
+    @abstractmethod
     def release(self) -> None:
         """Let others take it."""
 
     @contextmanager
     def turn(self, advance: Advance = bytes) -> Iterator[bytes]:
         """Wait for it, and hold it; gives the value."""
-        while (value := self.take(advance)) is None:
-            time.sleep(_AGAIN_S / 10)
+        value = self.wait(advance)
         try:
             yield value
         finally:
@@ -79,18 +82,25 @@ class _FileLock(Lock):
         self._file = -1
 
     def take(self, advance: Advance = bytes) -> bytes | None:
+        try:
+            return self._taken(advance, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return None
+
+    def wait(self, advance: Advance) -> bytes:
+        return self._taken(advance, fcntl.LOCK_EX)  # the system wakes whoever has waited
+
+    def _taken(self, advance: Advance, how: int) -> bytes:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, how)
             found = os.pread(file, _MOST_BYTES, 0)
             value = advance(found)
             if value != found:
                 os.pwrite(file, value, 0)
-        except BaseException as error:
+        except BaseException:
             os.close(file)
-            if isinstance(error, BlockingIOError):
-                return None
             raise
         self._file = file
         return value
@@ -108,15 +118,15 @@ class _StoreLock(Lock):
 
     def __init__(self, path: StorePath) -> None:
         self._path = path
-        self._left: tuple[int, bytes] | None = None  # number and value that this process let go of
-        self._held: tuple[int, bytes] = 0, b""
+        self._held = 0  # number of the object that this process made last
+
+    def wait(self, advance: Advance) -> bytes:
+        while (value := self.take(advance)) is None:
+            time.sleep(_AGAIN_S)
+        return value
 
     def take(self, advance: Advance = bytes) -> bytes | None:
         session = _session(self._path.parent.parent / "sessions")
-        if self._left is not None:
-            (number, found), self._left = self._left, None
-            if self._made(session, number, found, advance):  # nobody else has had it
-                return self._held[1]
         looked = time.monotonic()
         newest = max(self._path.names(), default="")
         number, found = 0, b""
@@ -126,27 +136,20 @@ class _StoreLock(Lock):
             if not newest.endswith(_RELEASED) and session.lives(holder["session"]):
                 return None
             found = bytes.fromhex(holder["value"])
-        if not self._made(session, number, found, advance):
-            return None
-        if time.monotonic() - looked > _STALE_S and max(self._path.names()) != _numbered(self._held[0]):
-            return None  # others went on meanwhile, and have removed what this one's number was compared with
-        return self._held[1]
-
-    def release(self) -> None:
-        number, value = self._held
-        (self._path / f"{_numbered(number)}{_RELEASED}").write_bytes(b"")
-        self._left = number, value
-
-    def _made(self, session: _Session, number: int, found: bytes, advance: Advance) -> bool:
         value = advance(found)
         entry = {"session": session.name, "value": value.hex(), "nonce": secrets.token_hex(4)}
         if not (self._path / _numbered(number + 1)).create(json.dumps(entry).encode()):
-            return False
-        self._held = number + 1, value
+            return None
+        if time.monotonic() - looked > _STALE_S and max(self._path.names()) != _numbered(number + 1):
+            return None  # others went on meanwhile, and have removed what stood at this number
+        self._held = number + 1
         if number > _KEPT:
             for suffix in ("", _RELEASED):
                 (self._path / f"{_numbered(number - _KEPT)}{suffix}").unlink()
-        return True
+        return value
+
+    def release(self) -> None:
+        (self._path / f"{_numbered(self._held)}{_RELEASED}").write_bytes(b"")
 
 
 def _numbered(number: int) -> str:

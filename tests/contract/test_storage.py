@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 from deltalake import DeltaTable, write_deltalake
 
+from lakehouse import lock
 from lakehouse.contract.deltalog import DeltaLog, LogFollower, TableGone
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem
 from lakehouse.contract.lake import Lake
@@ -149,6 +150,21 @@ def test_a_lock_has_one_holder_and_keeps_its_value(place: LakePath) -> None:
         assert value == b"12"
     assert first.take() == b"12"
     first.release()
+
+
+def test_a_lock_that_others_have_had_often_since_is_theirs(place: LakePath, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock, "_KEPT", 2)
+    mine, theirs = (lock_at(place / "_millrace" / "clocks" / "t") for _ in range(2))
+    assert mine.take() is not None
+    mine.release()
+    for _ in range(6):  # what this process left is removed meanwhile
+        assert theirs.take() is not None
+        theirs.release()
+    assert theirs.take() is not None
+    assert mine.take() is None
+    theirs.release()
+    assert mine.take() is not None
+    mine.release()
 
 
 def test_turns_of_many_are_one_after_the_other(place: LakePath) -> None:
