@@ -12,7 +12,6 @@ within a month are renewed at the next start.
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from kafka.admin import (
 
 from lakehouse.contract.errors import EnvironmentProblem, install_extra
 from lakehouse.contract.kafkasecurity import ClientSecurity
+from lakehouse.contract.storage import write_whole
 
 __all__ = ["BROKER_NAME", "USERS", "Grants", "Secrets"]
 
@@ -80,11 +80,11 @@ class Secrets:
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not self._certificates_good():
             ca, broker = _certificates()
-            _write(self.ca, ca)
-            _write(self.broker, broker)
+            write_whole(self.ca, ca, 0o600)
+            write_whole(self.broker, broker, 0o600)
         for user in USERS:
             if not (self.folder / f"{user}.password").is_file():
-                _write(self.folder / f"{user}.password", secrets.token_urlsafe(24).encode() + b"\n")
+                write_whole(self.folder / f"{user}.password", secrets.token_urlsafe(24).encode() + b"\n", 0o600)
 
     def _certificates_good(self) -> bool:
         if not (self.ca.is_file() and self.broker.is_file()):
@@ -163,16 +163,6 @@ def _on_topics(user: str, topics: Iterable[str], operations: Iterable[ACLOperati
 
 def _allow(user: str, operation: ACLOperation, pattern: ResourcePattern) -> ACL:
     return ACL(f"User:{user}", "*", operation, ACLPermissionType.ALLOW, pattern)
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write atomically, readable by this user only at any time."""
-    draft = path.with_name(path.name + ".new")
-    draft.unlink(missing_ok=True)
-    handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "wb") as file:
-        file.write(content)
-    draft.replace(path)
 
 
 def _x509() -> Any:

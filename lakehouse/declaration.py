@@ -17,6 +17,7 @@ from sqlglot.errors import SqlglotError
 
 from lakehouse.contract.pipeline import Product, Source
 from lakehouse.contract.pipeline.expectations import QUARANTINE, WARN
+from lakehouse.contract.storage import write_whole
 
 _JUDGES = ("schema", "event_id", "event_time", "required")  # fields of a source that decide what an event is
 # Fields of a product that change no row.
@@ -90,16 +91,11 @@ class DedupeDeclaration:
 
     def begin(self) -> None:
         """A rebuild begins. Until :meth:`note` every declaration counts as changed, also the one of before."""
-        self._write("rebuilding\n")
+        write_whole(self.file, b"rebuilding\n")
 
     def note(self) -> None:
         """The index now follows the declaration."""
-        self._write(f"{self._declaration}\n{self._warned}")
-
-    def _write(self, text: str) -> None:
-        fresh = self.file.with_suffix(".new")
-        fresh.write_text(text, encoding="utf-8")
-        fresh.replace(self.file)
+        write_whole(self.file, f"{self._declaration}\n{self._warned}".encode())
 
     def _noted(self) -> list[str]:
         return self.file.read_text(encoding="utf-8").split("\n") if self.file.is_file() else ["", "{}"]

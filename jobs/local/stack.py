@@ -30,6 +30,7 @@ from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline.files import PipelineFiles, declared_pipeline
 from lakehouse.contract.pipeline.source import metrics_file
 from lakehouse.contract.settings import Settings, child_arguments
+from lakehouse.contract.storage import write_whole
 
 PARTS = "parts.json"
 """Process id by part, or null."""
@@ -109,9 +110,7 @@ def _loaded(file: Path) -> str:
 
 def write_note(path: Path, value: Mapping[str, Any]) -> None:
     """Write a note, whole or not at all."""
-    draft = path.with_suffix(".new")
-    draft.write_text(json.dumps(value), encoding="utf-8")
-    draft.replace(path)
+    write_whole(path, json.dumps(value).encode())
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -11,11 +11,8 @@ process that starts while the control plane is down finds it. Processes of one m
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
-import os
 import secrets
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -28,6 +25,7 @@ import orjson
 from lakehouse.contract.errors import ConfigError, MillraceError
 from lakehouse.contract.keys import K, KeySource
 from lakehouse.contract.settings import Settings
+from lakehouse.contract.storage import Stamp, locked, stamp_of, write_whole
 from lakehouse.contract.tomlfile import build, toml_text
 
 log = logging.getLogger(__name__)
@@ -97,7 +95,7 @@ class StateManager:
         self._folder = settings.control_state
         self._node = secrets.token_hex(8)
         self._tag = ""
-        self._written: tuple[int, int] | None = None
+        self._written: Stamp | None = None
         self._key_sources: list[StateKeys[Any]] = []
         self._stop = threading.Event()
         self._tried = threading.Event()
@@ -162,7 +160,7 @@ class StateManager:
             self._take(orjson.loads(answer.content))
             self._tag = answer.headers["etag"]
         try:
-            if changed or _stamp(self._folder / STATE_FILE) != self._written:
+            if changed or stamp_of(self._folder / STATE_FILE) != self._written:
                 self._store()
         except OSError as error:
             log.error("the state of the control plane cannot be kept in %s: %s", self._folder, error)
@@ -191,7 +189,7 @@ class StateManager:
     def _store(self) -> None:
         """Write what is known, unless another process of the machine has written the same."""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with _locked(self._folder / "lock"):
+        with locked(self._folder / "lock"):
             path = self._folder / STATE_FILE
             _write(path, orjson.dumps(self.maps))
             sources = self._folder / SOURCES_FOLDER
@@ -202,7 +200,7 @@ class StateManager:
                     file.unlink()
             for name, text in wanted.items():
                 _write(sources / name, text)
-            self._written = _stamp(path)
+            self._written = stamp_of(path)
 
 
 def state_manager(settings: Settings) -> StateManager | None:
@@ -282,35 +280,7 @@ class StateKeys(Generic[K]):
             return None
 
 
-def _stamp(path: Path) -> tuple[int, int] | None:
-    try:
-        found = path.stat()
-    except FileNotFoundError:
-        return None
-    return found.st_ino, found.st_mtime_ns
-
-
 def _write(path: Path, content: bytes) -> None:
     """Write a file in one step, unless it holds this already."""
-    if path.exists() and path.read_bytes() == content:
-        return
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".new-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(handle)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Any:
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)
+    if not path.exists() or path.read_bytes() != content:
+        write_whole(path, content, 0o600, durable=True)

@@ -9,12 +9,10 @@ within :data:`RELOAD_S`. A tier says what its keys may do by a dataclass of its 
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import hashlib
 import hmac
 import ipaddress
 import logging
-import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +23,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.storage import locked, write_whole
 from lakehouse.contract.tomlfile import build, read_toml, toml_text
 
 logger = logging.getLogger(__name__)
@@ -163,23 +162,12 @@ class KeyFile(Generic[K]):
     @contextmanager
     def _changing(self) -> Iterator[dict[str, K]]:
         """The keys, to be changed; written when the block ends, one process at a time."""
-        path = self.path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(self.path.with_name(f"{self.path.name}.lock")):
             keys = self.read()
             yield keys
-            draft = path.with_name(f"{path.name}.draft")
-            handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write("# API keys: hashes, made and revoked with `millrace key`.\n")
-                file.writelines(toml_text(_said(key), f"keys.{name}") for name, key in keys.items())
-                file.flush()
-                os.fsync(handle)
-            draft.replace(path)
-        finally:
-            os.close(lock)
+            tables = [toml_text(_said(key), f"keys.{name}") for name, key in keys.items()]
+            text = "".join(["# API keys: hashes, made and revoked with `millrace key`.\n", *tables])
+            write_whole(self.path, text.encode(), 0o600, durable=True)
 
 
 class KeyRing(Generic[K]):

@@ -11,10 +11,12 @@ for one request, or for one a thousand objects that are listed.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import secrets
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import cache
@@ -68,7 +70,7 @@ class StorePath:
     def __str__(self) -> str:
         return self.url
 
-    def __truediv__(self, name: str | PurePosixPath) -> StorePath:
+    def __truediv__(self, name: str) -> StorePath:
         return StorePath(f"{self.url}/{name}")
 
     @property
@@ -85,10 +87,6 @@ class StorePath:
     def parent(self) -> StorePath:
         """The prefix above."""
         return StorePath(self.url.rpartition("/")[0])
-
-    def with_name(self, name: str) -> StorePath:
-        """Another object beside this one."""
-        return self.parent / name
 
     # --- objects
 
@@ -280,12 +278,17 @@ def stamp_of(path: LakePath) -> Stamp | None:
     return Stamp(str(found.st_ino), found.st_mtime_ns)
 
 
-def write_whole(path: LakePath, data: bytes, mode: int = 0o644) -> None:
-    """Write a small file whole or not at all, and the folders above it."""
+def write_whole(path: LakePath, data: bytes, mode: int = 0o644, *, durable: bool = False) -> None:
+    """Write a small file whole or not at all, and the folders above it.
+
+    Args:
+        mode: permissions of a local file.
+        durable: it is on the disk when this returns; otherwise a power failure may leave the file of before.
+    """
     if isinstance(path, StorePath):
         path.write_bytes(data)
     else:
-        _draft(path, data, mode).replace(path)
+        _draft(path, data, mode, durable=durable).replace(path)
 
 
 def create_whole(path: LakePath, data: bytes, mode: int = 0o644) -> bool:
@@ -295,7 +298,7 @@ def create_whole(path: LakePath, data: bytes, mode: int = 0o644) -> bool:
     """
     if isinstance(path, StorePath):
         return path.create(data)
-    draft = _draft(path, data, mode)
+    draft = _draft(path, data, mode, durable=True)
     try:
         path.hardlink_to(draft)
     except FileExistsError:
@@ -305,15 +308,32 @@ def create_whole(path: LakePath, data: bytes, mode: int = 0o644) -> bool:
     return True
 
 
-def _draft(path: Path, data: bytes, mode: int) -> Path:
+def _draft(path: Path, data: bytes, mode: int, *, durable: bool) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
     handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    with os.fdopen(handle, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(handle)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(handle)
+    except BaseException:  # a full disk
+        draft.unlink()
+        raise
     return draft
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold an advisory lock on a file of this machine; waits for it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
 
 
 def shared_secret(path: LakePath, size: int) -> bytes:

@@ -28,6 +28,7 @@ import httpx
 
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline.source import FeedSpec
+from lakehouse.contract.storage import write_whole
 from lakehouse.errors import FetchFailed
 
 log = logging.getLogger(__name__)
@@ -260,10 +261,7 @@ class FeedFetcher:
             return FeedState()
 
     def _keep(self, feed: FeedSpec, state: FeedState) -> None:
-        path = self._folder / f"{feed.name}.json"
-        fresh = path.with_suffix(".new")
-        fresh.write_text(json.dumps(asdict(state)), encoding="utf-8")
-        fresh.replace(path)
+        write_whole(self._folder / f"{feed.name}.json", json.dumps(asdict(state)).encode())
 
 
 def _too_large(feed: FeedSpec) -> FetchFailed:

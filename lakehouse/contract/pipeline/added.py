@@ -143,12 +143,12 @@ class Declared(Generic[T]):
         Raises:
             QueryRefused: the name is taken.
         """
-        if not create_whole(self.folder / f"{item.name}.toml", _text_of(item)):
+        if not create_whole(self.folder / f"{item.name}.toml", _text_of(item), 0o600):
             raise QueryRefused("taken", f"the name {item.name!r} is taken", "Choose another")
 
     def replace(self, item: T) -> None:
         """Write a declaration over the one that is there, in one step."""
-        write_whole(self.folder / f"{item.name}.toml", _text_of(item))
+        write_whole(self.folder / f"{item.name}.toml", _text_of(item), 0o600, durable=True)
 
     def remove(self, name: str) -> None:
         """Forget a declaration and, before it, its state: another of the name must not go on from there."""
@@ -167,7 +167,7 @@ class Declared(Generic[T]):
     def tell(self, name: str, state: State) -> None:
         """The driver's word."""
         text = json.dumps({f.name: getattr(state, f.name) for f in fields(State)})
-        write_whole(self.folder / f"{name}.state.json", text.encode())
+        write_whole(self.folder / f"{name}.state.json", text.encode(), 0o600, durable=True)
 
 
 def _text_of(item: QuerySpec | Alert) -> bytes:
