@@ -56,11 +56,14 @@ class Seen:
 
 
 @contextmanager
-def dashboard(demo: Demo) -> Iterator[Callable[[], Seen | None]]:
-    """The dashboard of a demo, open from here on. Gives None where there is no browser."""
+def dashboard(demo: Demo) -> Iterator[Callable[[Callable[[Seen], None]], Seen | None]]:
+    """The dashboard of a demo, open from here on: what it shows once a check passes, or after a minute.
+
+    Gives None where there is no browser.
+    """
     path = find_browser()
     if path is None:
-        yield lambda: None
+        yield lambda _: None
         return
     with chromium(path) as browser:
         context = browser.new_context(reduced_motion="reduce")
@@ -74,7 +77,7 @@ def dashboard(demo: Demo) -> Iterator[Callable[[], Seen | None]]:
             pages[name].set_default_timeout(PATIENCE_MS)
             pages[name].goto(f"{demo.address('serve')}/#{address}")
             pages[name].wait_for_selector("#view[data-position]")
-        yield lambda: _seen(**pages)
+        yield lambda check: _settled(lambda: _seen(**pages), check)
 
 
 @contextmanager
@@ -87,8 +90,21 @@ def chromium(path: Path) -> Iterator[Browser]:
             browser.close()
 
 
+def _settled(look: Callable[[], Seen], check: Callable[[Seen], None]) -> Seen:
+    deadline = time.monotonic() + 60
+    while True:
+        seen = look()
+        try:
+            check(seen)
+        except AssertionError:
+            if time.monotonic() > deadline:
+                return seen
+            time.sleep(0.2)
+        else:
+            return seen
+
+
 def _seen(totals: Page, top: Page, members: Page) -> Seen:
-    time.sleep(0.5)  # the last change is drawn
     rows = "found => found.map(({ dataset }) => [dataset.item, Number(dataset.count)])"
     figures = "found => found.map(({ dataset }) => [dataset.name, Number(dataset.value)])"
     view = totals.locator("#view")

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,19 @@ FACTS = """
   rows: [...sub.rows.values()].map(({ count }) => count), seen, states, ...sub.counters,
 })
 """
+SAVED = """
+async () => {
+  const [{ name }] = await indexedDB.databases();
+  const request = (asked) => new Promise((resolve, reject) => {
+    asked.onsuccess = () => resolve(asked.result);
+    asked.onerror = () => reject(asked.error);
+  });
+  const database = await request(indexedDB.open(name));
+  const heads = await request(database.transaction("heads").objectStore("heads").getAll());
+  database.close();
+  return heads.map(({ counters }) => counters.applied);
+}
+"""
 Facts = dict[str, Any]
 
 
@@ -70,6 +83,14 @@ async def until(page: Page, true_of: Callable[[Facts], bool]) -> Facts:
         assert time.monotonic() < ending, facts
         await asyncio.sleep(0.02)
     return facts
+
+
+async def saved(page: Page, applied: Sequence[int]) -> None:
+    """Wait until IndexedDB holds so many changes of each subscription."""
+    ending = time.monotonic() + PATIENCE_S
+    while (found := await page.evaluate(SAVED)) != applied:
+        assert time.monotonic() < ending, found
+        await asyncio.sleep(0.02)
 
 
 def commit(product: Product, count: int) -> None:
@@ -163,6 +184,8 @@ async def test_each_change_is_applied_once_through_kills_cuts_and_reloads(root: 
             facts = await until(page, live(*range(1, 10)))
             assert (facts["applied"], facts["gaps"], facts["duplicates"]) == (9, 0, 0)
             assert (facts["rows"], facts["transport"]) == ([9], options["transport"])
+        await saved(pages[0], [9, 9, 9])
+        for page in pages:
             await page.close()
         commit(product, 10)
         for options in wanted:
