@@ -10,7 +10,6 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 from jobs.console import log_to_stderr, print_problems, stopped_by_signals
 from jobs.local.broker import ensure_topics, resolve_kafka
@@ -29,7 +28,7 @@ log = logging.getLogger(__name__)
 def main(description: str, stages: Stages, argv: Sequence[str] | None = None) -> int:
     """Run the stages as a process of their own (spark-submit or python); returns the exit status."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--lake", type=Path, help="root folder of the tables")
+    parser.add_argument("--lake", help="root folder of the tables, or a URL such as s3://BUCKET/PREFIX")
     parser.add_argument("--pipeline", help="folder below conf/pipelines, or a path")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting; may be repeated")
     parser.add_argument("--accept-loss", action="store_true", help="go on where Kafka lost what bronze had not taken")
@@ -77,7 +76,7 @@ def run_stages(
         from lakehouse.errors import QueryFailed
         from lakehouse.maintain.caretaker import Caretaker
         from lakehouse.prepared import start_workers
-        from lakehouse.stream import PipelineChanges, run
+        from lakehouse.stream import KafkaAccess, PipelineChanges, run
 
         spark = session.result()
     start_workers(spark)
@@ -107,12 +106,10 @@ def run_stages(
                     settings,
                     pipeline,
                     stages,
-                    bootstrap=bootstrap,
-                    stop=stop,
-                    started=tell,
-                    accept_loss=accept_loss,
+                    KafkaAccess(bootstrap, accept_loss, topics),
+                    stop,
                     changes=PipelineChanges(files, care.declare),
-                    topics=topics,
+                    started=tell,
                 )
     except AnalysisException as error:  # ParseException is one too
         lines = str(error).strip().splitlines() or [type(error).__name__]

@@ -19,6 +19,7 @@ from lakehouse.contract.classdata import recording, sharing
 from lakehouse.contract.errors import EnvironmentProblem
 from lakehouse.contract.jars import jar_paths
 from lakehouse.contract.java import log_flags
+from lakehouse.contract.lake import Lake
 from lakehouse.contract.settings import Settings
 from lakehouse.contract.tomlfile import http_address
 from lakehouse.silver.avro import FOLDER, REGISTRY
@@ -61,6 +62,7 @@ _TUNED = {
     # Between the JVM and Python; over TCP a small table waits 40 ms for a delayed acknowledgement.
     "spark.python.unix.domain.socket.enabled": "true",
     "spark.sql.parquet.compression.codec": "zstd",
+    "spark.hadoop.mapreduce.fileoutputcommitter.marksuccessfuljobs": "false",  # bronze's folders hold data files only
     # A batch is cached for as long as its products are made: sizing up how to compress it costs more than it saves.
     "spark.sql.inMemoryColumnarStorage.compressed": "false",
     # Bronze is partitioned by day: a batch of one day needs no sort before it is written.
@@ -112,6 +114,7 @@ def build_session(settings: Settings, app: str, *, record_classes: Path | None =
     if submitted and _onto_class_path(jars.split(",")) and "spark.jars" in given:
         builder = builder.config("spark.jars", f"{given['spark.jars']},{jars}")
     master = given.get("spark.master", settings.spark.master)
+    schemas = Lake.of(settings).shared / "schemas"
     classes = recording(record_classes) if record_classes else [] if submitted else sharing("spark", class_path(paths))
     conf = {
         "spark.jars": jars,
@@ -119,7 +122,7 @@ def build_session(settings: Settings, app: str, *, record_classes: Path | None =
         "spark.executor.extraJavaOptions": JVM_OPTIONS,
         **(_LOOPBACK if _on_this_machine(master) else {}),
         **_TUNED,
-        FOLDER: str(settings.work_folder().absolute() / "schemas"),
+        FOLDER: str(schemas.absolute() if isinstance(schemas, Path) else schemas),
         REGISTRY: http_address("kafka.schema_registry", settings.kafka.schema_registry),
         **(_s3_conf(os.environ) if s3 else {}),
         **({} if submitted else _one_process(settings, paths)),

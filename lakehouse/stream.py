@@ -65,22 +65,17 @@ def run(
     settings: Settings,
     pipeline: Pipeline,
     stages: Stages,
-    *,
-    bootstrap: str,
+    kafka: KafkaAccess,
     stop: threading.Event,
-    started: Callable[[], None] | None = None,
-    accept_loss: bool = False,
-    changes: PipelineChanges | None = None,
-    topics: Callable[[Source], None] = lambda _: None,
+    *,
+    changes: PipelineChanges,
+    started: Callable[[], None],
 ) -> None:
     """Run the queries until ``stop`` is set.
 
     Args:
-        bootstrap: ``host:port`` of the broker; unused without bronze.
+        changes: followed meanwhile.
         started: called once all queries run.
-        accept_loss: see :func:`lakehouse.bronze.query.read_topic`.
-        changes: followed meanwhile; None: the pipeline stays as it is.
-        topics: makes a source's topics before its query starts.
 
     Raises:
         TableBusy: another process writes one of the tables.
@@ -88,15 +83,12 @@ def run(
         BronzeGap: Kafka no longer holds what bronze has not taken.
         TopicReplaced: a topic began anew, so that its offsets no longer say what bronze has.
     """
-    kafka = KafkaAccess(bootstrap, accept_loss, topics)
     with PipelineQueries(spark, settings, stages, kafka) as queries:
         queries.start(pipeline)
-        if started is not None:
-            started()
+        started()
         while not stop.wait(_LOOK_S):
             queries.check()
-            if changes is not None:
-                queries.follow(changes)
+            queries.follow(changes)
 
 
 @dataclass(frozen=True, slots=True)

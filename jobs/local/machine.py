@@ -118,10 +118,10 @@ def _lake_writable(settings: Settings) -> None:
     """Raises EnvironmentProblem: nothing can be written to the lake, or to the work folder."""
     if isinstance(settings.lake, Path):
         _writable(settings.lake)
-    if settings.work or not isinstance(settings.lake, Path):
-        _writable(settings.work_folder())
-    if isinstance(settings.lake, Path):
+        if settings.work:
+            _writable(settings.work_folder())
         return
+    _writable(settings.work_folder())
     mark = Lake.of(settings).shared / "check"
     try:
         write_whole(mark, b"")

@@ -35,6 +35,7 @@ from lakehouse.bronze.clock import BronzeClock
 from lakehouse.bronze.offsets import check_topic, planned_topics, starting_offsets, topic_now
 from lakehouse.bronze.table import COLUMNS, Progress, create, progress
 from lakehouse.contract import envelope as names
+from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.faults import crash_point
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Source
@@ -246,9 +247,12 @@ class BronzeWriter:
         """Raises TableBusy: another driver has appended, although this one holds the writer's lock."""
         if self._delta.version() == self._version:
             return
-        taken = progress(self._table).offsets
-        if any(end > self._done.offsets.get(place, 0) for place, end in taken.items()):
-            raise TableBusy(self._table.name, self._table.path)
+        for version, info in DeltaLog(self._table.path).infos(newest_first=True):
+            if version <= self._version:
+                break
+            taken = Progress.from_metadata(info.get("userMetadata") or "")
+            if taken and any(end > self._done.offsets.get(place, 0) for place, end in taken.offsets.items()):
+                raise TableBusy(self._table.name, self._table.path)
 
     @contextmanager
     def _turn(self) -> Iterator[int]:

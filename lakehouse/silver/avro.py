@@ -12,12 +12,10 @@ import functools
 import io
 import json
 import struct
-import tempfile
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from decimal import Decimal
-from pathlib import Path
 from typing import Any, cast
 from urllib.parse import quote, unquote, urlsplit
 
@@ -27,6 +25,7 @@ import pyarrow as pa
 from pyspark.sql import Column, SparkSession
 from pyspark.sql import functions as F
 
+from lakehouse.contract.storage import lake_path, write_whole
 from lakehouse.errors import RegistryProblem
 
 FOLDER, REGISTRY = "spark.millrace.schemas", "spark.millrace.registry"
@@ -86,15 +85,12 @@ def _schema(number: int, folder: str, registry: str) -> Any:
     Raises:
         RegistryProblem: the lake does not have it, and the registry does not say.
     """
-    file = Path(folder) / f"{number}.json"
+    file = lake_path(folder) / f"{number}.json"
     if file.is_file():
         found = json.loads(file.read_bytes())
     else:
         found = _fetch(number, registry)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".new", delete=False) as fresh:
-            json.dump(found, fresh)
-        Path(fresh.name).replace(file)
+        write_whole(file, json.dumps(found).encode(), durable=True)
     if "flaw" in found:
         return found["flaw"]
     named: dict[str, Any] = {}

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -20,6 +18,7 @@ from starlette.routing import Route
 from lakehouse.contract.control import ADMIN_KEY, MACHINE_KEY, address_file, control_folder
 from lakehouse.contract.keys import is_loopback, key_hash, new_key, new_key_id
 from lakehouse.contract.settings import Settings
+from lakehouse.contract.storage import write_whole
 from serve.access import uses_tls
 from serve.control.openapi import control_openapi
 from serve.control.routes import HANDLERS, ControlContext, new_epoch, routes
@@ -65,7 +64,7 @@ def first_keys(settings: Settings, store: ControlStore) -> None:
             row = KeyRow(id=made, hash=key_hash(text), name=name, actions=[action], **values, **limits, **stamps)
             change.session.add(row)
             change.log("key.add", made, "", name=name, actions=[action])
-        _write_secret(path, text)
+        write_whole(path, f"{text}\n".encode(), 0o600, durable=True)
         log.info("a key that may %s is in %s", "see the state" if action == "state" else action, path)
 
 
@@ -120,11 +119,3 @@ async def run_control(settings: Settings, *, ready: Callable[[str], None], stop:
         await serve_until(stop, config, listener, lambda: ready(url))
     finally:
         store.close()
-
-
-def _write_secret(path: Path, text: str) -> None:
-    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(handle)

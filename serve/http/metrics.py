@@ -19,6 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from lakehouse.contract.storage import write_whole
 from serve.access import ReaderGate
 from serve.core.hub import Hub
 from serve.http.rows import RowSource
@@ -51,13 +52,11 @@ class ServerMetrics:
     async def run(self) -> None:
         """Write the file every second until cancelled; at the end remove it."""
         file = self._folder / f"{self._name}.prom"
-        draft = file.with_suffix(".new")
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             while True:
                 try:
-                    draft.write_bytes(generate_latest(self.registry))
-                    draft.replace(file)
+                    write_whole(file, generate_latest(self.registry))
                 except OSError as error:
                     log.warning("metrics cannot be written to %s: %s", file, error)
                 await asyncio.sleep(_PAUSE_S)

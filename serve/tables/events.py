@@ -16,7 +16,6 @@ from typing import Any
 
 import orjson
 import pyarrow as pa
-import pyarrow.parquet as pq
 from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 
@@ -26,7 +25,7 @@ from lakehouse.contract.pipeline import Source
 from lakehouse.contract.rows import Key, Row
 from lakehouse.contract.sql.closures import as_date, as_timestamp
 from lakehouse.contract.sql.ddl import Field, parse_ddl
-from lakehouse.contract.storage import LakePath
+from lakehouse.contract.storage import LakePath, parquet_file
 from serve.core.messages import rows_of
 from serve.core.model import TableChange, TableInfo
 from serve.errors import FilterError
@@ -160,7 +159,7 @@ class EventReader(TableReader):
         return self._typed(pa.concat_tables(tables).slice(max(0, count - most))) if tables else []
 
     def _table(self, file: AddedFile) -> pa.Table:
-        with pq.ParquetFile(file.located(self.folder), memory_map=True) as parquet:
+        with parquet_file(file.located(self.folder)) as parquet:
             present = set(parquet.schema_arrow.names)
             names = [name for name in (*_ENVELOPE, "payload") if name in present]
             table = parquet.read(columns=names, use_threads=False)

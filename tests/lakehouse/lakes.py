@@ -29,7 +29,7 @@ from lakehouse.contract.pipeline.files import PipelineFiles
 from lakehouse.contract.settings import Settings, load_settings
 from lakehouse.gold.store import ProductStore
 from lakehouse.stages import Stages
-from lakehouse.stream import PipelineChanges, run
+from lakehouse.stream import KafkaAccess, PipelineChanges, run
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 T0 = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -337,12 +337,10 @@ class Site:
                     self.settings,
                     files.load(),
                     stages or Stages(),
-                    bootstrap=self.bootstrap,
-                    stop=stop,
-                    started=started.set,
-                    accept_loss=accept_loss,
+                    KafkaAccess(self.bootstrap, accept_loss, lambda source: ensure_topics([source], self.bootstrap)),
+                    stop,
                     changes=PipelineChanges(files),
-                    topics=lambda source: ensure_topics([source], self.bootstrap),
+                    started=started.set,
                 )
             except BaseException as error:  # noqa: BLE001 - raised below
                 errors.append(error)
