@@ -9,7 +9,7 @@ READY  := $(VENV)/.installed
 ARGS   ?=
 
 .PHONY: demo test check bench bench-log bench-lakehouse bench-fanout bench-lookup bench-sketches bench-collect bench-publishers bench-control soak cluster \
-  crashes chaos setup java lock docs clean
+  crashes chaos setup java lock docs wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -91,6 +91,10 @@ $(READY): requirements.lock pyproject.toml
 	@$(PY) -m pip install --disable-pip-version-check --require-hashes -r requirements.lock >&2
 	@$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
+
+# The package, for pip: dist/*.whl and dist/*.tar.gz
+wheel: $(READY)
+	@$(PY) -m hatchling build -d dist
 
 # The docs as a site: dist/site/index.html
 docs: $(READY)
