@@ -128,7 +128,7 @@ class _StoreLock(Lock):
     def take(self, advance: Advance = bytes) -> bytes | None:
         session = _session(self._path.parent.parent / "sessions")
         looked = time.monotonic()
-        newest = max(self._path.names(), default="")
+        newest = self._newest()
         number, found = 0, b""
         if newest:
             number = int(newest.removesuffix(_RELEASED))
@@ -140,7 +140,7 @@ class _StoreLock(Lock):
         entry = {"session": session.name, "value": value.hex(), "nonce": secrets.token_hex(4)}
         if not (self._path / _numbered(number + 1)).create(json.dumps(entry).encode()):
             return None
-        if time.monotonic() - looked > _STALE_S and max(self._path.names()) != _numbered(number + 1):
+        if time.monotonic() - looked > _STALE_S and self._newest() != _numbered(number + 1):
             return None  # others went on meanwhile, and have removed what stood at this number
         self._held = number + 1
         if number > _KEPT:
@@ -150,6 +150,11 @@ class _StoreLock(Lock):
 
     def release(self) -> None:
         (self._path / f"{_numbered(self._held)}{_RELEASED}").write_bytes(b"")
+
+    def _newest(self) -> str:
+        # Some servers list an object that is being written, under a name that is longer.
+        names = (name for name in self._path.names() if name.removesuffix(_RELEASED).isdecimal())
+        return max(names, default="")
 
 
 def _numbered(number: int) -> str:
