@@ -10,6 +10,7 @@ import pyarrow as pa
 from sqlglot import exp
 
 from lakehouse.contract.lake import CommitFacts
+from lakehouse.contract.pipeline.source import EnrichSpec
 from lakehouse.contract.pipeline.tenants import UNDECLARED, TenantBorder
 from lakehouse.contract.rows import Fold, Key, Row
 from serve.core.position import Position
@@ -32,6 +33,8 @@ class TableInfo:
         types: Arrow types of ``columns``.
         order: for a fold by ``latest``, the columns whose greatest values win.
         retention_ms: how long the table keeps the log and removed data files that a position needs.
+        references: of a source, by name: for each there are a column ``NAME``, whether the event has a row of it, and
+            columns ``NAME.FIELD``.
     """
 
     name: str
@@ -42,6 +45,7 @@ class TableInfo:
     types: tuple[pa.DataType, ...] = ()
     retention_ms: int = DEFAULT_RETENTION_MS
     order: tuple[str, ...] = ()
+    references: Mapping[str, EnrichSpec] = field(default_factory=dict)
 
     @property
     def folded(self) -> bool:

@@ -1,4 +1,5 @@
-"""The newest events of a bronze table in memory, as rows: the envelope, and the payload's declared fields.
+"""The newest events of a bronze table in memory, as rows: the envelope, the payload's declared fields, and the rows of
+references that the events carry.
 
 At a version there are the events of its commit and the :data:`KEPT` newest before it. So memory is bounded, and the
 rows depend on the log alone: any process tells a subscriber the same. Bronze is the record: what the products refuse is
@@ -90,6 +91,10 @@ class EventReader(TableReader):
         self._log = DeltaLog(folder)
         self._fields = parse_ddl(source.schema)
         self._read = {name: _reader(field) for name, field in self._fields.items()}
+        self._references = {name: spec for name, spec in source.enrich.items() if name not in self._fields}
+        self._carried = {**_ENVELOPE, "payload": pa.binary()}
+        if self._references:
+            self._carried["headers"] = pa.map_(pa.string(), pa.binary())
 
     def info(self) -> TableInfo:
         """Raises TableGone."""
@@ -99,6 +104,8 @@ class EventReader(TableReader):
             raise TableGone(self.folder.name, f"there is no table: {str(error).splitlines()[0]}") from None
         columns = {("reason" if name == "reject" else name): kind for name, kind in _ENVELOPE.items()}
         columns |= {name: _KINDS.get(field.declared, _NESTED) for name, field in self._fields.items()}
+        for name, spec in self._references.items():
+            columns |= {name: pa.bool_(), **{f"{name}.{field}": pa.string() for field in spec.fields}}
         return TableInfo(
             self.folder.name,
             metadata["id"],
@@ -106,6 +113,7 @@ class EventReader(TableReader):
             _KEY,
             types=tuple(columns.values()),
             retention_ms=retention_ms(metadata["configuration"]),
+            references=self._references,
         )
 
     def load(self, version: int | None = None) -> TableState:
@@ -161,20 +169,31 @@ class EventReader(TableReader):
     def _table(self, file: AddedFile) -> pa.Table:
         with parquet_file(file.located(self.folder)) as parquet:
             present = set(parquet.schema_arrow.names)
-            names = [name for name in (*_ENVELOPE, "payload") if name in present]
+            names = [name for name in self._carried if name in present]
             table = parquet.read(columns=names, use_threads=False)
         columns = [
             table[name].cast(kind) if name in present else pa.chunked_array([pa.nulls(table.num_rows, kind)])
-            for name, kind in {**_ENVELOPE, "payload": pa.binary()}.items()
+            for name, kind in self._carried.items()
         ]
-        return pa.table(columns, [*_ENVELOPE, "payload"])
+        return pa.table(columns, list(self._carried))
 
     def _typed(self, table: pa.Table) -> list[Row]:
         found = []
-        for *envelope, payload in rows_of(table):
-            fields = _fields(payload)
-            found.append((*envelope, *[read(fields.get(name)) for name, read in self._read.items()]))
+        last = len(_ENVELOPE)
+        for row in rows_of(table):
+            fields = _fields(row[last])
+            values = [read(fields.get(name)) for name, read in self._read.items()]
+            if self._references:
+                values += self._joined(dict(row[last + 1] or ()))
+            found.append((*row[:last], *values))
         return found
+
+    def _joined(self, headers: Mapping[str, bytes]) -> Iterator[Any]:
+        """Values of the references' columns."""
+        for name, spec in self._references.items():
+            row = _fields(headers.get(name))
+            yield True if name in headers else None
+            yield from (_text_of(row.get(field)) for field in spec.fields)
 
     def _facts_of(self, commit: Commit, rows: list[Row]) -> CommitFacts:
         facts = CommitFacts.of(self.folder.name, commit)
@@ -190,6 +209,11 @@ def _fields(payload: bytes | None) -> Mapping[str, Any]:
     except orjson.JSONDecodeError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _text_of(value: Any) -> str | None:
+    """A value as the products see it: the row of a reference is a map of texts there."""
+    return value if value is None or isinstance(value, str) else orjson.dumps(value).decode()
 
 
 def _reader(field: Field) -> Callable[[Any], Any]:

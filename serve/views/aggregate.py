@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import pyarrow as pa
 from sqlglot import exp
 
+from lakehouse.contract.errors import QueryRefused
+from lakehouse.contract.pipeline.added import resolve_references
 from lakehouse.contract.rows import Key, Row
 from lakehouse.contract.sql import BOOL, DATE, DECIMAL, FLOAT, INT, NUMBERS, OTHER, TEXT, TIMESTAMP
 from lakehouse.contract.sql.closures import Columns, Getter, compile_condition, compile_expression, pin_of
@@ -406,6 +408,7 @@ def _statement(sql: str, table: TableInfo) -> exp.Select:
     tree = parsed(sql)
     if not isinstance(tree, exp.Select):
         raise FilterError("it is not one SELECT", "Write SELECT city, sum(n) AS n GROUP BY city")
+    _join_references(tree, table)
     for name, value in tree.args.items():
         if value and name not in _CLAUSES:
             raise FilterError(
@@ -419,6 +422,34 @@ def _statement(sql: str, table: TableInfo) -> exp.Select:
     if len(tree.expressions) > MAX_ITEMS:
         raise FilterError(f"it has more than {MAX_ITEMS} columns")
     return tree
+
+
+def _join_references(tree: exp.Select, table: TableInfo) -> None:
+    """Replace joins of a source with its references by the references' columns, and drop the source's alias.
+
+    Raises:
+        FilterError: a reference is joined in another way than it is declared, or has no such field.
+    """
+    source = tree.args.get("from_") or tree.args.get("from")
+    if not table.references or source is None:
+        return
+    own = source.this.alias_or_name
+    try:
+        resolve_references(tree, {table.name: table.references})
+    except QueryRefused as refused:
+        raise FilterError(refused.problem, refused.remedy) from None
+    if not source.this.alias_column_names:
+        source.this.set("alias", None)
+    for column in list(tree.find_all(exp.Column)):
+        if len(column.parts) != 2:
+            continue
+        spec = table.references.get(column.table)
+        if spec is not None and column.name not in spec.fields:
+            remedy = f"Fields that the pipeline declares: {', '.join(spec.fields) or 'none'}"
+            raise FilterError(f"the reference {column.table!r} has no field {column.name!r}", remedy)
+        if spec is not None or column.table == own:
+            name = column.name if spec is None else f"{column.table}.{column.name}"
+            column.replace(exp.column(name, quoted=True))
 
 
 def _check_item(node: exp.Expr) -> None:

@@ -23,7 +23,7 @@ from lakehouse.contract.lake import ALERTS, LOADS, NAME_PATTERN, QUALITY, QUARAN
 from lakehouse.contract.pipeline import Pipeline, Product, Source
 from lakehouse.contract.pipeline.folder import Alert, View
 from lakehouse.contract.pipeline.product import EVENTS
-from lakehouse.contract.pipeline.source import ENVELOPE_COLUMNS, column_of
+from lakehouse.contract.pipeline.source import ENVELOPE_COLUMNS, EnrichSpec, column_of
 from lakehouse.contract.pipeline.tenants import check_tenant
 from lakehouse.contract.settings import QuerySettings
 from lakehouse.contract.sql.ddl import parse_ddl
@@ -256,7 +256,7 @@ def checked_query(
     if spec.start not in STARTS:
         raise QueryRefused("option", f"from {spec.start!r} is not known", f"Use one of: {', '.join(STARTS)}")
     tree = parse_query(spec.sql, max_bytes=_MAX_SQL_BYTES)
-    if resolve_references(tree, pipeline.sources):
+    if resolve_references(tree, {name: source.enrich for name, source in pipeline.sources.items()}):
         spec = replace(spec, sql=to_spark(tree))
     derived = [*pipeline.products, *pipeline.views, *(name for name, query in declared.items() if not query.removed)]
     relation = check_relations(tree, [*pipeline.sources, *derived])
@@ -276,12 +276,15 @@ def checked_query(
     return _over_product(spec, names, grouped(tree))
 
 
-def resolve_references(tree: exp.Query, sources: Mapping[str, Source]) -> bool:
+def resolve_references(tree: exp.Query, references: Mapping[str, Mapping[str, EnrichSpec]]) -> bool:
     """Resolve joins of a source with its references (``[sources.NAME.enrich.REFERENCE]``) in a query.
 
     The row of a reference travels with each event and is a map in SQL. So ``FROM rides r JOIN stations s ON r.station =
     s.id`` is a condition that there is one, and ``LEFT JOIN`` none; ``s.name`` is ``stations.name``. A replay gives the
     same rows, whatever the reference holds by then.
+
+    Args:
+        references: by source and name.
 
     Returns:
         Whether there was one.
@@ -293,16 +296,16 @@ def resolve_references(tree: exp.Query, sources: Mapping[str, Source]) -> bool:
     relation = tree.args.get("from_") or tree.args.get("from")
     if relation is None or not joins:
         return False
-    source = sources.get(relation.this.name)
+    known = references.get(relation.this.name, {})
     for join in joins:
         name, alias = join.this.name, join.this.alias_or_name
-        spec = source.enrich.get(name) if source is not None else None
-        if source is None or spec is None or not isinstance(join.this, exp.Table):
+        spec = known.get(name)
+        if spec is None or not isinstance(join.this, exp.Table):
             return False
         on = join.args.get("on")
         sides = [_path(side, relation.this.alias_or_name) for side in ((on.left, on.right) if on else ())]
         wanted = [spec.key.strip("{}"), f"{alias}.{spec.column or 'key'}"]
-        kind = f"{join.side} {join.kind}".split()
+        kind = f"{join.method} {join.side} {join.kind}".split()
         if not isinstance(on, exp.EQ) or sorted(sides) != sorted(wanted) or kind not in ([], ["INNER"], ["LEFT"]):
             remedy = f"Write JOIN {name} ON {wanted[0]} = {name}.{spec.column or 'key'}, or LEFT JOIN"
             raise QueryRefused("relation", f"the reference {name!r} is not joined as it is declared", remedy)

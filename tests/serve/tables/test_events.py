@@ -31,6 +31,7 @@ SCHEMA = pa.schema(
         ("origin", pa.string()),
         ("reject", pa.string()),
         ("payload", pa.binary()),
+        ("headers", pa.map_(pa.string(), pa.binary())),
         ("date", pa.date32()),
     ]
 )
@@ -40,7 +41,14 @@ topic = "rides"
 schema = "ride_id BIGINT, city STRING, amount DOUBLE, at TIMESTAMP, ok BOOLEAN, paid DECIMAL(9,2), place STRUCT<x: INT>"
 event_id = "{ride_id}"
 event_time = "at"
+
+[sources.rides.enrich.towns]
+file = "towns.csv"
+column = "name"
+key = "{city}"
+fields = ["state", "people"]
 """
+TOWNS = {"Bonn": {"state": "NRW", "people": 335_000}, "Kiel": {"state": None, "people": None}}
 
 
 class Bronze:
@@ -52,7 +60,10 @@ class Bronze:
         self.folder.parent.mkdir(parents=True)
         DeltaTable.create(str(self.folder), SCHEMA, partition_by=["date"])
 
-    def append(self, *ids: int, tenant: str = "default", reject: str | None = None, **fields: Any) -> None:
+    def append(
+        self, *ids: int, tenant: str = "default", reject: str | None = None, town: str = "", **fields: Any
+    ) -> None:
+        headers = {"towns_version": b"1"} | ({"towns": json.dumps(TOWNS[town]).encode()} if town else {})
         rows = [
             {
                 "event_id": str(number),
@@ -62,6 +73,7 @@ class Bronze:
                 "origin": "stream",
                 "reject": reject,
                 "payload": json.dumps({"ride_id": number, "city": "Bonn", "amount": number * 10, **fields}).encode(),
+                "headers": list(headers.items()),
                 "date": T0.date(),
             }
             for number in ids
@@ -94,6 +106,70 @@ async def test_single_events_come_over_each_transport(root: Path, bronze: Bronze
         change = await client.receive("change")
         assert ids(change) == [6, 8] and change["deletes"] == []
         assert set(change["upserts"][0]) == {"event_id", "tenant", "ride_id", "city", "amount"}
+
+
+JOINED = (
+    "SELECT r.ride_id, t.state FROM rides r JOIN towns t ON r.city = t.name WHERE t.people <> '1' OR t.state IS NULL"
+)
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+async def test_a_reference_is_joined_over_each_transport(root: Path, bronze: Bronze, name: str) -> None:
+    """An event carries the row that the reference had for it, so a reader that comes back is told the same."""
+    bronze.append(1, town="Bonn")
+    bronze.append(2)
+    async with serving(root, str(root.parent)) as url:
+        async with TRANSPORTS[name](url, {"table": "rides", "select": JOINED}) as client:
+            first = await client.receive("snapshot")
+            assert [(row["ride_id"], row["towns.state"]) for row in first["rows"]] == [(1, "NRW")]
+            bronze.append(3, 4, town="Bonn")
+            bronze.append(5)
+            bronze.append(6, town="Kiel")
+            changes = [await client.receive("change") for _ in range(3)]
+            assert [ids(change) for change in changes] == [[3, 4], [], [6]]
+            assert [row["towns.state"] for change in changes for row in change["upserts"]] == ["NRW", "NRW", None]
+        again = {"table": "rides", "select": JOINED, "from": first["position"]}
+        async with TRANSPORTS[name](url, again) as client:
+            told: list[dict[str, Any]] = []
+            while len(told) < len(changes):
+                told += [one for one in [await client.receive()] if one["type"] != "resumed"]
+            assert told == changes
+
+
+async def test_references_in_rows_filters_and_aggregates(root: Path, bronze: Bronze) -> None:
+    bronze.append(1, 2, town="Bonn")
+    bronze.append(3, town="Kiel")
+    bronze.append(4)
+    async with serving(root, str(root.parent)) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
+
+        async def rows(status: int = 200, **query: str) -> Any:
+            answer = await http.get("/v1/tables/rides", params=query)
+            assert answer.status_code == status, answer.text
+            return answer.json()["rows"] if status == 200 else answer.json()["detail"]
+
+        carried = [(row["towns"], row["towns.state"], row["towns.people"]) for row in await rows()]
+        assert carried == [(True, "NRW", "335000"), (True, "NRW", "335000"), (True, None, None), (None, None, None)]
+        assert ids({"rows": await rows(where="\"towns.state\" = 'NRW'")}) == [1, 2]
+        assert ids({"rows": await rows(select="SELECT * FROM rides LEFT JOIN towns ON city = towns.name")}) == [
+            1,
+            2,
+            3,
+            4,
+        ]
+        totals = "SELECT t.state AS state, count(*) AS n FROM rides r JOIN towns t ON t.name = r.city GROUP BY t.state"
+        assert await rows(select=totals) == [{"state": "NRW", "n": 2}, {"state": None, "n": 1}]
+        join = "SELECT ride_id FROM rides r JOIN towns t ON"
+        for refused, why in {
+            f"{join} r.city = t.state": "not joined as it is declared",
+            f"{join} r.city = t.name AND t.people > 1": "not joined as it is declared",
+            "SELECT ride_id FROM rides CROSS JOIN towns": "not joined as it is declared",
+            "SELECT ride_id FROM rides ASOF JOIN towns ON city = towns.name": "not joined as it is declared",
+            "SELECT ride_id FROM rides JOIN elsewhere e ON city = e.name": "JOINS is not kept up to date here",
+            "SELECT ride_id FROM rides r(a, b)": "FROM names this table",
+            "SELECT x.towns.state FROM rides x": "qualified",
+            f"SELECT t.mayor FROM rides r {join.partition('rides r ')[2]} r.city = t.name": "no field 'mayor'",
+        }.items():
+            assert why in await rows(400, select=refused), refused
 
 
 async def test_what_a_payload_says_is_typed_as_it_is_declared(root: Path, bronze: Bronze) -> None:
