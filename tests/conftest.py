@@ -32,12 +32,16 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedBroker]
 
 
 @pytest.fixture(scope="session")
-def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of an empty prefix on a real S3-compatible server, whose variables are set for this process."""
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """A real S3-compatible server that nobody has started yet; its address is known."""
     server = S3Server(tmp_path_factory.mktemp("s3"))
-    server.start()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in server.variables.items():
-            patch.setenv(name, value)
-        yield f"s3://{BUCKET}"
+    yield server
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def s3(s3_server: S3Server) -> Iterator[str]:
+    """URL of an empty bucket on a started S3-compatible server, whose variables are set for this process."""
+    s3_server.start()
+    with s3_server.in_environment():
+        yield f"s3://{BUCKET}"

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from lakehouse.contract.jars import jar_paths
 from lakehouse.contract.java import find_java
+from lakehouse.contract.storage import StorePath
 
 BUCKET = "lake"
 _PATIENCE_S = 60.0
@@ -41,6 +46,18 @@ class S3Server:
             "AWS_REGION": "us-east-1",
             "AWS_ALLOW_HTTP": "true",
         }
+
+    def file(self, path: StorePath) -> Path:
+        """Where the server keeps an object."""
+        return self._folder / "objects" / path.url.partition("://")[2]
+
+    @contextlib.contextmanager
+    def in_environment(self) -> Iterator[None]:
+        """This process and those that it starts meanwhile are clients."""
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in self.variables.items():
+                patch.setenv(name, value)
+            yield
 
     def start(self) -> None:
         """Start it, and wait until it answers."""

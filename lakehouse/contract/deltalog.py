@@ -323,7 +323,7 @@ class LogFollower:
 
     In a folder of this machine it holds the log's folder open. A folder that is deleted meanwhile keeps its inode
     number for as long, so that a table created anew under the same name is told from it. In an object store it knows
-    the stamp of the commit that it read last.
+    the stamp of the commit that it read last, at first of the newest.
 
     Args:
         table: the table's folder.
@@ -346,7 +346,10 @@ class LogFollower:
                 self._handle = os.open(str(self.log.folder), os.O_RDONLY | os.O_DIRECTORY)
             except (FileNotFoundError, NotADirectoryError):
                 return False
-        return self.log.newest() >= 0
+        newest = self.log.newest()
+        if self.remote and newest >= 0:
+            self._last = newest, self.log.stamp(newest)
+        return newest >= 0
 
     def close(self) -> None:
         """Let go of the log."""

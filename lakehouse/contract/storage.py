@@ -49,7 +49,7 @@ class Stamp:
     at: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, order=True, slots=True)
 class StorePath:
     """An object, or the prefix of several, in an object store.
 
@@ -145,15 +145,11 @@ class StorePath:
         return True
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of the objects below, by name."""
+        """Bytes of the objects directly below, by name."""
         import obstore
 
-        start = f"{self._key}/"
-        return {
-            found["path"].removeprefix(start): int(found["size"])
-            for some in obstore.list(self._store, start)
-            for found in some
-        }
+        found = obstore.list_with_delimiter(self._store, self._key + "/")["objects"]
+        return {each["path"].rpartition("/")[2]: int(each["size"]) for each in found}
 
     def contents_stamp(self) -> int:
         """Changes with the objects below; 0: there are none."""

@@ -55,6 +55,7 @@ def test_small_files(place: LakePath) -> None:
     assert first is not None and stamp_of(file) not in (first, None)
     write_whole(place / "queries" / "b.json", b"")
     assert files_in(place / "queries", "*.toml") == [file]
+    write_whole(place / "queries" / "deeper" / "c.toml", b"3")
     assert file_sizes(place / "queries", "*.toml") == {"a.toml": 2}
     assert [found.name for found in place.iterdir()] == ["queries"] and (place / "queries").is_dir()
     file.unlink()
@@ -111,7 +112,8 @@ def test_a_log(place: LakePath) -> None:
     assert log.properties() == dict(DeltaTable(str(table)).metadata().configuration)
     with pytest.raises(TableGone):
         log.read(3)
-    assert [found.name for found in Lake(place, work=Path("/nowhere")).tables()] == ["t"]
+    write_deltalake(str(place / "gold" / "s"), ROWS)
+    assert [found.name for found in Lake(place, work=Path("/nowhere")).tables()] == ["s", "t"]
 
 
 def test_a_follower_notices_a_table_that_was_replaced(place: LakePath) -> None:
@@ -131,6 +133,12 @@ def test_a_follower_notices_a_table_that_was_replaced(place: LakePath) -> None:
         write_deltalake(str(table), ROWS, mode="append")
     with pytest.raises(TableGone, match="replaced"):
         follower.read(2)
+    assert follower.open()  # and of the new one it reads nothing before that is replaced in turn
+    remove_tree(table)
+    for _ in range(4):
+        write_deltalake(str(table), ROWS, mode="append")
+    with pytest.raises(TableGone, match="replaced"):
+        follower.read(3)
     follower.close()
 
 

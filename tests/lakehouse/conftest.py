@@ -10,7 +10,9 @@ import pytest
 from pyspark.sql import SparkSession
 
 from ingest.broker import EmbeddedBroker
+from lakehouse.contract.lake import Lake
 from lakehouse.contract.settings import load_settings
+from lakehouse.contract.storage import lake_path
 from lakehouse.session import build_session
 from tests.lakehouse.lakes import Site, site
 
@@ -21,6 +23,20 @@ def spark() -> Iterator[SparkSession]:
     session = build_session(load_settings({}, spark__driver_memory="1g"), "tests")
     yield session
     session.stop()
+
+
+@pytest.fixture(params=["folder", pytest.param("s3", marks=[pytest.mark.s3, pytest.mark.soak])])
+def bucket(request: pytest.FixtureRequest) -> str:
+    """Where lakes are: empty for folders of this machine, or URL of an object store."""
+    return "" if request.param == "folder" else str(request.getfixturevalue("s3"))
+
+
+@pytest.fixture
+def lake(bucket: str, tmp_path: Path) -> Lake:
+    """An empty lake."""
+    if not bucket:
+        return Lake(tmp_path / "lake")
+    return Lake(lake_path(f"{bucket}/{uuid.uuid4().hex}"), tmp_path / "work")
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import closing
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
@@ -24,6 +25,7 @@ from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.faults import CARE_CRASH_POINTS
 from lakehouse.contract.lake import LOADS, PROPERTY_POSITIONS, Lake, TableRef
 from lakehouse.contract.pipeline import Product, Source
+from lakehouse.contract.storage import LakePath, StorePath, write_whole
 from lakehouse.declaration import product_declaration, source_declaration
 from lakehouse.errors import TableBusy
 from lakehouse.gold.mark import BatchMark
@@ -39,6 +41,7 @@ from lakehouse.maintain.care import (
     SWEEP_EVERY_S,
     TIDY_EVERY_S,
     Maintenance,
+    checkpoint_log,
     compact_bronze,
     compact_product,
     end_retention,
@@ -47,9 +50,11 @@ from lakehouse.maintain.care import (
     leading,
     may_clean,
     vacuum_product,
+    vacuum_table,
 )
 from lakehouse.maintain.caretaker import Caretaker
 from tests.lakehouse.lakes import T0, bronze_rows, eventually, pipeline_in
+from tests.s3 import S3Server
 
 PER_CITY = Product(
     layer="silver",
@@ -91,8 +96,8 @@ def counts(store: ProductStore) -> list[int]:
     return sorted(store.operator.merge(None, rows)["n"].to_pylist())
 
 
-def test_partials_are_folded_by_their_writer_and_it_goes_on(tmp_path: Path) -> None:
-    store = store_with(Lake(tmp_path), PER_CITY, 12)
+def test_partials_are_folded_by_their_writer_and_it_goes_on(lake: Lake) -> None:
+    store = store_with(lake, PER_CITY, 12)
     before, mark = counts(store), store.mark()
     assert compact_product(store, many=100) == ""
     assert compact_product(store, many=10) == "folded"
@@ -107,37 +112,36 @@ def test_partials_are_folded_by_their_writer_and_it_goes_on(tmp_path: Path) -> N
     store.apply(partial(0, PER_CITY), BatchMark("q", 11, "{}", {}, 1))  # known from before the fold
     assert counts(store) == [4, 4, 5]
     assert not fold(store)  # not worth while
-    assert not fold(store_with(Lake(tmp_path / "other"), PER_CITY, 3), most=2)
+    assert not fold(store_with(dataclasses.replace(lake, root=lake.root / "other"), PER_CITY, 3), most=2)
 
 
-def test_a_product_is_put_together_by_its_writer_and_it_goes_on(tmp_path: Path) -> None:
-    store = store_with(Lake(tmp_path), TOTALS, 6)
+def test_a_product_is_put_together_by_its_writer_and_it_goes_on(lake: Lake) -> None:
+    store = store_with(lake, TOTALS, 6)
     assert compact_product(store, many=2) == "compacted"
     assert len(DeltaTable(str(store.table.path)).file_uris()) == 1
     store.apply(partial(0, TOTALS), BatchMark("q", 6, "{}", {}, 1))
     assert counts(store) == [2, 2, 3]
-    assert compact_product(ProductStore(TOTALS, Lake(tmp_path).table("gold", "absent"), "p")) == ""
+    assert compact_product(ProductStore(TOTALS, lake.table("gold", "absent"), "p")) == ""
 
 
 CARE = """
 import sys
-from pathlib import Path
-from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.lake import Lake
+from lakehouse.contract.storage import lake_path
 from lakehouse.maintain.care import compact_product
 from tests.lakehouse.test_maintain import PER_CITY, TOTALS, ProductStore
 product = {"per_city": PER_CITY, "totals": TOTALS}[sys.argv[2]]
-compact_product(ProductStore(product, Lake(Path(sys.argv[1])).table(product.layer, product.name), "p"), many=2)
+compact_product(ProductStore(product, Lake(lake_path(sys.argv[1])).table(product.layer, product.name), "p"), many=2)
 """
 
 
 @pytest.mark.parametrize("point", CARE_CRASH_POINTS)
 @pytest.mark.parametrize("product", [PER_CITY, TOTALS], ids=["folded", "compacted"])
-def test_a_writer_that_is_killed_in_its_care_goes_on(tmp_path: Path, point: str, product: Product) -> None:
-    store = store_with(Lake(tmp_path), product, 12)
+def test_a_writer_that_is_killed_in_its_care_goes_on(lake: Lake, point: str, product: Product) -> None:
+    store = store_with(lake, product, 12)
     before, mark, version = counts(store), store.mark(), store.delta().version()
     done = subprocess.run(
-        [sys.executable, "-c", CARE, str(tmp_path), product.name],
+        [sys.executable, "-c", CARE, str(lake.root), product.name],
         cwd=Path(__file__).parents[2],
         env={**os.environ, "MILLRACE_CRASH_AT": point},
         timeout=300,
@@ -158,8 +162,8 @@ def test_a_writer_that_is_killed_in_its_care_goes_on(tmp_path: Path, point: str,
     assert sum(counts(after)) == sum(before) + 1
 
 
-def test_a_product_says_how_long_a_position_lives_and_keeps_it(tmp_path: Path) -> None:
-    store = store_with(Lake(tmp_path), TOTALS, 4)
+def test_a_product_says_how_long_a_position_lives_and_keeps_it(lake: Lake) -> None:
+    store = store_with(lake, TOTALS, 4)
     delta = DeltaTable(str(store.table.path))
     assert delta.metadata().configuration[PROPERTY_POSITIONS] == "1800000"
     assert kept_ms(delta, "logRetentionDuration") == kept_ms(delta, "deletedFileRetentionDuration") == 1_800_000
@@ -186,14 +190,13 @@ def bronze(lake: Lake, commits: int, day: date = THEN, first: int = 0) -> TableR
     return table
 
 
-def reading(lake: Lake, table: TableRef, next_version: int, name: str = "live-clicks") -> Path:
+def reading(lake: Lake, table: TableRef, next_version: int, name: str = "live-clicks") -> LakePath:
     """The note of a set of products that has read everything before a version."""
     note_reader(lake, name, str(DeltaTable(str(table.path)).metadata().id), next_version)
     return reader_file(lake, name)
 
 
-def test_small_files_of_bronze_are_put_together_and_rows_and_progress_stay(tmp_path: Path) -> None:
-    lake = Lake(tmp_path)
+def test_small_files_of_bronze_are_put_together_and_rows_and_progress_stay(lake: Lake) -> None:
     table = bronze(lake, 8)
     before = DeltaTable(str(table.path)).to_pyarrow_table().sort_by("offset")
     assert compact_bronze(lake, table) == 0  # not many
@@ -206,9 +209,8 @@ def test_small_files_of_bronze_are_put_together_and_rows_and_progress_stay(tmp_p
     assert progress(table).offsets == {"clicks/0": 16}
 
 
-def test_writers_of_bronze_go_on_while_its_files_are_put_together(tmp_path: Path) -> None:
+def test_writers_of_bronze_go_on_while_its_files_are_put_together(lake: Lake) -> None:
     """A loader's handle that knows nothing of the compaction appends after it; nothing is lost or doubled."""
-    lake = Lake(tmp_path)
     table = bronze(lake, 8)
     stop = threading.Event()
 
@@ -227,8 +229,41 @@ def test_writers_of_bronze_go_on_while_its_files_are_put_together(tmp_path: Path
     assert sorted(offsets) == list(range(76))
 
 
-def test_what_a_query_has_to_read_stays(tmp_path: Path) -> None:
-    lake = Lake(tmp_path)
+@pytest.fixture
+def aged(s3_server: S3Server) -> Callable[[LakePath, float], None]:
+    """Sets when a file or an object was written."""
+
+    def age(path: LakePath, at: float) -> None:
+        os.utime(s3_server.file(path) if isinstance(path, StorePath) else path, (at, at))
+
+    return age
+
+
+def test_old_versions_and_files_go_and_the_writer_goes_on(lake: Lake, aged: Callable[[LakePath, float], None]) -> None:
+    table = bronze(lake, 8)
+    log = DeltaLog(table.path)
+    reading(lake, table, 9)
+    assert compact_bronze(lake, table, many=2) == 7
+    assert vacuum_table(lake, table) == 0
+    assert checkpoint_log(lake, table, every=1) == "log checkpoint"
+    assert log.oldest() == 0
+    now = {f"delta.{name}": "interval 0 seconds" for name in ("deletedFileRetentionDuration", "logRetentionDuration")}
+    DeltaTable(str(table.path)).alter.set_table_properties(now)
+    reading(lake, table, log.newest() + 1)
+    assert vacuum_table(lake, table) == 8
+    reading(lake, table, log.newest() + 1)
+    for version in log.versions()[:-1]:
+        aged(log.commit_file(version), T0.timestamp())
+    assert checkpoint_log(lake, table, every=1) == "log checkpoint"
+    assert log.oldest() > 8
+    rows = DeltaTable(str(table.path)).to_pyarrow_table()
+    assert sorted(rows["offset"].to_pylist()) == list(range(16))
+    assert progress(table).offsets == {"clicks/0": 16}
+    bronze(lake, 1, first=8)
+    assert progress(table).offsets == {"clicks/0": 18}
+
+
+def test_what_a_query_has_to_read_stays(lake: Lake, aged: Callable[[LakePath, float], None]) -> None:
     table = bronze(lake, 4)
     assert readers_of(lake, table) == []
     assert may_clean(lake, table, 3600)
@@ -241,15 +276,16 @@ def test_what_a_query_has_to_read_stays(tmp_path: Path) -> None:
     assert waiting < 600
     assert may_clean(lake, table, 7200)
     old = time.time() - 5000
-    os.utime(table.path / "_delta_log" / f"{3:020d}.json", (old, old))
+    aged(DeltaLog(table.path).commit_file(3), old)
     assert not may_clean(lake, table, 7200)
     reading(lake, table, 5)  # it has read all
     assert all(unread_since(table, one) is None for one in readers_of(lake, table))
     assert may_clean(lake, table, 1)
 
 
-def test_days_past_their_retention_go_once_they_were_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    lake = Lake(tmp_path)
+def test_days_past_their_retention_go_once_they_were_read(
+    lake: Lake, aged: Callable[[LakePath, float], None], caplog: pytest.LogCaptureFixture
+) -> None:
     table = bronze(lake, 2)
     today = datetime.now(UTC).date()
     bronze(lake, 2, day=today, first=2)
@@ -257,9 +293,7 @@ def test_days_past_their_retention_go_once_they_were_read(tmp_path: Path, caplog
     year = 365 * 86_400_000
     assert end_retention(lake, table, 100 * year) == []
     month = 30 * 86_400_000
-    log = table.path / "_delta_log"
-    written = T0.timestamp()
-    os.utime(log / f"{1:020d}.json", (written, written))  # the query has not read the old days yet
+    aged(DeltaLog(table.path).commit_file(1), T0.timestamp())  # the query has not read the old days yet
     assert end_retention(lake, table, month) == []
     assert "stay until live-clicks has read them" in caplog.text
     reading(lake, table, 5)
@@ -270,8 +304,7 @@ def test_days_past_their_retention_go_once_they_were_read(tmp_path: Path, caplog
     bronze(lake, 1, day=today, first=4)
 
 
-def test_a_driver_looks_after_logs_bronze_and_its_products(tmp_path: Path) -> None:
-    lake = Lake(tmp_path)
+def test_a_driver_looks_after_logs_bronze_and_its_products(lake: Lake) -> None:
     store = store_with(lake, PER_CITY, CHECKPOINT_EVERY + 1)
     table = bronze(lake, 70)
     now = [0.0]
@@ -296,12 +329,14 @@ def test_a_driver_looks_after_logs_bronze_and_its_products(tmp_path: Path) -> No
     assert DeltaLog(store.table.path).newest() > CHECKPOINT_EVERY
 
 
-def test_a_driver_looks_after_what_none_of_its_queries_keeps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_looks_after_what_none_of_its_queries_keeps(
+    tmp_path: Path, lake: Lake, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without a single batch: bronze, a product whose stage does not run, and the loader's reports."""
-    lake, pipeline = Lake(tmp_path / "lake"), pipeline_in(tmp_path / "clicks", "t")
+    pipeline = pipeline_in(tmp_path / "clicks", "t")
     pipeline = dataclasses.replace(pipeline, products={"per_city": PER_CITY, "totals": TOTALS, "broken": BROKEN})
     store_with(lake, BROKEN, 1)
-    (lake.table("gold", "broken").path / "_delta_log" / f"{0:020d}.json").write_text("{")
+    write_whole(lake.table("gold", "broken").path / "_delta_log" / f"{0:020d}.json", b"{")
     store = store_with(lake, PER_CITY, MANY_FILES)
     taken = store_with(lake, TOTALS, 3)
     table = bronze(lake, 64)
@@ -360,8 +395,7 @@ def report(number: int) -> FileReport:
     return FileReport(f"{number}.csv", f"f{number}", "csv", 1, 1, 0, 0, 0.1, "loaded", "", 1, 1, 2)
 
 
-def test_a_driver_that_starts_waits_for_care_to_end(tmp_path: Path) -> None:
-    lake = Lake(tmp_path)
+def test_a_driver_that_starts_waits_for_care_to_end(lake: Lake) -> None:
     with WriterLocks(lake, ["totals"]) as held:
         with pytest.raises(TableBusy), WriterLocks(lake, ["totals"]):
             pytest.fail("it has the lock")
@@ -370,10 +404,9 @@ def test_a_driver_that_starts_waits_for_care_to_end(tmp_path: Path) -> None:
             pass
 
 
-def test_trouble_never_stops_the_writer(tmp_path: Path) -> None:
-    (tmp_path / "gold" / "broken" / "_delta_log").mkdir(parents=True)
-    lake = Lake(tmp_path)
-    broken = ProductStore(TOTALS, TableRef("gold", "broken", tmp_path / "gold" / "broken"), "p")
+def test_trouble_never_stops_the_writer(lake: Lake) -> None:
+    broken = ProductStore(TOTALS, lake.table("gold", "broken"), "p")
+    write_whole(broken.table.path / "_delta_log" / "nothing", b"")
     now = [0.0]
     care = Maintenance(lake, now=lambda: now[0])
     for _ in range(3):
@@ -396,8 +429,8 @@ def test_a_declaration_is_known_by_what_makes_its_rows(tmp_path: Path) -> None:
     assert source_declaration(replace(source, partitions=9, retention="1 day")) == source_declaration(source)
 
 
-def test_a_product_is_built_again_when_it_is_declared_otherwise(tmp_path: Path) -> None:
-    table = Lake(tmp_path).table("gold", "totals")
+def test_a_product_is_built_again_when_it_is_declared_otherwise(lake: Lake) -> None:
+    table = lake.table("gold", "totals")
     mark = BatchMark("q", 0, "{}")
     first = ProductStore(TOTALS, table, "p", "one")
     first.apply(partial(0, TOTALS), mark)

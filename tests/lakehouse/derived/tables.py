@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -16,6 +15,7 @@ from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, Source, View
 from lakehouse.contract.pipeline.folder import Alert
 from lakehouse.contract.settings import QuerySettings, Settings
+from lakehouse.contract.storage import LakePath
 from lakehouse.derived.derivations import Derivations
 from lakehouse.derived.views import ViewEngine
 
@@ -109,6 +109,6 @@ def rows_of(lake: Lake, name: str, layer: str = "gold") -> list[dict[str, Any]]:
     return DeltaTable(str(lake.table(layer, name).path)).to_pyarrow_table().to_pylist()  # type: ignore[no-any-return]
 
 
-def versions(path: Path) -> int:
+def versions(path: LakePath) -> int:
     """The newest version."""
     return DeltaTable(str(path)).version()

@@ -42,9 +42,10 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]], *, packed: bool = Fa
     return path
 
 
-def job(root: Path, **options: Any) -> LoadJob:
-    """A job on the lake below ``root``."""
-    return LoadJob(Lake(root / "lake"), options.pop("source", SOURCE), **options)
+def job(place: Path | Lake, **options: Any) -> LoadJob:
+    """A job on a lake, or on the one below a folder."""
+    lake = place if isinstance(place, Lake) else Lake(place / "lake")
+    return LoadJob(lake, options.pop("source", SOURCE), **options)
 
 
 def run(made: LoadJob, *paths: Path | str, workers: int = 1) -> dict[str, FileReport]:

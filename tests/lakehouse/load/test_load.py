@@ -20,6 +20,7 @@ import pytest
 from deltalake import DeltaTable
 
 from lakehouse.contract.lake import Lake
+from lakehouse.contract.storage import lake_path
 from lakehouse.errors import CommitFailed
 from lakehouse.load.files import FeedFile, find
 from lakehouse.load.loader import load
@@ -31,15 +32,18 @@ ROOT = Path(__file__).parents[3]
 SCRIPT = """
 import sys
 from pathlib import Path
+from lakehouse.contract.lake import Lake
+from lakehouse.contract.storage import lake_path
 from tests.lakehouse.load.offers import job, run
-for report in run(job(Path(sys.argv[1]), chunk_rows=500), *sys.argv[2:]).values():
+lake = Lake(lake_path(sys.argv[1]), Path(sys.argv[2]))
+for report in run(job(lake, chunk_rows=500), *sys.argv[3:]).values():
     print(report.state, report.from_row, report.rows, flush=True)
 """
 
 
-def loader(root: Path, *paths: Path, crash_at: str = "") -> subprocess.Popen[str]:
+def loader(lake: Lake, *paths: Path, crash_at: str = "") -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MILLRACE_CRASH_AT": crash_at}
-    command = [sys.executable, "-c", SCRIPT, str(root), *map(str, paths)]
+    command = [sys.executable, "-c", SCRIPT, str(lake.root), str(lake.state), *map(str, paths)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 
 
@@ -50,7 +54,7 @@ def large(path: Path, count: int = 45_000) -> list[dict[str, Any]]:
     return rows
 
 
-def test_every_format_and_each_content_once(tmp_path: Path) -> None:
+def test_every_format_and_each_content_once(tmp_path: Path, lake: Lake) -> None:
     made = {kind: offers(20, merchant=number) for number, kind in enumerate(("jsonl", "gz", "parquet", "csv"))}
     write_jsonl(tmp_path / "in/a.jsonl", made["jsonl"])
     write_jsonl(tmp_path / "in/b.jsonl.gz", made["gz"], packed=True)
@@ -60,19 +64,19 @@ def test_every_format_and_each_content_once(tmp_path: Path) -> None:
     lines = [line.replace('and "', 'and ""').replace('", no', '"", no') for line in lines]
     (tmp_path / "in/d.csv").write_text("\n".join(lines))
     write_jsonl(tmp_path / "in/copy/e.jsonl", made["jsonl"])
-    reports = run(job(tmp_path), tmp_path / "in")
+    reports = run(job(lake), tmp_path / "in")
     states = {name: (report.state, report.rows) for name, report in reports.items()}
     assert sorted(states.values()) == [("already", 20)] + [("loaded", 20)] * 4
     assert {report.rejects for report in reports.values()} == {0}
-    assert sorted(bronze(job(tmp_path))["event_id"].to_pylist()) == ids(row for rows in made.values() for row in rows)
+    assert sorted(bronze(job(lake))["event_id"].to_pylist()) == ids(row for rows in made.values() for row in rows)
     (tmp_path / "in/a.jsonl").rename(tmp_path / "in/z.jsonl")
-    again = run(job(tmp_path), tmp_path / "in")
+    again = run(job(lake), tmp_path / "in")
     assert {report.state for report in again.values()} == {"already"}
     assert {report.rows for report in again.values()} == {20}
-    assert bronze(job(tmp_path)).num_rows == 80
+    assert bronze(job(lake)).num_rows == 80
 
 
-def test_bad_files_do_not_stop_the_others(tmp_path: Path) -> None:
+def test_bad_files_do_not_stop_the_others(tmp_path: Path, lake: Lake) -> None:
     write_jsonl(tmp_path / "in/1.jsonl", offers(10, merchant=1))
     good = write_jsonl(tmp_path / "in/2.jsonl.gz", offers(3_000, merchant=2), packed=True)
     good.write_bytes(good.read_bytes()[:-2_000])
@@ -83,47 +87,92 @@ def test_bad_files_do_not_stop_the_others(tmp_path: Path) -> None:
     (tmp_path / "in/7.csv").write_bytes(b"")
     write_jsonl(tmp_path / "in/8.jsonl", offers(10, merchant=8))
     (tmp_path / "in/9.jsonl").symlink_to(tmp_path / "in/1.jsonl")
-    reports = run(job(tmp_path), tmp_path / "in")
+    reports = run(job(lake), tmp_path / "in")
     states = {name[0]: report.state for name, report in reports.items()}
     expected = {"1": "loaded", "2": "failed", "3": "failed", "4": "failed", "5": "failed", "6": "loaded"}
     assert states == {**expected, "7": "failed", "8": "loaded", "9": "already"} or states["1"] == "already"
     assert "cut off" in reports["2.jsonl.gz"].reason
     assert (reports["6.jsonl"].rows, reports["6.jsonl"].rejects) == (3, 2)
-    found = bronze(job(tmp_path)).to_pylist()
+    found = bronze(job(lake)).to_pylist()
     assert [row["payload"] for row in found if row["reject"]] == [b"{broken", b"[]"]
     assert all(row["origin"].startswith(str(tmp_path)) for row in found)
 
 
 @pytest.mark.parametrize("crash_at", ["load.before_commit:3", "load.after_commit:3"])
-def test_a_killed_load_goes_on_inside_the_file(tmp_path: Path, crash_at: str) -> None:
+def test_a_killed_load_goes_on_inside_the_file(tmp_path: Path, lake: Lake, crash_at: str) -> None:
     rows = large(tmp_path / "in.jsonl")
-    killed = loader(tmp_path, tmp_path / "in.jsonl", crash_at=crash_at)
+    killed = loader(lake, tmp_path / "in.jsonl", crash_at=crash_at)
     assert killed.communicate(timeout=300)[0] == ""
     assert killed.returncode == -signal.SIGKILL
-    before = bronze(job(tmp_path)).num_rows
+    before = bronze(job(lake)).num_rows
     assert 0 < before < len(rows)
-    report = run(job(tmp_path), tmp_path / "in.jsonl")["in.jsonl"]
+    report = run(job(lake), tmp_path / "in.jsonl")["in.jsonl"]
     assert (report.state, report.rows, report.from_row) == ("loaded", len(rows), before)
-    found = bronze(job(tmp_path), ["event_id", "offset", "bronze_at"])
+    found = bronze(job(lake), ["event_id", "offset", "bronze_at"])
     assert sorted(found["event_id"].to_pylist()) == ids(rows)
     assert sorted(found["offset"].to_pylist()) == list(range(len(rows)))
 
 
-def test_several_loaders_share_the_files(tmp_path: Path) -> None:
+def on(lake: Lake, machine: Path) -> Lake:
+    """The lake, as another machine has it."""
+    return Lake(lake.root, machine)
+
+
+@pytest.mark.s3
+def test_another_machine_knows_what_is_in(tmp_path: Path, s3: str) -> None:
+    """By bronze alone: it has nothing of the first one's work folder."""
+    lake = Lake(lake_path(f"{s3}/{tmp_path.name}"), tmp_path / "one")
+    rows = offers(300)
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    path.write_bytes(path.read_bytes() + b"{broken\n")
+    first = run(job(lake), path)["a.jsonl"]
+    assert (first.state, first.rows, first.rejects) == ("loaded", 301, 1)
+    write_jsonl(tmp_path / "b.jsonl", offers(20, merchant=2))
+    reports = run(job(on(lake, tmp_path / "other")), path, tmp_path / "b.jsonl")
+    assert {name: (report.from_row, report.rows) for name, report in reports.items()} == {
+        "a.jsonl": (301, 301),  # that nothing follows, it finds by reading the file
+        "b.jsonl": (0, 20),
+    }
+    found = bronze(job(lake), ["event_id", "reject", "payload"])
+    good = found.filter(found["reject"].is_null())
+    assert sorted(good["event_id"].to_pylist()) == ids([*rows, *offers(20, merchant=2)])
+    assert found.filter(found["reject"].is_valid())["payload"].to_pylist() == [b"{broken"]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("crash_at", ["load.before_commit:3", "load.after_commit:3"])
+def test_another_machine_goes_on_inside_the_file(tmp_path: Path, lake: Lake, crash_at: str) -> None:
+    """Two of them begin while the lock of the loader that died has not run out yet."""
+    rows = large(tmp_path / "in.jsonl")
+    killed = loader(on(lake, tmp_path / "one"), tmp_path / "in.jsonl", crash_at=crash_at)
+    assert killed.communicate(timeout=300)[0] == ""
+    assert killed.returncode == -signal.SIGKILL
+    before = bronze(job(lake), ["offset"]).num_rows
+    others = [loader(on(lake, tmp_path / name), tmp_path / "in.jsonl") for name in ("two", "three")]
+    told = [one.communicate(timeout=300)[0].split() for one in others]
+    assert [one.returncode for one in others] == [0, 0]
+    assert sorted(words[0] for words in told) == ["already", "loaded"]
+    assert ["loaded", str(before), str(len(rows))] in told
+    found = bronze(job(lake), ["event_id", "offset"])
+    assert sorted(found["event_id"].to_pylist()) == ids(rows)
+    assert sorted(found["offset"].to_pylist()) == list(range(len(rows)))
+
+
+def test_several_loaders_share_the_files(tmp_path: Path, lake: Lake) -> None:
     made = [offers(400, merchant=number) for number in range(12)]
     for number, rows in enumerate(made):
         write_jsonl(tmp_path / f"in/{number}.jsonl", rows)
-    loaders = [loader(tmp_path, tmp_path / "in") for _ in range(3)]
+    loaders = [loader(lake, tmp_path / "in") for _ in range(3)]
     told = [one.communicate(timeout=300)[0].split("\n") for one in loaders]
     assert [one.returncode for one in loaders] == [0, 0, 0]
     states = [line.split()[0] for lines in told for line in lines if line]
     assert len(states) == 36
     assert states.count("loaded") == 12
     assert states.count("already") == 24
-    assert sorted(bronze(job(tmp_path))["event_id"].to_pylist()) == ids(row for rows in made for row in rows)
+    assert sorted(bronze(job(lake))["event_id"].to_pylist()) == ids(row for rows in made for row in rows)
 
 
-def test_worker_processes(tmp_path: Path) -> None:
+def test_worker_processes(tmp_path: Path, lake: Lake) -> None:
     made = [offers(300, merchant=number) for number in range(GROUP_FILES + 5)][: GROUP_FILES + 5]
     for number, rows in enumerate(made[:8]):
         write_jsonl(tmp_path / f"in/{number}.jsonl", rows)
@@ -131,11 +180,11 @@ def test_worker_processes(tmp_path: Path) -> None:
         write_jsonl(tmp_path / f"in/{number}.jsonl", made[number][:2])
     rows = [row for rows in made[:8] for row in rows] + [row for rows in made[8:] for row in rows[:2]]
     told: list[LoadProgress | FileReport] = []
-    done = load(job(tmp_path), find([tmp_path / "in"]), workers=2, notify=told.append)
+    done = load(job(lake), find([tmp_path / "in"]), workers=2, notify=told.append)
     assert done.ok
     assert done.new_rows == len(rows)
     assert sum(isinstance(one, FileReport) for one in told) == GROUP_FILES + 5
-    assert sorted(bronze(job(tmp_path))["event_id"].to_pylist()) == ids(rows)
+    assert sorted(bronze(job(lake))["event_id"].to_pylist()) == ids(rows)
 
 
 def test_files_are_shared_out_by_size() -> None:
@@ -181,11 +230,11 @@ def test_a_loader_goes_on_after_a_commit_that_failed(tmp_path: Path, monkeypatch
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-def test_a_file_with_too_many_bad_rows_is_refused(tmp_path: Path) -> None:
+def test_a_file_with_too_many_bad_rows_is_refused(tmp_path: Path, lake: Lake) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"merchant":"m","offer":"o","version":1}\n{}\n{}\n')
-    report = run(job(tmp_path, max_rejects=0.5), tmp_path / "a.jsonl")["a.jsonl"]
+    report = run(job(lake, max_rejects=0.5), tmp_path / "a.jsonl")["a.jsonl"]
     assert report.state in ("refused", "loaded")
-    made = job(tmp_path, max_rejects=0.5)
+    made = job(lake, max_rejects=0.5)
     rows = b'{"merchant":"m","offer":"o","version":1}\n' + b"{}\n" * 200
     (tmp_path / "b.jsonl").write_bytes(rows)
     report = run(made, tmp_path / "b.jsonl")["b.jsonl"]
@@ -193,12 +242,12 @@ def test_a_file_with_too_many_bad_rows_is_refused(tmp_path: Path) -> None:
     assert report.reason.startswith("99.5% of the first 201 rows are refused, more than the 50.0% allowed")
 
 
-def test_the_quality_gate_keeps_a_file_out(tmp_path: Path) -> None:
+def test_the_quality_gate_keeps_a_file_out(tmp_path: Path, lake: Lake) -> None:
     checks = {"many": {"expect": "expect_table_row_count_to_be_between", "min_value": 5}}
     source = replace(SOURCE, table_expectations=checks)
     write_jsonl(tmp_path / "in/few.jsonl", offers(3, merchant=1))
     write_jsonl(tmp_path / "in/many.jsonl", offers(8, merchant=2))
-    made = job(tmp_path, source=source, gate=True)
+    made = job(lake, source=source, gate=True)
     reports = run(made, tmp_path / "in")
     assert {name: report.state for name, report in reports.items()} == {"few.jsonl": "refused", "many.jsonl": "loaded"}
     assert reports["few.jsonl"].reason.startswith("quality gate: offers does not pass: many: 3")
@@ -234,14 +283,14 @@ def test_a_file_that_grows_while_it_is_read_fails(tmp_path: Path) -> None:
     assert len(set(bronze(job(tmp_path))["event_id"].to_pylist())) == 30_001
 
 
-def test_the_table_of_loads_and_the_deadline(tmp_path: Path) -> None:
+def test_the_table_of_loads_and_the_deadline(tmp_path: Path, lake: Lake) -> None:
     write_jsonl(tmp_path / "in/a.jsonl", offers(5))
     (tmp_path / "in/b.parquet").write_bytes(b"no")
-    done = load(job(tmp_path), find([tmp_path / "in"]), allowed_s=3_600)
+    done = load(job(lake), find([tmp_path / "in"]), allowed_s=3_600)
     assert (done.ok, done.late) == (False, False)
-    late = load(job(tmp_path), find([tmp_path / "in/a.jsonl"]), allowed_s=-1)
+    late = load(job(lake), find([tmp_path / "in/a.jsonl"]), allowed_s=-1)
     assert (late.ok, late.late) == (True, True)
-    table = Lake(tmp_path / "lake").table("silver", "loads")
+    table = lake.table("silver", "loads")
     rows = DeltaTable(str(table.path)).to_pyarrow_table().sort_by("started_at").to_pylist()
     found = [(row["load"], Path(row["name"]).name, row["state"], row["rows"], row["late"]) for row in rows]
     assert sorted(found) == sorted(
@@ -252,7 +301,7 @@ def test_the_table_of_loads_and_the_deadline(tmp_path: Path) -> None:
         ]
     )
     assert all(row["deadline"] is not None and row["source"] == "offers" for row in rows)
-    assert payloads(job(tmp_path)) == sorted(json.dumps(row).encode() for row in offers(5))
+    assert payloads(job(lake)) == sorted(json.dumps(row).encode() for row in offers(5))
 
 
 def test_a_load_that_will_be_late_is_known_before() -> None:
@@ -269,7 +318,7 @@ def test_a_load_that_will_be_late_is_known_before() -> None:
     assert not watch.is_late(159_000_000)
 
 
-def test_a_killed_worker_is_told_and_loses_nothing(tmp_path: Path) -> None:
+def test_a_killed_worker_is_told_and_loses_nothing(tmp_path: Path, lake: Lake) -> None:
     rows = large(tmp_path / "in/a.jsonl")
     for number in range(3):
         (tmp_path / f"in/{number}.jsonl").write_bytes((tmp_path / "in/a.jsonl").read_bytes() + b'{"n":%d}\n' % number)
@@ -285,11 +334,11 @@ def test_a_killed_worker_is_told_and_loses_nothing(tmp_path: Path) -> None:
     from lakehouse.errors import LoaderDied
 
     with pytest.raises(LoaderDied, match="run the same command again"):
-        load(job(tmp_path), find([tmp_path / "in"]), workers=2, notify=tell)
-    reports = run(job(tmp_path), tmp_path / "in")
+        load(job(lake), find([tmp_path / "in"]), workers=2, notify=tell)
+    reports = run(job(lake), tmp_path / "in")
     assert {report.state for report in reports.values()} <= {"loaded", "already"}
-    assert set(bronze(job(tmp_path))["event_id"].to_pylist()) >= set(ids(rows))
-    counted = bronze(job(tmp_path), ["topic", "offset"])
+    assert set(bronze(job(lake))["event_id"].to_pylist()) >= set(ids(rows))
+    counted = bronze(job(lake), ["topic", "offset"])
     assert len(set(zip(counted["topic"].to_pylist(), counted["offset"].to_pylist(), strict=True))) == counted.num_rows
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, Product, Source, load_pipeline
 from lakehouse.contract.pipeline.folder import Staging
 from lakehouse.contract.settings import conf_dir
+from lakehouse.contract.storage import remove_tree
 from lakehouse.errors import StagingError
 from lakehouse.load.staging import refresh
 from serve.sql.statement import run_sql
@@ -61,8 +61,7 @@ def shown(lake: Lake) -> list[tuple[object, ...]]:
     return sorted(tuple(row.values()) for row in rows.to_pylist())
 
 
-def test_rebuilt_and_refreshed(tmp_path: Path) -> None:
-    lake = Lake(tmp_path)
+def test_rebuilt_and_refreshed(lake: Lake) -> None:
     with pytest.raises(StagingError, match="no table catalogue yet"):
         refresh(lake, pipeline(), STAGING)
     record(lake, ("m1", "o1", 2, "Lamp", 5.0, True), ("m1", "o2", 1, "Desk", 90.0, True))
@@ -86,7 +85,7 @@ def test_rebuilt_and_refreshed(tmp_path: Path) -> None:
 
     made = refresh(lake, pipeline(), STAGING, rebuild=True)
     assert (made.rows, made.changed, made.version) == (3, True, again.version + 1)
-    shutil.rmtree(lake.table("gold", "bargains").path)  # dropped: the record has everything
+    remove_tree(lake.table("gold", "bargains").path)  # dropped: the record has everything
     assert refresh(lake, pipeline(), STAGING, rebuild=True).rows == 3
     assert len(shown(lake)) == 3
 
