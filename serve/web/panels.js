@@ -10,6 +10,7 @@ import { RankedList } from "./ranked.js";
 const MOST_GROUPS = COLOURS - 1;
 const MOST_BARS = 20;
 const GRID_ROWS = 200;
+const LENGTHS = 60;
 const number = new Intl.NumberFormat(undefined, { maximumFractionDigits: 2 });
 const clock = new Intl.DateTimeFormat(undefined, { hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" });
 const day = new Intl.DateTimeFormat(undefined, { dateStyle: "medium" });
@@ -34,6 +35,14 @@ function labelOf(row, columns) {
 
 function timesOf(rows, time) {
   return [...new Set(rows.map((row) => Date.parse(row[time])))].sort((a, b) => a - b);
+}
+
+/** Rows of the newest windows, without those of late events: their windows may be days apart, and the axis is one. */
+function recent(rows, time) {
+  const length = Date.parse(rows[0]?.window_end) - Date.parse(rows[0]?.[time]);
+  if (!(length > 0)) return rows;
+  const from = timesOf(rows, time).at(-1) - LENGTHS * length;
+  return rows.filter((row) => Date.parse(row[time]) > from);
 }
 
 /** Rows by the label of their group, those with the largest sums first; the smallest are one group. */
@@ -143,7 +152,8 @@ export class Stacked {
     this.#drawing = new ChartWithLegend(host);
   }
 
-  show(rows, { time, groups, measures }, chosen) {
+  show(all, { time, groups, measures }, chosen) {
+    const rows = recent(all, time);
     const measure = measures.includes(chosen.measure) ? chosen.measure : measures[0];
     const group = groups.includes(chosen.by) ? chosen.by : groups[0];
     const times = timesOf(rows, time);
@@ -159,7 +169,7 @@ export class Stacked {
     this.#drawing.show({
       label: `${measure} by ${group} in ${times.length} windows: ${found.map((each) => `${each.label} ${shown(each.total)}`).join(", ")}`,
       figure: number.format(total),
-      note: `${measure} in ${times.length} windows`,
+      note: `${measure} in ${times.length} windows${rows.length < all.length ? ", without older ones" : ""}`,
       overall: "Running totals",
       times,
       series,
@@ -179,7 +189,8 @@ export class Lines {
     this.#drawing = new ChartWithLegend(host);
   }
 
-  show(rows, { time, groups, measures }, chosen) {
+  show(all, { time, groups, measures }, chosen) {
+    const rows = recent(all, time);
     const times = timesOf(rows, time);
     const measure = measures.includes(chosen.measure) ? chosen.measure : measures[0];
     const lines = groups.length
@@ -207,7 +218,8 @@ export class Estimate {
     this.#drawing = new ChartWithLegend(host);
   }
 
-  show(rows, { time, groups, measures: [measure] }, chosen) {
+  show(all, { time, groups, measures: [measure] }, chosen) {
+    const rows = recent(all, time);
     const names = [...new Set(rows.map((row) => labelOf(row, groups)))].sort();
     const group = names.includes(chosen.group) ? chosen.group : names[0];
     const own = new Map(rows.filter((row) => labelOf(row, groups) === group).map((row) => [Date.parse(row[time]), row]));

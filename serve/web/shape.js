@@ -4,7 +4,7 @@
  * @typedef {Object} Shape
  * @property {("ranked"|"stacked"|"lines"|"estimate"|"groups"|"figures"|"grid")[]} ways to draw it, the best first
  * @property {string} [time] the key's column that places rows in time
- * @property {string[]} groups the key's other columns
+ * @property {string[]} groups the key's columns that are no times
  * @property {string[]} measures numbers that are not in the key
  * @property {string[]} key
  * @property {string[]} columns
@@ -26,7 +26,7 @@ export function shapeOf({ table, key, columns, types, declared }) {
   const kind = declared?.kind;
   const time = key.find((column) => TIMES.includes(types[column]));
   const numbers = columns.filter((column) => !key.includes(column) && NUMBERS.includes(types[column]));
-  const shape = { key, columns, types, time, groups: key.filter((column) => column !== time), measures: numbers };
+  const shape = { key, columns, types, time, groups: key.filter((column) => !TIMES.includes(types[column])), measures: numbers };
   if (kind === "top_n") {
     return { ...shape, ways: ["ranked", "grid"], groups: shape.groups.filter((column) => column !== "rank") };
   }

@@ -33,6 +33,7 @@ TOPICS = (
     "Go",
 )
 EVENTS = 200  # that a commit says it adds
+LATE = 1_000  # in one row of a window of days ago
 PIPELINE = '''
 [sources.rsvps]
 topic = "rsvps"
@@ -95,7 +96,7 @@ WINDOW = "window_start time, window_end time"
 SCHEMAS = {  # layer, key, columns
     "top_topics": ("gold", "window_start,rank", columns(f"{WINDOW}, rank int, item text, count int, error int")),
     "members": ("gold", "window_start", columns(f"{WINDOW}, members float, lower float, upper float, rsvps int")),
-    "by_city": ("silver", "window_start,city", columns(f"{WINDOW}, city text, yes int, n int")),
+    "by_city": ("silver", "window_start,window_end,city", columns(f"{WINDOW}, city text, yes int, n int")),
     "minutes": ("gold", "window_start", columns("window_start time, yes int, n int")),
     "answers": ("gold", "response", columns("response text, n int")),
     "visits": ("gold", "member,session_start", columns("member int, session_start time, session_end time, rsvps int")),
@@ -197,7 +198,7 @@ class Growing:
             {"window_start": start, "window_end": start + MINUTE, "city": city, "yes": n // 2, "n": n}
             for start, city, n in cities
         ]
-        self._write("by_city", rows)
+        self._write("by_city", [*rows, *self._late(rows[0])] if self.commits == 1 else rows)
         self._write("minutes", [{"window_start": start, "yes": n // 2, "n": n} for start, n in sums.items()])
         self._write("answers", [{"response": response, "n": n} for response, n in self.answers.items()], every=True)
         begun = [self.window - n * MINUTE for n in range(40)]
@@ -232,6 +233,12 @@ class Growing:
             "upper": about * 1.1,
             "rsvps": n,
         }
+
+    def _late(self, row: dict[str, Any]) -> list[dict[str, Any]]:
+        """A row of a window of days ago, which is not drawn beside those of now."""
+        start = self.window - 4_000 * MINUTE
+        late = {"window_start": start, "window_end": start + MINUTE, "city": "Bonn", "yes": LATE // 2, "n": LATE}
+        return [row | late]
 
     def _write(self, name: str, rows: Sequence[dict[str, Any]], *, every: bool = False) -> None:
         now = int(time.time() * 1000)
