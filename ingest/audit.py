@@ -60,7 +60,6 @@ class Slow:
         kind: ``producer`` or ``consumer``.
         name: the collecting node, ``bronze`` or the product.
         avg_s: of its newest events.
-        threshold_s: the limit.
         learnt: the limit was learnt from earlier events, not declared.
     """
 
@@ -92,7 +91,6 @@ class SourceAudit:
 
     Attributes:
         rows: number of bronze rows read.
-        slow: producers and consumers that are slow now.
         offsets: next offset that bronze lacks, by ``TOPIC/PARTITION``.
     """
 
@@ -125,7 +123,6 @@ class AuditPeriod:
     """What to audit.
 
     Attributes:
-        since: how far back.
         recent: the part that decides what is slow now; thresholds are learnt from the rest.
         producer_s: threshold from received to broker; None: learnt.
         consumer_s: threshold of each later hop; None: learnt.

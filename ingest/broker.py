@@ -71,7 +71,6 @@ class EmbeddedBroker:
     """A broker in a folder. Several objects, also in several processes, may stand for the same broker.
 
     Args:
-        folder: of all its files.
         port: on the loopback address; 0: the one used before in this folder, initially any free one.
         heap_mb: Java heap in MiB; the process takes about 150 MiB more.
         die_with_parent: stop the broker when this process ends in any way (Linux only).

@@ -142,11 +142,7 @@ class Grants:
         return found
 
     def apply(self, admin: KafkaAdminClient) -> None:
-        """Add the rules to the broker's.
-
-        Raises:
-            EnvironmentProblem: the broker refuses them.
-        """
+        """Add the rules to the broker's."""
         result: Mapping[str, Any] = admin.create_acls(self.acls())
         if result["failed"]:
             raise EnvironmentProblem(f"the broker does not take ACLs: {result['failed'][0]}")

@@ -48,7 +48,6 @@ class Enricher:
 
     Args:
         folder: base of relative files.
-        kafka: names the broker of topics.
 
     Raises:
         ConfigError: a file cannot be read or has the wrong form.

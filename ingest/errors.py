@@ -103,8 +103,6 @@ class RequestRefused(IngestError):
     """A request or an event is refused.
 
     Attributes:
-        reason: for the sender.
-        status: of the HTTP answer.
         code: stable name of the kind of refusal; empty: the status's default.
         retry_after: seconds to wait before a retry; 0: a retry is pointless.
         members: further members of the problem document.

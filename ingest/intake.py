@@ -153,9 +153,7 @@ class RequestResult:
 
     Attributes:
         groups: commit groups that the answer waits for.
-        answer: body of the answer.
         error: the answer instead, if every event was refused.
-        events: all events of the request, in order.
     """
 
     groups: tuple[CommitGroup, ...]
@@ -170,8 +168,6 @@ class RequestIntake:
 
     Attributes:
         not_ready: returns why the node takes no events now, or empty.
-        gate: keys and limits.
-        signer: of acknowledgement tokens.
     """
 
     intakes: Mapping[str, Intake]

@@ -78,7 +78,6 @@ class KafkaPublisher:
     a timer there fetches all outcomes at once. Make a publisher on the event loop.
 
     Args:
-        settings: broker, linger, batch size and security.
         topics: topic by source; the caller may change it.
     """
 

@@ -56,7 +56,6 @@ class TopicRelay:
     """Relays the topics of some sources; subclasses define :meth:`_convert`.
 
     Args:
-        settings: of the process; they name the broker.
         read: source by topic that is read.
         written: topic that is written by source.
         sources: their topics are created if absent.
@@ -88,7 +87,6 @@ class TopicRelay:
         """The event of a record from kafka-python, or None.
 
         Args:
-            source: name of its source.
             suspect: the written topic may have the event already.
         """
         raise NotImplementedError

@@ -21,7 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from lakehouse.contract.deltalog import DeltaLog
-from lakehouse.contract.errors import EnvironmentProblem
+from lakehouse.contract.errors import port_taken
 from lakehouse.contract.lake import Lake
 
 if TYPE_CHECKING:
@@ -81,10 +81,7 @@ def metrics_server(port: int, *collectors: Collector) -> Iterator[str]:
     try:
         server, thread = start_http_server(port, HOST, registry)
     except OSError as error:
-        raise EnvironmentProblem(
-            f"cannot listen on {HOST}:{port}: {error.strerror}",
-            "Stop what holds the port, or set metrics_port to another (0: any free one)",
-        ) from None
+        raise port_taken(HOST, port, "metrics_port", error) from None
     try:
         yield f"http://{HOST}:{server.server_port}/metrics"
     finally:

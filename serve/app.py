@@ -12,12 +12,12 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from functools import partial
 from typing import Any
 
-import uvicorn
 from starlette.applications import Starlette
 
 from lakehouse.contract.control import state_manager
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.lake import Lake
+from lakehouse.contract.listen import listen, serve_until, url_of, uvicorn_config
 from lakehouse.contract.pipeline.files import PipelineFiles
 from lakehouse.contract.pipeline.tenants import border_of
 from lakehouse.contract.settings import ServeSettings, Settings
@@ -29,7 +29,6 @@ from serve.core.ring import Link, deliver
 from serve.http import routes
 from serve.http.metrics import ServerCollector, ServerMetrics
 from serve.http.rows import RowSource
-from serve.listen import BACKLOG, listen, serve_until, url_of
 from serve.push.sse import ServingHttpProtocol
 from serve.push.websocket import WEBSOCKET, SubscriberWebSocket
 from serve.sql.pool import Workers
@@ -39,7 +38,6 @@ from serve.webhooks.runner import WebhookContext, WebhookFleet
 log = logging.getLogger(__name__)
 
 OTHER_FILES = 256  # tables, logs, workers, requests
-_STOP_S = 3
 _BEAT_S = 0.02
 _AGAIN_S = 0.1  # after an unexpected failure
 
@@ -160,19 +158,7 @@ async def run_server(
     tls = uses_tls(settings.serve)
     app = make_app(settings, name=name)
     listener = listen(settings.serve.host, settings.serve.port, "serve", shared=bool(name))
-    config = uvicorn.Config(
-        app,
-        http=ServingHttpProtocol,
-        ws=SubscriberWebSocket,
-        lifespan="on",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        backlog=BACKLOG,
-        timeout_graceful_shutdown=_STOP_S,
-        ssl_certfile=settings.serve.tls_cert or None,
-        ssl_keyfile=settings.serve.tls_key or None,
-    )
+    config = uvicorn_config(app, settings.serve, http=ServingHttpProtocol, ws=SubscriberWebSocket)
     url = url_of(listener, tls=tls)
 
     def up() -> None:

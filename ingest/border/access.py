@@ -47,14 +47,12 @@ class SenderGate:
 
     Args:
         keys: of the node; if there are any, every sender must show one.
-        max_connections: open at a time.
         rejects_per_s: refused events kept per source and second.
         clock: seconds, monotonic.
 
     Attributes:
         refused: requests refused before their events were read, by source and code.
         not_kept: refused events that were only counted, by source.
-        connections: open now.
         reserved: bytes of incoming bodies.
     """
 
@@ -97,11 +95,7 @@ class SenderGate:
         return sender
 
     def show(self, product: Product, pipeline: Pipeline, presented: str | None) -> Sender:
-        """The sender, if its key sees the product, that is, may send to every source of the product.
-
-        Raises:
-            RequestRefused: as by :meth:`admit`.
-        """
+        """The sender, if its key sees the product, that is, may send to every source of the product."""
         sender = self.admit(pipeline.sources[product.source], presented)
         if product.right:
             self.admit(pipeline.sources[product.right], presented)
@@ -178,12 +172,6 @@ class SenderGate:
 
     def hold(self, source: Source, sender: Sender, held: frozenset[tuple[str, str]]) -> frozenset[tuple[str, str]]:
         """Count a connection towards the limits of the source and of the key, once each.
-
-        Args:
-            held: what the connection holds so far.
-
-        Returns:
-            What it holds now.
 
         Raises:
             RequestRefused: 429, too many connections.

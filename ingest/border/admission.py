@@ -62,9 +62,7 @@ class Admitted:
 
     Attributes:
         envelope: with ``reject`` if there is a ``refusal``.
-        key: Kafka key.
         payload: untouched; only the beginning of an event that is too large.
-        refusal: why it is refused, or None.
         shed: load shedding drops it (:mod:`ingest.border.shed`).
     """
 

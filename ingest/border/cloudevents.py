@@ -37,7 +37,6 @@ class CloudEvent:
     """One CloudEvent.
 
     Attributes:
-        payload: its data.
         event_id: its source and its id; a space, which a URI cannot hold, is between them.
         headers: the attributes, as Kafka headers.
     """

@@ -53,7 +53,6 @@ def compile_expectations(source: Source, file: Path | None = None) -> Callable[[
 
     Args:
         source: its expectations with ``at = "border"``.
-        file: that declares it, for errors.
 
     Raises:
         ConfigError: an expectation cannot be judged at the border.

@@ -58,7 +58,6 @@ class Shedder:
         clock: nanoseconds since the epoch, as in ``received_at``.
 
     Attributes:
-        on: whether it sheds now.
         count: events shed since the node started.
     """
 

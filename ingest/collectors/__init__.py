@@ -32,7 +32,6 @@ class Gap:
     Attributes:
         since: time of the last message before it, microseconds since the epoch.
         until: time of the next connection.
-        reason: why the connection ended.
     """
 
     since: int
@@ -45,12 +44,8 @@ class UpstreamStatus:
     """The state of one upstream.
 
     Attributes:
-        lane: name of its lane.
         url: its address, without secrets.
-        connected: whether it is connected now.
         position: index of the next message, or None.
-        gaps: the newest gaps.
-        gap_count: number of all gaps.
         cursor: the upstream's id of the last message (Last-Event-ID), or None.
         counts: further counts of this kind, such as lost datagrams.
         ended: why it is not connected; empty while it is.
@@ -85,7 +80,6 @@ class CollectorContext:
     """What a node gives a collector.
 
     Attributes:
-        intake: takes its events.
         url: of its upstream, from the pipeline or the command line.
         backoff_max_s: longest pause before a reconnect.
     """

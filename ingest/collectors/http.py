@@ -27,9 +27,6 @@ documents (RFC 9457) whose ``type`` names the kind. A refused event is kept too 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl, unquote
@@ -50,12 +47,12 @@ from ingest.collectors.wire import CollectorHttpProtocol
 from ingest.errors import IngestError, RequestRefused
 from ingest.intake import RequestIntake, first_key, presented_key
 from ingest.stats import NodeStats
-from lakehouse.contract.errors import ConfigError, EnvironmentProblem
+from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.keys import KeyRing, is_loopback
+from lakehouse.contract.listen import QuietServer, listen, url_of
 from lakehouse.contract.settings import CollectSettings
 
 REQUEST_TIMEOUT_S = 20.0  # for head and body; a slow phone sends an event in less
-_BACKLOG = 2_048
 _CHECK_S = 1.0  # between two checks of the time limits
 
 
@@ -127,7 +124,8 @@ class HttpServer:
     """
 
     def __init__(self, app: Starlette, requests: RequestIntake, settings: CollectSettings, *, ws: Any = None) -> None:
-        self._socket = _bind(settings.host, settings.port)
+        self._socket = listen(settings.host, settings.port, "collect")
+        self.url = url_of(self._socket)
         self._settings = settings
         self.expired = 0  # requests that took too long to come in
         config = uvicorn.Config(
@@ -142,12 +140,7 @@ class HttpServer:
             proxy_headers=False,
             timeout_graceful_shutdown=5,
         )
-        self._server = _UvicornServer(config)
-
-    @property
-    def url(self) -> str:
-        host, port = self._socket.getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        self._server = QuietServer(config)
 
     async def serve(self) -> None:
         """Serve until :meth:`stop`."""
@@ -169,28 +162,6 @@ class HttpServer:
     def stop(self) -> None:
         """Take no more requests and finish those in progress."""
         self._server.should_exit = True
-
-
-class _UvicornServer(uvicorn.Server):
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind((host, port))
-        bound.listen(_BACKLOG)  # clients may connect before uvicorn accepts
-    except OSError as error:
-        bound.close()
-        raise EnvironmentProblem(
-            f"{host}:{port} cannot be bound: {error.strerror}",
-            "Stop what uses it, or set MILLRACE_COLLECT_PORT",
-        ) from None
-    return bound
 
 
 class EventsEndpoint:

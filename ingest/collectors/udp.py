@@ -36,9 +36,6 @@ _SO_MEMINFO, _DROPS = 55, 8  # Linux: the ninth number counts dropped datagrams
 class UdpCollector:
     """Takes datagrams until cancelled.
 
-    Attributes:
-        port: that is bound.
-
     Raises:
         EnvironmentProblem: the address cannot be bound.
     """
@@ -161,9 +158,6 @@ class _Sender:
 
 class LossCount:
     """Counts missing numbers per sender. Senders are bounded; the oldest are closed.
-
-    Args:
-        senders: remembered at a time.
 
     Attributes:
         copies: events that came again.

@@ -23,13 +23,14 @@ from dataclasses import dataclass
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
 import httpx
-from websockets.asyncio.client import ClientConnection, connect
+from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 from websockets.frames import CloseCode
 
 from ingest.border.admission import Admitted
 from ingest.collectors import CollectorContext, Gap, UpstreamStatus
 from ingest.errors import LogFull, LogUnavailable, UpstreamEnded
+from ingest.intake import Extra
 from lakehouse.contract.envelope import UPSTREAM_ID
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline.source import CollectorSpec
@@ -62,7 +63,6 @@ class UpstreamClient(ABC):
 
     Args:
         spec: headers and ``resume_param`` as declared.
-        context: of the node.
         clock: nanoseconds since the epoch.
         jitter: draws a pause between 0 and its argument.
 
@@ -164,34 +164,21 @@ class UpstreamClient(ABC):
                 "upstream %s cannot resume after %.1f s without a connection: %s", self._shown, seconds, gap.reason
             )
 
-    async def _received(self, payload: bytes) -> None:
-        """Take the next message of an upstream without message ids."""
+    async def _received(self, payload: bytes, name: str = "") -> None:
+        """Take the next message; the upstream can resume after a ``name``, its own id of the message."""
         border, lane = self._intake.border, self._lane
-        if not self._resume_param:
-            await self._take(border.admit(payload))
-        else:
+        if name or self._resume_param:
             index = lane.position or 0
             suspect = lane.suspect_left > 0
-            event = border.admit(payload, suspect=suspect, origin=f"{lane.name}#{index}")
-            await self._take(event, index + 1, suspect=suspect)
+            event = border.admit(payload, suspect=suspect, origin=f"{lane.name}#{name or index}")
+            extra = ((UPSTREAM_ID, name),) if name else ()
+            await self._take(event, None if name else index + 1, extra)
+            lane.suspect_left -= suspect
+        else:
+            await self._take(border.admit(payload))
         self._failures = 0
 
-    async def _received_named(self, payload: bytes, name: str) -> None:
-        """Take a message with an upstream id, after which the upstream can resume."""
-        lane = self._lane
-        suspect = lane.suspect_left > 0
-        event = self._intake.border.admit(payload, suspect=suspect, origin=f"{lane.name}#{name}")
-        await self._take(event, suspect=suspect, extra=((UPSTREAM_ID, name),))
-        self._failures = 0
-
-    async def _take(
-        self,
-        event: Admitted,
-        position: int | None = None,
-        *,
-        suspect: bool = False,
-        extra: tuple[tuple[str, str], ...] = (),
-    ) -> None:
+    async def _take(self, event: Admitted, position: int | None = None, extra: Extra = ()) -> None:
         """Hand the event on. While the log is full this waits, and TCP slows the upstream down."""
         while True:
             try:
@@ -200,8 +187,6 @@ class UpstreamClient(ABC):
             except (LogFull, LogUnavailable) as error:
                 logger.warning("upstream %s waits: %s", self._shown, error)
                 await self._intake.log.room(error.size if isinstance(error, LogFull) else 0)
-        if suspect:
-            self._lane.suspect_left -= 1
 
     async def _skip_oversize(self, what: str = "message") -> None:
         """Reject a message that is too large to read, and skip it: repeated, it would end the connection again."""
@@ -227,17 +212,14 @@ class WebSocketCollector(UpstreamClient):
                 user_agent_header="millrace",
             ) as connection:
                 self._opened()
-                await self._read(connection)
+                while True:
+                    await self._received(await connection.recv(decode=False))
         except ConnectionClosed as error:
             if self._resume_param and error.sent is not None and error.sent.code == CloseCode.MESSAGE_TOO_BIG:
                 await self._skip_oversize()
             raise UpstreamEnded(str(error)) from None
         except (OSError, WebSocketException) as error:  # TimeoutError is an OSError
             raise UpstreamEnded(f"{type(error).__name__}: {error}") from None
-
-    async def _read(self, connection: ClientConnection) -> None:
-        while True:
-            await self._received(await connection.recv(decode=False))
 
 
 @asynccontextmanager
@@ -248,8 +230,6 @@ async def open_stream(
 
     Args:
         url: of the upstream; redirects are followed.
-        headers: of the request.
-        kinds: accepted content types.
 
     Raises:
         UpstreamEnded: no answer, another status than 200, another content type, or a broken connection.
@@ -342,10 +322,8 @@ class SseCollector(UpstreamClient):
     async def _event(self, event: ServerSentEvent) -> None:
         if event.oversize:
             await self._skip_oversize("server-sent event")
-        elif _can_be_sent(event.id):
-            await self._received_named(event.data, event.id)
         else:
-            await self._received(event.data)
+            await self._received(event.data, event.id if _can_be_sent(event.id) else "")
 
 
 def _can_be_sent(name: str) -> bool:

@@ -133,12 +133,7 @@ class CollectorHttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def expire(self, request_s: float, idle_s: float) -> bool:
-        """Close the connection if a request takes too long to come in (returns True), or if it was idle for too long.
-
-        Args:
-            request_s: limit of a request, seconds.
-            idle_s: limit between requests, seconds.
-        """
+        """Close the connection if a request takes too long to come in (returns True), or if it was idle too long."""
         now = self.loop.time()
         late = bool(self._busy_since) and now - self._busy_since > request_s
         if late and self._plain and not self._answers and not self._deaf:
@@ -360,9 +355,7 @@ class Head:
     """The head of a plain request.
 
     Attributes:
-        source: from the path.
         kind: content type in lower case, without parameters.
-        length: of the body.
         key: API key that was shown, or None.
     """
 

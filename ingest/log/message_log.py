@@ -67,7 +67,6 @@ class MessageLog:
 
     Args:
         folder: of the log; created if absent.
-        node: id of the collecting node.
         limit: most bytes on disk.
         group_commit_ms: longest time before an event's group is sealed.
         segment_bytes: size at which a segment is closed; an eighth of the limit at most.
@@ -78,8 +77,6 @@ class MessageLog:
 
     Attributes:
         recovery: what an earlier run left.
-        failed: the failed store.
-        next_seq: sequence number of the next event.
     """
 
     def __init__(

@@ -52,7 +52,6 @@ class HybridLogging:
     slow disk, one write carries many groups. All methods are called on the event loop; only writes run in the worker.
 
     Args:
-        folder: of the segments.
         group_s: longest time before a group is sealed, seconds.
         last_seq: newest event that is already durable.
 

@@ -48,10 +48,7 @@ class LogFrame:
     """One intact frame.
 
     Attributes:
-        offset: of its first byte in the file.
-        end: offset after its last byte.
         seq: sequence number of an event; in a mark, of the next event.
-        kind: EVENT, EVENT_X, MARK, FAILED or RAW.
         body: including the kind, its first byte.
     """
 
@@ -67,8 +64,6 @@ class Damage:
     """A range of bytes that holds no intact frame.
 
     Attributes:
-        offset: of the first byte.
-        end: offset after the last byte.
         tail: no intact frame follows. In the newest segment that is an interrupted write.
     """
 
@@ -137,10 +132,6 @@ def event_head(lane: int, position: int | None, envelope: Envelope, key: bytes) 
 
 def read_event(body: bytes, *, source: str, collector: str) -> StoredEvent:
     """Read an EVENT or EVENT_X body.
-
-    Args:
-        source: name of the lane's source.
-        collector: id of the node that wrote the log.
 
     Raises:
         ValueError: the body is truncated or its text is not UTF-8.

@@ -58,8 +58,6 @@ class Corrupt:
     """Bytes of a segment that cannot be read.
 
     Attributes:
-        segment: name of the file.
-        offset: of the first byte.
         lanes: of the events that may be in it, by the remains of their frames, else by the events around it.
         first_seq: lowest sequence number that may be in it.
         last_seq: highest one; below ``first_seq`` if no event is missing.
@@ -94,7 +92,6 @@ class Recovery:
     Attributes:
         segments: in order.
         lanes: with their state after the last readable event.
-        next_seq: sequence number of the next event.
         acked: Kafka has acknowledged every event before this sequence number.
         to_replay: events that Kafka has not acknowledged.
         torn_bytes: bytes cut off the newest segment.
@@ -349,8 +346,6 @@ class LogView:
         clean: whether it was closed properly, or is in use.
         transient: events that Kafka has not acknowledged, according to the marks.
         lanes: the same by lane, without empty lanes.
-        failed: events that Kafka refused.
-        reasons: count of failed events by reason.
     """
 
     node: str
@@ -464,7 +459,6 @@ async def retry(
         publisher: not started yet.
         ids: event ids to send; empty sends all.
         progress: called with the number of answered events and the total.
-        timeout_s: longest time to wait for Kafka.
 
     Raises:
         EnvironmentProblem: a node has the log open.

@@ -27,7 +27,6 @@ class LogSegment:
     """One file of the log.
 
     Attributes:
-        number: rising; part of the file's name.
         size: bytes in the file once pending writes are done.
         durable: bytes on disk.
         unacked: events that Kafka has not acknowledged.
@@ -159,8 +158,6 @@ class LoggedEvent:
 
     Attributes:
         envelope: its metadata; ``suspect`` is set when it is sent again.
-        key: Kafka key.
-        payload: untouched bytes.
         offset: of its frame in the segment.
         group: its commit group; None if it was read back from disk.
         fate: what its sender is told; None for one-way sources.

@@ -15,7 +15,6 @@ import re
 import time
 import tomllib
 from bisect import bisect
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -137,15 +136,6 @@ class RsvpGenerator:
         return self._world.event(group, epoch, 0.0 if main else 0.99, now)
 
 
-def generate(seed: int, start_ms: int | None = None, rate: float = 1_000.0) -> Iterator[bytes]:
-    """The endless stream of :class:`RsvpGenerator` from its beginning, as JSON objects without line ends."""
-    generator = RsvpGenerator(seed, start_ms, rate)
-    number = 0
-    while True:
-        yield from generator.block(number)
-        number += 1
-
-
 def _changed(old: _Rsvp, now: int, rng: random.Random) -> _Rsvp:
     """The same RSVP with another ``mtime`` and perhaps another answer."""
     chance = rng.random
@@ -249,7 +239,6 @@ class World:
         """One of the group's events that are announced while ``block`` is generated.
 
         Args:
-            group_number: from :meth:`group`.
             block: index of the block of RSVPs.
             at: chooses among the group's events, 0 to 1.
             now_ms: start of the announcement, ms since the epoch.

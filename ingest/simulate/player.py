@@ -40,8 +40,6 @@ class PlayerStatus:
         sent: events sent to at least one client.
         live: events due so far; more than ``sent`` while clients are away or slow.
         total: number of all events; None: endless.
-        done: all were sent.
-        rate: events a second.
     """
 
     sent: int
@@ -55,8 +53,6 @@ class Player:
     """The state of one playing.
 
     Args:
-        lines: the events.
-        rate: events a second.
         event_id: template of the dedupe key, for :meth:`ids`.
         clock: seconds, monotonic.
         wall: seconds since the epoch.
@@ -240,9 +236,6 @@ class SceneLines:
     """One source's events of a scene, as JSON. A scene is made in order; for a dropped block it starts anew.
 
     Args:
-        scene: makes the events.
-        source: whose events are taken.
-        seed: of the scene.
         start_ms: time of its first event, ms since the epoch.
     """
 

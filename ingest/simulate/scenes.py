@@ -8,6 +8,7 @@ Events come in the order of arrival, so event times go back now and then. Equal 
 from __future__ import annotations
 
 import csv
+import functools
 import gzip
 import heapq
 import io
@@ -22,25 +23,31 @@ from pathlib import Path
 Payload = dict[str, object]
 Scene = Callable[[int, int], Iterator[tuple[str, Payload]]]
 Happening = tuple[int, str, Payload]
+"""Time in ms, source, payload."""
 
+_LATE = 0.02  # share of events
 _LATEST_MS = 120_000  # longest delay, which bounds the heap
 
 
-def arriving(happenings: Iterator[Happening], rng: random.Random, late: float = 0.02) -> Iterator[Happening]:
-    """The same events in the order in which a network delivers them.
+def _delivered(happen: Callable[[random.Random, int], Iterator[Happening]]) -> Scene:
+    """The scene of happenings (their times never decrease), in the order in which a network delivers them.
 
-    Args:
-        happenings: time in ms (non-decreasing), source, payload.
-        rng: chooses the delays.
-        late: share of events delayed by up to two minutes; others take some tens of milliseconds.
+    An event takes some tens of milliseconds, and a few take up to two minutes.
     """
-    waiting: list[tuple[int, int, Happening]] = []
-    for number, event in enumerate(happenings):
-        now = event[0]
-        delay = rng.randrange(_LATEST_MS) if rng.random() < late else int(rng.expovariate(1 / 40))
-        heapq.heappush(waiting, (now + delay, number, event))
-        while waiting and waiting[0][0] <= now:
-            yield heapq.heappop(waiting)[2]
+
+    @functools.wraps(happen)
+    def scene(seed: int, start_ms: int) -> Iterator[tuple[str, Payload]]:
+        network = random.Random(f"network {seed}")
+        waiting: list[tuple[int, int, Happening]] = []
+        for number, event in enumerate(happen(random.Random(f"{happen.__name__} {seed}"), start_ms)):
+            now = event[0]
+            delay = network.randrange(_LATEST_MS) if network.random() < _LATE else int(network.expovariate(1 / 40))
+            heapq.heappush(waiting, (now + delay, number, event))
+            while waiting and waiting[0][0] <= now:
+                _, source, payload = heapq.heappop(waiting)[2]
+                yield source, payload
+
+    return scene
 
 
 # --- Advertising: impressions on pages, and the clicks that follow some of them
@@ -54,19 +61,14 @@ _SLOW_CLICK = 0.04  # of clicks: comes after the ten minutes that the pipeline c
 _TWICE = 0.03  # of clicks: the visitor clicks again
 
 
-def ads(seed: int, start_ms: int) -> Iterator[tuple[str, Payload]]:
-    """``impressions``: impression_id, at (ms), campaign, page, visitor; ``clicks``: click_id, at, impression_id."""
-    rng = random.Random(f"ads {seed}")
-    for _, source, payload in arriving(_ads(rng, start_ms), random.Random(f"network {seed}")):
-        yield source, payload
-
-
 def click_rate(campaign: str) -> float:
     """Share of the campaign's impressions that are clicked at least once."""
     return 0.01 + 0.012 * CAMPAIGNS.index(campaign)
 
 
-def _ads(rng: random.Random, start_ms: int) -> Iterator[Happening]:
+@_delivered
+def ads(rng: random.Random, start_ms: int) -> Iterator[Happening]:
+    """``impressions``: impression_id, at (ms), campaign, page, visitor; ``clicks``: click_id, at, impression_id."""
     clicks: list[tuple[int, str, str]] = []  # to come: time, click, impression
     now, number = float(start_ms), 0
     while True:
@@ -107,14 +109,9 @@ _THINK_MS = 25_000.0
 _AWAY_MS = 2_700_000.0  # on top of the half hour that ends a session
 
 
-def clickstream(seed: int, start_ms: int) -> Iterator[tuple[str, Payload]]:
+@_delivered
+def clickstream(rng: random.Random, start_ms: int) -> Iterator[Happening]:
     """``actions``: action_id, at (ms), visitor, kind (view, add, remove, buy), page, sku (null for a plain page)."""
-    rng = random.Random(f"clickstream {seed}")
-    for _, source, payload in arriving(_clickstream(rng, start_ms), random.Random(f"network {seed}")):
-        yield source, payload
-
-
-def _clickstream(rng: random.Random, start_ms: int) -> Iterator[Happening]:
     # Time, visitor and cart, ordered by the time of the next action.
     due: list[tuple[int, str, list[str]]] = [(start_ms, "u0", [])]
     due += [(start_ms + int(rng.expovariate(1 / _AWAY_MS)), f"u{n}", []) for n in range(1, VISITORS)]
@@ -163,14 +160,9 @@ _LEAST_KW, _MOST_KW = 0.2, 9.4
 _HOUR_MS = 3_600_000
 
 
-def meters(seed: int, start_ms: int) -> Iterator[tuple[str, Payload]]:
+@_delivered
+def meters(rng: random.Random, start_ms: int) -> Iterator[Happening]:
     """``readings``: customer, seq (its how manieth reading), at (end of the five minutes, ms), wh, voltage."""
-    rng = random.Random(f"meters {seed}")
-    for _, source, payload in arriving(_meters(rng, start_ms), random.Random(f"network {seed}")):
-        yield source, payload
-
-
-def _meters(rng: random.Random, start_ms: int) -> Iterator[Happening]:
     size = [rng.uniform(0.5, 1.6) for _ in range(CUSTOMERS)]  # of the household, against the mean
     mood = [1.0] * CUSTOMERS
     seq, now = 0, start_ms
@@ -197,14 +189,9 @@ CITIES = ("Utrecht", "Gent", "Aarhus", "Graz", "Leeds", "Nantes")
 _RIDE_MS = 50.0  # between two rides, on average
 
 
-def trips(seed: int, start_ms: int) -> Iterator[tuple[str, Payload]]:
+@_delivered
+def trips(rng: random.Random, start_ms: int) -> Iterator[Happening]:
     """Source ``trips``: trip_id, at (end of the ride, ms), city, rider, age (years), metres, seconds."""
-    rng = random.Random(f"trips {seed}")
-    for _, source, payload in arriving(_trips(rng, start_ms), random.Random(f"network {seed}")):
-        yield source, payload
-
-
-def _trips(rng: random.Random, start_ms: int) -> Iterator[Happening]:
     now, number = float(start_ms), 0
     while True:
         rider = int(30_000 * rng.random() ** 1.5)
@@ -239,14 +226,9 @@ _EDITS_PER_S = 30.0  # events a second, about what Wikimedia has
 _WIKI_PAGES, _PEOPLE, _BOTS = 20_000, 3_000, 40
 
 
-def wikipedia(seed: int, start_ms: int) -> Iterator[tuple[str, Payload]]:
+@_delivered
+def wikipedia(rng: random.Random, start_ms: int) -> Iterator[Happening]:
     """``edits``: the fields of ``recentchange`` that the pipeline reads, and some that it does not."""
-    rng = random.Random(f"wikipedia {seed}")
-    for _, source, payload in arriving(_wikipedia(rng, start_ms), random.Random(f"network {seed}")):
-        yield source, payload
-
-
-def _wikipedia(rng: random.Random, start_ms: int) -> Iterator[Happening]:
     weights = [weight for _, _, weight in _WIKIS]
     now, number = float(start_ms), 0
     while True:
@@ -296,19 +278,6 @@ def _delta(rng: random.Random) -> int:
 
 MERCHANTS = 14_000
 FEED_FORMATS = ("csv", "jsonl", "parquet", "csv.gz", "jsonl.gz")
-_OFFER_COLUMNS = (
-    "merchant",
-    "offer",
-    "version",
-    "title",
-    "price",
-    "currency",
-    "category",
-    "available",
-    "deleted",
-    "url",
-    "updated_at",
-)
 _THINGS = ("Kettle", "Lamp", "Raincoat", "Bicycle bell", "Notebook", "Desk", "Teapot", "Backpack", "Blanket", "Torch")
 _KINDS = ("oak", "steel", "wool", "recycled", "folding", "small", "large", "blue", "grey", "waterproof")
 _REPEATED, _MALFORMED = 0.03, 0.005
@@ -373,7 +342,6 @@ class FeedFiles:
 
     Attributes:
         seed: equal seeds give equal files.
-        merchants: number of merchants.
         offers: offers of each merchant.
         rounds: files of each merchant.
         start_ms: time of the first version, ms since the epoch.
@@ -386,10 +354,6 @@ class FeedFiles:
     rounds: int = 1
     start_ms: int = 1_790_000_000_000
     formats: Sequence[str] = FEED_FORMATS
-
-    def rows(self, merchant: int) -> Iterator[list[Payload | None]]:
-        """The rows of each of a merchant's files; see :func:`feed_rows`."""
-        return feed_rows(self.seed, merchant, self.offers, self.rounds, self.start_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -407,7 +371,7 @@ def write_feeds(folder: Path, feeds: FeedFiles) -> Written:
     for merchant in range(feeds.merchants):
         place = folder / f"m{merchant:05}"
         place.mkdir(parents=True, exist_ok=True)
-        for turn, rows in enumerate(feeds.rows(merchant)):
+        for turn, rows in enumerate(feed_rows(feeds.seed, merchant, feeds.offers, feeds.rounds, feeds.start_ms)):
             kind = feeds.formats[(merchant + turn) % len(feeds.formats)]
             if kind == "parquet":  # cannot hold a malformed row
                 rows = [row for row in rows if row is not None]
@@ -424,7 +388,7 @@ def write_feeds(folder: Path, feeds: FeedFiles) -> Written:
 
 def _csv(rows: Sequence[Payload | None]) -> bytes:
     text = io.StringIO()
-    writer = csv.DictWriter(text, _OFFER_COLUMNS, lineterminator="\n")
+    writer = csv.DictWriter(text, tuple(offer(0, 0, 0, 1, 0)), lineterminator="\n")
     writer.writeheader()
     for row in rows:
         if row is None:

@@ -76,7 +76,6 @@ async def run_player(
 
     Args:
         player: what to play; several by source.
-        host: address to bind.
         port: port to bind; 0: any free one.
         ready: called with the bound port once clients can connect.
         stop: ends the server; clients are told (WebSocket close code 1001).
@@ -313,7 +312,6 @@ class Play:
         input: JSON-lines file, also gzipped; None: endless invented events.
         rate: events a second, of all sources together.
         seed: of invented events.
-        host: address to bind.
         port: port to bind; 0: any free one.
     """
 
@@ -337,9 +335,7 @@ async def play_pipeline(
 
     Args:
         pipeline: ``/ids`` uses the ``event_id`` of its sources.
-        play: what, and where.
         ready: called with the base URL once clients can connect.
-        stop: ends it.
 
     Raises:
         ConfigError: there is neither a recording nor a scene for this pipeline.

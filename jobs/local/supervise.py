@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -258,10 +257,12 @@ async def serve_many(settings: Settings, *, ready: Callable[[str], None], stop: 
     Raises:
         EnvironmentProblem: the port is taken, or a server does not start.
     """
+    from lakehouse.contract.listen import bind
     from serve.access import check_start
 
     await asyncio.to_thread(check_start, settings)
-    holder = _hold(settings)
+    # Bound without listening: it gets no connections, and nobody else gets the number.
+    holder = bind(settings.serve.host, settings.serve.port, "serve", shared=True)
     one = dataclasses.replace(settings.serve, port=holder.getsockname()[1], processes=1)
     arguments = child_arguments(dataclasses.replace(settings, serve=one))
     lake = Lake.of(settings)
@@ -299,19 +300,3 @@ async def _up(supervisor: Supervisor, marks: dict[str, Path], stop: asyncio.Even
             raise EnvironmentProblem(f"{name} did not start: {supervisor.last_words(name)}", "See its log")
         await asyncio.sleep(0.05)
     return str(json.loads(next(iter(marks.values())).read_text(encoding="utf-8"))["url"])
-
-
-def _hold(settings: Settings) -> socket.socket:
-    """Bind the port without listening: it gets no connections, and nobody else gets the number."""
-    host = settings.serve.host
-    holder = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        holder.bind((host, settings.serve.port))
-    except OSError as error:
-        holder.close()
-        raise EnvironmentProblem(
-            f"cannot listen on {host}:{settings.serve.port}: {error.strerror}",
-            "Stop what holds the port, or set MILLRACE_SERVE_PORT to another (0: any free one)",
-        ) from None
-    return holder

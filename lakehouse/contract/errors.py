@@ -95,6 +95,13 @@ class EnvironmentProblem(ProblemWithRemedy):
     """The machine lacks something, or another process holds it; the remedy is a command or a setting."""
 
 
+def port_taken(host: str, port: int, setting: str, error: OSError) -> EnvironmentProblem:
+    return EnvironmentProblem(
+        f"cannot listen on {host}:{port}: {error.strerror}",
+        f"Stop what holds the port, or set {setting} to another (0: any free one)",
+    )
+
+
 def install_extra(extra: str) -> str:
     """The command that installs the packages of an extra."""
     return f"pip install '{DISTRIBUTION}[{extra}]'"

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
-import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,6 +16,7 @@ from starlette.routing import Route
 
 from lakehouse.contract.control import ADMIN_KEY, MACHINE_KEY, address_file, control_folder
 from lakehouse.contract.keys import is_loopback, key_hash, new_key, new_key_id
+from lakehouse.contract.listen import listen, serve_until, url_of, uvicorn_config
 from lakehouse.contract.settings import Settings
 from lakehouse.contract.storage import write_whole
 from serve.access import uses_tls
@@ -25,13 +25,11 @@ from serve.control.routes import HANDLERS, ControlContext, new_epoch, routes
 from serve.control.store import OPERATOR, ControlStore
 from serve.control.tables import KeyRow
 from serve.control.watchers import Watchers
-from serve.listen import BACKLOG, listen, serve_until, url_of
 from serve.push.request import json_response
 
 log = logging.getLogger(__name__)
 
 _SERVER_TIMEOUT_S = 15.0
-_STOP_S = 3
 _FIRST_KEYS = {ADMIN_KEY: "manage", MACHINE_KEY: "state"}
 
 
@@ -103,17 +101,7 @@ async def run_control(settings: Settings, *, ready: Callable[[str], None], stop:
     try:
         await asyncio.to_thread(first_keys, settings, store)
         listener = listen(control.host, control.port, "control")
-        config = uvicorn.Config(
-            make_control_app(settings, store),
-            lifespan="on",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            backlog=BACKLOG,
-            timeout_graceful_shutdown=_STOP_S,
-            ssl_certfile=settings.serve.tls_cert or None,
-            ssl_keyfile=settings.serve.tls_key or None,
-        )
+        config = uvicorn_config(make_control_app(settings, store), settings.serve)
         url = url_of(listener, tls=tls)
         address_file(settings).write_text(url, encoding="utf-8")
         await serve_until(stop, config, listener, lambda: ready(url))

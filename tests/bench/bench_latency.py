@@ -41,7 +41,6 @@ from rich.table import Table
 
 from ingest.broker import EmbeddedBroker
 from ingest.kafka import ensure_topics
-from ingest.simulate.generator import generate
 from jobs.demo.account import WARM_S, percentiles
 from jobs.local.stack import get_json, parts
 from jobs.local.supervise import PARENT_VARIABLE
@@ -50,6 +49,7 @@ from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.contract.settings import load_settings
 from tests.bench.cpu import cpu_s
+from tests.recordings import generate
 
 ROOT = Path(__file__).resolve().parents[2]
 DRAIN_S = 40.0  # for the plain job, after the last event

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ingest.simulate.generator import generate
 from lakehouse.contract.settings import conf_dir
+from tests.recordings import generate
 
 Lines = Callable[[int, int, float], Iterator[bytes]]
 _BLOCK = 50_000

@@ -19,9 +19,8 @@ from typing import Any
 
 import pytest
 
-from ingest.simulate.generator import generate
 from jobs.local.stack import free_port
-from tests.recordings import RECORDINGS
+from tests.recordings import RECORDINGS, generate
 from tests.serve.conftest import Spawned
 from tests.system.browser import REMEDY
 from tests.system.prometheus import Prometheus, panels, require_tool

@@ -11,8 +11,8 @@ from typing import Any
 import orjson
 import pytest
 
-from ingest.simulate.generator import BLOCK, RsvpGenerator, generate
-from tests.recordings import RECORDINGS
+from ingest.simulate.generator import BLOCK, RsvpGenerator
+from tests.recordings import RECORDINGS, generate
 
 START_MS = 1_700_000_000_000
 RECORDING = "meetup/rsvps_2017-03-19.jsonl"
