@@ -44,6 +44,7 @@ from lakehouse.contract.jars import jar_paths
 from lakehouse.contract.java import find_java, log_flags
 from lakehouse.contract.kafkasecurity import ClientSecurity
 from lakehouse.contract.settings import conf_dir
+from lakehouse.contract.storage import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -235,9 +236,7 @@ class EmbeddedBroker:
                 )
         identity = _Identity(port, controller_port, cluster_id, inner_port)
         if identity != old:
-            draft = self.folder / "broker.json.new"
-            draft.write_text(json.dumps(asdict(identity)), encoding="ascii")
-            draft.replace(self.folder / "broker.json")
+            write_whole(self.folder / "broker.json", json.dumps(asdict(identity)).encode())
         return identity
 
     def _write_properties(self, identity: _Identity) -> None:

@@ -25,6 +25,7 @@ from ingest.kafka import broker_errors
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline.source import EnrichSpec, Source, Template
 from lakehouse.contract.settings import KafkaSettings
+from lakehouse.contract.storage import Stamp, stamp_of
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class Enricher:
         self._specs = source.enrich
         self._keys = {name: Template(spec.key) for name, spec in self._specs.items()}
         self._files = {name: folder / spec.file for name, spec in self._specs.items() if spec.file}
-        self._stamps: dict[str, tuple[int, int]] = {}
+        self._stamps: dict[str, Stamp | None] = {}
         self.references: dict[str, Reference] = {name: Reference() for name in self._specs}
         self._unread = {name for name, spec in self._specs.items() if spec.topic}
         self._complete = asyncio.Event()
@@ -116,7 +117,7 @@ class Enricher:
     def _refresh(self) -> None:
         for name, path in self._files.items():
             try:
-                if _file_stamp(path) != self._stamps[name]:
+                if stamp_of(path) != self._stamps[name]:
                     self._load(name)
             except (ConfigError, OSError) as error:
                 logger.error("the reference %s stays as it was: %s", name, error)
@@ -124,7 +125,7 @@ class Enricher:
     def _load(self, name: str) -> None:
         spec, path = self._specs[name], self._files[name]
         try:
-            stamp = _file_stamp(path)
+            stamp = stamp_of(path)
             rows = read_rows(path, spec)
         except (OSError, ValueError) as error:
             problem = error.strerror if isinstance(error, OSError) else str(error)
@@ -205,11 +206,6 @@ def _row_text(row: Any, spec: EnrichSpec) -> str:
     if len(text) > MAX_ROW_BYTES:
         raise ValueError(f"a row has more than {MAX_ROW_BYTES} bytes; name the fields that are needed")
     return text
-
-
-def _file_stamp(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_mtime_ns, found.st_size
 
 
 class TopicReader:

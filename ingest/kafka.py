@@ -377,11 +377,7 @@ def check_topics(bootstrap: str, sources: Sequence[Source], security: ClientSecu
 
 
 def topic_limits(bootstrap: str, topics: Collection[str], security: ClientSecurity = PLAINTEXT) -> dict[str, int]:
-    """``max.message.bytes`` by topic.
-
-    Raises:
-        BrokerUnavailable: the broker does not answer.
-    """
+    """``max.message.bytes`` by topic. Raises BrokerUnavailable: the broker does not answer."""
     wanted = [ConfigResource(ConfigResourceType.TOPIC, topic, [_LIMIT]) for topic in topics]
     with _admin(bootstrap, security) as admin:
         found = admin.describe_configs(wanted, config_filter="all")["topic"]

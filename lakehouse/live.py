@@ -206,11 +206,7 @@ class LiveProducts(BronzeFollower):
         self._wake.set()
 
     def wait_taken(self) -> None:
-        """Wait until the products hold what was handed over.
-
-        Raises:
-            QueryFailed: they ended.
-        """
+        """Wait until the products hold what was handed over. Raises QueryFailed: they ended."""
         with self._writing:
             self._writing.wait_for(lambda: self._handed is None or self._stop.is_set() or not self.is_active)
             if self._handed is not None or not self.is_active:

@@ -199,11 +199,7 @@ class Signer:
         return b'["%b"]' % b'","'.join(tokens).translate(_TO_URL)
 
     def open(self, text: str) -> Token:
-        """Verify and read a token.
-
-        Raises:
-            RequestRefused: it was not made with this key.
-        """
+        """Verify and read a token. Raises RequestRefused: it was not made with this key."""
         if len(text) > _MAX_CHARS:
             raise _bad_token()
         try:

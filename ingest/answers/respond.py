@@ -299,11 +299,7 @@ class Answers:
 
     @asynccontextmanager
     async def seat(self) -> AsyncIterator[None]:
-        """Hold one of the places for waiting senders.
-
-        Raises:
-            RequestRefused: all are taken.
-        """
+        """Hold one of the places for waiting senders. Raises RequestRefused: all are taken."""
         if self.waiters >= self._most:
             raise _too_many_waiters(self._most)
         self.waiters += 1

@@ -95,18 +95,14 @@ class SenderGate:
         return sender
 
     def show(self, product: Product, pipeline: Pipeline, presented: str | None) -> Sender:
-        """The sender, if its key sees the product, that is, may send to every source of the product."""
+        """The sender, if its key may send to every source of the product. Raises RequestRefused."""
         sender = self.admit(pipeline.sources[product.source], presented)
         if product.right:
             self.admit(pipeline.sources[product.right], presented)
         return sender
 
     def key(self, presented: str | None) -> ApiKey:
-        """The key that was presented.
-
-        Raises:
-            RequestRefused: 401, the key is missing or unknown.
-        """
+        """The key that was presented. Raises RequestRefused: 401, the key is missing or unknown."""
         key = self._keys.find(presented) if self._keys is not None and presented else None
         if key is None:
             detail = "this key is not known" if presented else "show a key: Authorization: Bearer KEY"

@@ -47,11 +47,7 @@ class CloudEvent:
 
 
 def structured(text: bytes) -> CloudEvent:
-    """An event in the JSON format.
-
-    Raises:
-        NotACloudEvent: it is not one, or its data is not JSON.
-    """
+    """An event in the JSON format. Raises NotACloudEvent: it is not one, or its data is not JSON."""
     try:
         orjson.loads(text)  # the stricter of the two
         members = _MEMBERS.decode(text)

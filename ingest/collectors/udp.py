@@ -34,11 +34,7 @@ _SO_MEMINFO, _DROPS = 55, 8  # Linux: the ninth number counts dropped datagrams
 
 
 class UdpCollector:
-    """Takes datagrams until cancelled.
-
-    Raises:
-        EnvironmentProblem: the address cannot be bound.
-    """
+    """Takes datagrams until cancelled. Raises EnvironmentProblem: the address cannot be bound."""
 
     def __init__(self, spec: CollectorSpec, context: CollectorContext) -> None:
         self._spec = spec

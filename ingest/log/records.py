@@ -131,11 +131,7 @@ def event_head(lane: int, position: int | None, envelope: Envelope, key: bytes) 
 
 
 def read_event(body: bytes, *, source: str, collector: str) -> StoredEvent:
-    """Read an EVENT or EVENT_X body.
-
-    Raises:
-        ValueError: the body is truncated or its text is not UTF-8.
-    """
+    """Read an EVENT or EVENT_X body. Raises ValueError: the body is truncated or its text is not UTF-8."""
     if len(body) < _EVENT.size:
         raise ValueError("an event's body is cut off")
     kind, lane, position, received_at, n_id, n_tenant, n_key, n_reject = _EVENT.unpack_from(body)

@@ -46,6 +46,7 @@ from ingest.log.records import (
 from ingest.log.segments import NOWHERE, SUFFIX, LoggedEvent, LogSegment, SourceLane, lock_folder
 from lakehouse.contract.envelope import UPSTREAM_ID
 from lakehouse.contract.errors import EnvironmentProblem
+from lakehouse.contract.storage import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -270,19 +271,14 @@ class FailedStore:
 
     def remove(self, seqs: Collection[int]) -> None:
         """Remove events that Kafka has taken. The file is rewritten and replaced atomically."""
-        draft = self._path.with_suffix(".draft")
-        with draft.open("wb") as file:
-            file.write(SEGMENT_MAGIC)
-            for item in scan(self._path.read_bytes()):
-                if isinstance(item, Damage) or (item.kind == FAILED and item.seq in seqs):
-                    continue
-                for chunk in frame_chunks(item.seq, item.body):
-                    file.write(chunk)
-            file.flush()
-            os.fdatasync(file.fileno())
-        draft.replace(self._path)
+        chunks = [SEGMENT_MAGIC]
+        for item in scan(self._path.read_bytes()):
+            if not isinstance(item, Damage) and not (item.kind == FAILED and item.seq in seqs):
+                chunks += frame_chunks(item.seq, item.body)
+        data = b"".join(chunks)
+        write_whole(self._path, data, durable=True)
         self._seqs.difference_update(seqs)
-        self.bytes = self._path.stat().st_size
+        self.bytes = len(data)
 
     def __len__(self) -> int:
         return len(self._seqs) + len(self._raw)
@@ -378,11 +374,7 @@ def nodes(folder: Path) -> list[str]:
 
 
 def log_of(folder: Path, node: str) -> Path:
-    """Folder of a node's log.
-
-    Raises:
-        EnvironmentProblem: the node has none.
-    """
+    """Folder of a node's log. Raises EnvironmentProblem: the node has none."""
     known = nodes(folder)
     if node not in known:
         raise EnvironmentProblem(f"no log of a node {node!r}; there are: {', '.join(known) or 'none yet'}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
 import time
@@ -16,6 +15,7 @@ from typing import Any
 from ingest.log.records import SEGMENT_MAGIC, Damage, LogFrame, scan
 from lakehouse.contract.envelope import Envelope
 from lakehouse.contract.errors import EnvironmentProblem
+from lakehouse.contract.storage import try_lock
 
 logger = logging.getLogger(__name__)
 
@@ -189,16 +189,13 @@ def lock_folder(folder: Path) -> int:
         EnvironmentProblem: another process holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        owner = os.pread(handle, 32, 0).decode(errors="replace").strip()
-        os.close(handle)
+    handle = try_lock(folder / "lock")
+    if handle is None:
+        owner = (folder / "lock").read_text(encoding="utf-8", errors="replace").strip()
         raise EnvironmentProblem(
             f"the message log {folder} is in use{f' by process {owner}' if owner else ''}",
             "Stop that collector, or give this one another node name",
-        ) from None
+        )
     os.ftruncate(handle, 0)
     os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
     return handle

@@ -50,11 +50,7 @@ class ControlRefused(ProblemWithRemedy):
 
 
 class ControlClient:
-    """The control plane, as commands ask it.
-
-    Raises:
-        ConfigError: its address or the key is not known.
-    """
+    """The control plane, as commands ask it. Raises ConfigError: its address or the key is not known."""
 
     def __init__(self, settings: Settings) -> None:
         self.url = control_url(settings)

@@ -126,11 +126,7 @@ class Show:
         ).figures()
 
     async def until_ready(self) -> None:
-        """Wait until every part is ready.
-
-        Raises:
-            EnvironmentProblem: one did not get ready.
-        """
+        """Wait until every part is ready. Raises EnvironmentProblem: one did not get ready."""
         stack, deadline = self.stack, time.monotonic() + READY_S
         while waiting := await asyncio.to_thread(stack.waiting_for):
             if self.seen.stopping:
@@ -142,11 +138,7 @@ class Show:
             await asyncio.sleep(0.1)
 
     async def until_connected(self) -> None:
-        """Wait until every live upstream is connected.
-
-        Raises:
-            EnvironmentProblem: one is not reached.
-        """
+        """Wait until every live upstream is connected. Raises EnvironmentProblem: one is not reached."""
         deadline = time.monotonic() + CONNECT_S
         while problems := await asyncio.to_thread(upstream_problems, self.stack):
             if time.monotonic() > deadline or self.seen.stopping:

@@ -84,11 +84,7 @@ def grants(pipeline: Pipeline) -> Grants:
 
 
 def grant(kafka: KafkaSettings, wanted: Grants) -> None:
-    """Tell the broker, as its administrator.
-
-    Raises:
-        EnvironmentProblem: it does not answer, or refuses.
-    """
+    """Tell the broker, as its administrator. Raises EnvironmentProblem: it does not answer, or refuses."""
     try:
         admin = KafkaAdminClient(bootstrap_servers=kafka.bootstrap, **kafka.security.for_kafka_python())
     except (KafkaError, OSError) as error:

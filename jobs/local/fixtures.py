@@ -90,11 +90,7 @@ class FixtureResult:
 
 
 def read_fixtures(pipeline: Pipeline) -> list[Fixture]:
-    """The pipeline's fixtures, by name.
-
-    Raises:
-        ConfigError: there is none, or a file is not what it has to be.
-    """
+    """The pipeline's fixtures, by name. Raises ConfigError: there is none, or a file is not what it has to be."""
     folder = pipeline.path.parent / "tests"
     found = [_read(path, pipeline) for path in sorted(folder.glob("*/")) if any(path.glob("*.jsonl"))]
     if not found:

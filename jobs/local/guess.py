@@ -220,11 +220,7 @@ class Sample:
 
     @classmethod
     def of(cls, path: Path) -> Sample:
-        """Read the first rows of a file.
-
-        Raises:
-            EnvironmentProblem: it cannot be read, or holds no events.
-        """
+        """Read the first rows of a file. Raises EnvironmentProblem: it cannot be read, or holds no events."""
         rows = read_rows(path)
         whole = Shape()
         for row in rows:

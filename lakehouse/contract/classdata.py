@@ -8,7 +8,6 @@ slower. ``kind`` is ``spark`` or ``kafka`` everywhere.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 from collections.abc import Iterable, Iterator
@@ -18,6 +17,7 @@ from pathlib import Path
 from lakehouse.contract.errors import EnvironmentProblem
 from lakehouse.contract.jars import jars_dir
 from lakehouse.contract.java import find_java
+from lakehouse.contract.storage import locked
 
 _KEPT = 3  # archives of a kind: other installations, other Javas
 _QUIET = ["-Xlog:cds=off", "-Xlog:cds+dynamic=off"]
@@ -58,8 +58,7 @@ def making(kind: str, class_path: Iterable[Path]) -> Iterator[Path | None]:
     of other class paths go."""
     place = _place(kind, class_path)
     place.parent.mkdir(parents=True, exist_ok=True)
-    with (place.parent / ".lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(place.parent / ".lock"):
         if archive(kind, class_path) is not None:
             yield None
             return

@@ -57,13 +57,10 @@ def address_file(settings: Settings) -> Path:
 
 
 def key_text(settings: Settings, default: str) -> str:
-    """The key that this process shows to the control plane.
+    """The key that this process shows to the control plane. Raises ConfigError.
 
     Args:
         default: name of the file where ``control.key`` is empty: :data:`MACHINE_KEY` or :data:`ADMIN_KEY`.
-
-    Raises:
-        ConfigError: the file cannot be read.
     """
     path = Path(settings.control.key) if settings.control.key else control_folder(settings) / default
     try:
@@ -76,15 +73,9 @@ def key_text(settings: Settings, default: str) -> str:
 class StateManager:
     """Keeps the state of the control plane, see the module.
 
-    Args:
-        settings: ``control``.
-
     Attributes:
         maps: entries by the names of :data:`MAPS`; replaced as a whole, so that whoever took one may go on reading it.
         failures: looks in a row without an answer.
-
-    Raises:
-        ConfigError: the address is none.
     """
 
     def __init__(self, settings: Settings) -> None:

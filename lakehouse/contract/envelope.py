@@ -45,10 +45,7 @@ class Envelope:
 
     Attributes:
         event_id: the dedupe key within (source, tenant); from the payload, or given when the event was first logged.
-        source: name of the source in its pipeline.
-        tenant: whose event it is.
         received_at: when a collector first had it, microseconds since the epoch, UTC.
-        collector: id of the collecting node.
         fingerprint: :func:`fingerprint` of the payload.
         suspect: sent again from a log after a crash, so that Kafka may hold it already.
         reject: why the border refused it; such an event goes to quarantine and into no product.
@@ -134,7 +131,6 @@ class EventLines:
     """Writes log lines about single events, so many a second: a flood of bad events must not become one of lines.
 
     Args:
-        logger: that writes them.
         most: lines a second; what is beyond them is counted, and the count told with the next line.
         now: seconds.
     """

@@ -43,8 +43,6 @@ class ConfigError(MillraceError):
     Attributes:
         file: the file that is wrong, or None for the environment or the command line.
         key: dotted key, e.g. ``products.top_topics.n``.
-        problem: what is wrong.
-        remedy: what to write instead.
         line: line number in ``file``, 1-based, where known.
     """
 
@@ -75,12 +73,7 @@ class ConfigError(MillraceError):
 
 
 class ProblemWithRemedy(MillraceError):
-    """Something that a person can mend.
-
-    Attributes:
-        problem: what is wrong.
-        remedy: what to write or do instead.
-    """
+    """Something that a person can mend."""
 
     def __init__(self, problem: str, remedy: str = "") -> None:
         super().__init__(problem)

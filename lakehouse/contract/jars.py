@@ -55,10 +55,6 @@ class Jar:
 
     Attributes:
         set_name: one of :data:`JAR_SETS` and :data:`ON_DEMAND`.
-        group: e.g. ``io.delta``.
-        artifact: e.g. ``delta-storage``.
-        version: e.g. ``4.4.0``.
-        sha256: checksum in hexadecimal.
     """
 
     set_name: str
@@ -82,12 +78,7 @@ class Jar:
 
 
 def jar_paths(set_name: str) -> list[Path]:
-    """The jars of a set, in the order of the lock file; those missing or damaged are fetched first.
-
-    Raises:
-        EnvironmentProblem: they cannot be fetched, or what came is not what the lock names.
-        ConfigError: no such set, or the lock file is wrong.
-    """
+    """The jars of a set, in the order of the lock file; missing or damaged are fetched. Raises EnvironmentProblem."""
     jars = locked_jars(set_name)
     cache = jars_dir()
     if missing_jars(set_name):
@@ -115,11 +106,7 @@ def jars_dir() -> Path:
 
 
 def locked_jars(set_name: str) -> list[Jar]:
-    """Jars of a set as the lock file names them.
-
-    Raises:
-        ConfigError: no such set, or the lock file is wrong.
-    """
+    """Jars of a set as the lock file names them. Raises ConfigError: no such set, or the lock file is wrong."""
     if set_name not in JAR_SETS + ON_DEMAND:
         raise ConfigError(f"there is no jar set {set_name!r}", remedy=f"Sets: {', '.join(JAR_SETS)}")
     return [jar for jar in _read_lock(conf_dir() / "jars.lock") if jar.set_name == set_name]

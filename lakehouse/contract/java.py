@@ -23,13 +23,7 @@ _REMEDY = f"Install a Java {MINIMUM_JAVA} runtime (such as openjdk-17-jre-headle
 
 @dataclass(frozen=True, slots=True)
 class Java:
-    """A Java runtime.
-
-    Attributes:
-        path: the ``java`` command.
-        major: its major version, e.g. 17.
-        version: all that it says of itself.
-    """
+    """A Java runtime."""
 
     path: Path
     major: int

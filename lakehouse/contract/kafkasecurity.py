@@ -19,8 +19,6 @@ class ClientSecurity:
 
     Attributes:
         protocol: one of :data:`PROTOCOLS`, in Kafka's words.
-        mechanism: one of :data:`MECHANISMS`; of the SASL protocols.
-        user: name to log in with; of the SASL protocols.
         password_file: holds the password and nothing else.
         ca_file: PEM file of the authority that signed the broker's certificate; empty: those the system trusts.
         cert_file: PEM file of the client's private key and certificate, in this order; empty: none.
@@ -49,7 +47,6 @@ class ClientSecurity:
 
     @property
     def tls(self) -> bool:
-        """Whether the connection is encrypted."""
         return self.protocol.endswith("SSL")
 
     @property
@@ -58,11 +55,7 @@ class ClientSecurity:
         return self.protocol.startswith("SASL")
 
     def read_password(self) -> str:
-        """The password.
-
-        Raises:
-            ConfigError: the file cannot be read, or is empty.
-        """
+        """The password. Raises ConfigError."""
         try:
             found = Path(self.password_file).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from lakehouse.contract.errors import ConfigError
-from lakehouse.contract.storage import locked, write_whole
+from lakehouse.contract.storage import Stamp, locked, stamp_of, write_whole
 from lakehouse.contract.tomlfile import build, read_toml, toml_text
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,6 @@ class KeyFile(Generic[K]):
 
     Args:
         path: of the file; made, readable by its owner only, when the first key is.
-        kind: what its keys are.
     """
 
     required = False
@@ -106,19 +105,11 @@ class KeyFile(Generic[K]):
     def __str__(self) -> str:
         return str(self.path)
 
-    def stamp(self) -> tuple[int, int, int] | None:
-        try:
-            found = self.path.stat()
-        except FileNotFoundError:
-            return None
-        return found.st_ino, found.st_mtime_ns, found.st_size
+    def stamp(self) -> Stamp | None:
+        return stamp_of(self.path)
 
     def read(self) -> dict[str, K]:
-        """Keys by id; none where there is no file.
-
-        Raises:
-            ConfigError: the file cannot be used.
-        """
+        """Keys by id; none where there is no file. Raises ConfigError."""
         if not self.path.exists():
             return {}
         tables = read_toml(self.path)
@@ -148,11 +139,7 @@ class KeyFile(Generic[K]):
         return text
 
     def revoke(self, name: str) -> K:
-        """Take a key away.
-
-        Raises:
-            ConfigError: there is none of this id.
-        """
+        """Take a key away. Raises ConfigError."""
         with self._changing() as keys:
             if name not in keys:
                 known = f"Known: {', '.join(keys) or 'none'}"
@@ -174,11 +161,7 @@ class KeyRing(Generic[K]):
     """The keys as a running process uses them.
 
     Args:
-        source: where they come from.
         clock: seconds, monotonic.
-
-    Raises:
-        ConfigError: the source cannot be used.
     """
 
     def __init__(self, source: KeySource[K], clock: Callable[[], float] = time.monotonic) -> None:
@@ -244,7 +227,6 @@ def new_key_id() -> str:
 
 
 def key_hash(text: str) -> str:
-    """What is kept of a key."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -268,7 +250,6 @@ class TokenBucket:
     batch does not refuse it for ever.
 
     Args:
-        rate: things a second.
         now: seconds, monotonic.
     """
 

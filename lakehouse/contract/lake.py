@@ -37,6 +37,7 @@ ALERTS = "alerts"
 LOADS = "loads"  # silver: files that the batch loader was given, and what became of them
 WARNINGS = "warnings"  # silver: events that count although an expectation of action "warn" is not met
 QUALITY = "quality"  # gold: what expectations of tables and batches found, run by run
+RESERVED = (QUARANTINE, ALERTS, WARNINGS, QUALITY, LOADS)
 FILE_TOPIC = "file:"  # begins the topic of bronze rows from files; no Kafka topic has a colon in its name
 _REMOTE_LOOK_S = 1.0
 NAME_PATTERN = re.compile(r"[a-z][a-z0-9_]{0,62}")
@@ -66,9 +67,7 @@ class CommitFacts:
     """What a product commit says of the events in it.
 
     Attributes:
-        committed_at: ms since the epoch.
         through: next offset by ``topic/partition``: every event before it is in the table. None if it does not say.
-        events: how many events the commit added.
         oldest_at: when a collector received the oldest of them, ms since the epoch.
         newest_at: the same of the newest.
         bronze: the bronze version that the commit reaches; of a join JSON, see :data:`COMMIT_BRONZE`.
@@ -83,11 +82,7 @@ class CommitFacts:
 
     @classmethod
     def of(cls, table: str, commit: Commit) -> CommitFacts:
-        """The facts in a commit's commitInfo.
-
-        Raises:
-            TableUnreadable: a value is malformed.
-        """
+        """The facts in a commit's commitInfo. Raises TableUnreadable."""
         info = commit.info
         try:
             return cls(
@@ -130,12 +125,7 @@ def _optional_int(value: Any) -> int | None:
 
 
 class UnknownTable(MillraceError):
-    """No such table in this lake.
-
-    Attributes:
-        name: what was asked for.
-        known: the tables there are.
-    """
+    """No such table in this lake."""
 
     def __init__(self, name: str, known: list[str]) -> None:
         super().__init__(name)
@@ -148,13 +138,7 @@ class UnknownTable(MillraceError):
 
 @dataclass(frozen=True, slots=True)
 class TableRef:
-    """One Delta table.
-
-    Attributes:
-        layer: one of :data:`LAYERS`.
-        name: unique in the lake.
-        path: its folder.
-    """
+    """One Delta table."""
 
     layer: str
     name: str
@@ -212,7 +196,6 @@ class Lake:
         return TableRef(layer, name, self.root / layer / name)
 
     def bronze(self, source: str) -> TableRef:
-        """The record of one source."""
         return self.table("bronze", source)
 
     def quarantine(self) -> TableRef:
@@ -229,11 +212,7 @@ class Lake:
         ]
 
     def find(self, name: str) -> TableRef:
-        """The existing table of this name.
-
-        Raises:
-            UnknownTable: there is none.
-        """
+        """The existing table of this name. Raises UnknownTable: there is none."""
         tables = self.tables()
         for table in tables:
             if table.name == name:

@@ -45,7 +45,6 @@ class Fold:
     """The fold of one table.
 
     Attributes:
-        key: columns that name a row.
         how: one of :data:`FOLDS` by column. A column without one has the same value in all partials of a key.
         order: for ``latest``: the columns whose greatest values win.
     """
@@ -85,7 +84,6 @@ class Fold:
 
         Args:
             relation: name of the partials, quoted where it needs to be.
-            columns: of the table, in order.
             types: of the columns; sums are cast back to them (a sum of BIGINT is HUGEINT).
         """
         group = ", ".join(map(_quoted, self.key))
@@ -115,8 +113,6 @@ class Fold:
         """Folded rows by key, of the keys that ``rows`` has, on top of what was folded before.
 
         Args:
-            columns: of the rows.
-            rows: partials.
             into: rows folded from earlier partials; left as it is.
         """
         key_at = [columns.index(name) for name in self.key]
@@ -164,11 +160,7 @@ class Fold:
 
 
 class UnknownColumn(MillraceError):
-    """A look-up named a column that the table does not have.
-
-    Attributes:
-        column: its name.
-    """
+    """A look-up named a column that the table does not have."""
 
     def __init__(self, column: str) -> None:
         super().__init__(column)
@@ -183,9 +175,6 @@ class KeyedRows:
 
     A small table is kept in memory without its binary columns, so that a look-up reads no file; of a larger one only
     the files are read that may hold the key.
-
-    Args:
-        table: the table's folder; the table must exist.
     """
 
     def __init__(self, table: LakePath) -> None:

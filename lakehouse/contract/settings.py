@@ -49,19 +49,8 @@ class KafkaSettings:
 
     @property
     def security(self) -> ClientSecurity:
-        """How our clients prove who they are.
-
-        Raises:
-            ConfigError: the settings do not fit together.
-        """
-        return ClientSecurity(
-            self.protocol,
-            self.mechanism,
-            self.user,
-            self.password_file,
-            self.ca_file,
-            self.cert_file,
-        )
+        """How our clients prove who they are. Raises ConfigError: the settings do not fit together."""
+        return ClientSecurity(**{each.name: getattr(self, each.name) for each in dataclasses.fields(ClientSecurity)})
 
     def secured_by(self, security: ClientSecurity) -> KafkaSettings:
         """The same settings with this proof."""
@@ -283,11 +272,7 @@ class Settings:
         return Path.home() / ".local" / "state" / "millrace" / re.sub(r"[^\w.-]+", "-", str(self.lake))
 
     def pipeline_folder(self) -> Path:
-        """The folder of the chosen pipeline.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """The folder of the chosen pipeline. Raises ConfigError: there is none."""
         for folder in (Path(self.pipeline), conf_dir() / "pipelines" / self.pipeline):
             if (folder / "pipeline.toml").is_file():
                 return folder

@@ -320,6 +320,17 @@ def _draft(path: Path, data: bytes, mode: int, *, durable: bool) -> Path:
     return draft
 
 
+def try_lock(path: Path) -> int | None:
+    """A handle that holds the file's lock until it is closed or the process ends; None if another process has it."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
+
+
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold an advisory lock on a file of this machine; waits for it."""

@@ -24,11 +24,7 @@ _MS = {"ms": 1, "mi": 60_000, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_4
 
 
 def read_toml(path: LakePath) -> dict[str, Any]:
-    """The parsed file.
-
-    Raises:
-        ConfigError: it is absent or is not TOML.
-    """
+    """The parsed file. Raises ConfigError."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -63,17 +59,23 @@ def _value(value: Any) -> str:
 
 
 def duration_ms(text: str) -> int:
-    """Milliseconds in a duration such as ``30 seconds``, ``5s`` or ``40 days``.
-
-    Raises:
-        ValueError: the text is not a duration.
-    """
+    """Milliseconds in a duration such as ``30 seconds``, ``5s`` or ``40 days``. Raises ValueError."""
     match = _DURATION.fullmatch(text.strip())
     if match is None:
         raise ValueError(f"{text!r} is not a duration such as '30 seconds' or '5m'")
     unit = match[2]
     scale = 1 if unit.startswith(("ms", "milli")) else _MS[unit[0]]
     return int(float(match[1]) * scale)
+
+
+class Milliseconds:
+    """A property: the duration in another attribute, in milliseconds; 0 if that is empty."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, declared: object, kind: type | None = None) -> int:
+        return duration_ms(getattr(declared, self._name) or "0 s")
 
 
 def build(cls: type[T], values: Mapping[str, Any], *, file: LakePath, at: str = "") -> T:

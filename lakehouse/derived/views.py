@@ -98,11 +98,7 @@ class ViewEngine:
 
 
 def plain(name: str, rows: pa.Table) -> pa.Table:
-    """The same rows in types that a Delta table and a subscriber have.
-
-    Raises:
-        QueryError: there is no such type.
-    """
+    """The same rows in types that a Delta table and a subscriber have. Raises QueryError: there is no such type."""
     schema = pa.schema([pa.field(field.name, _plain(name, field)) for field in rows.schema])
     try:
         return rows.cast(schema)

@@ -120,11 +120,7 @@ def codes(rows: pa.Table, columns: Sequence[str]) -> npt.NDArray[np.int64]:
 
 
 def check_names(product: Product, names: Sequence[str]) -> None:
-    """Refuse a product with two columns of the same name.
-
-    Raises:
-        BadProduct: it has.
-    """
+    """Refuse a product with two columns of the same name. Raises BadProduct: it has."""
     twice = next((name for number, name in enumerate(names) if name in names[:number]), None)
     if twice is not None:
         raise BadProduct(

@@ -16,11 +16,7 @@ _CLAUSES = ("distinct", "group", "having", "limit", "order")
 
 
 def parse(product: Product) -> exp.Expr:
-    """The product's SQL as a tree.
-
-    Raises:
-        BadProduct: it does not parse.
-    """
+    """The product's SQL as a tree. Raises BadProduct: it does not parse."""
     try:
         return tree_of(product.sql)
     except sqlglot.errors.ParseError as error:

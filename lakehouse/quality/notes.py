@@ -25,11 +25,7 @@ _MOST = 100  # reported paths
 
 
 def accepted(lake: Lake, source: str) -> frozenset[str]:
-    """Ids of the accepted events of a source.
-
-    Raises:
-        QualityProblem: the file is damaged.
-    """
+    """Ids of the accepted events of a source. Raises QualityProblem: the file is damaged."""
     path = _file(lake, "accepted", source)
     try:
         return frozenset(str(name) for name in json.loads(path.read_text(encoding="utf-8")))

@@ -34,11 +34,7 @@ _FIRST_TIME, _LAST_TIME = datetime(1, 1, 2, tzinfo=UTC), datetime(9999, 1, 1, tz
 
 
 def payload_schema(source: Source) -> StructType:
-    """The source's DDL as a Spark type.
-
-    Raises:
-        ConfigError: it is no DDL, or two columns would have one name.
-    """
+    """The source's DDL as a Spark type. Raises ConfigError: it is no DDL, or two columns would have one name."""
     try:
         schema = StructType.fromDDL(source.schema)
         assert isinstance(schema, StructType)

@@ -93,11 +93,7 @@ class BloomFilter:
         return True
 
     def merge(self, other: BloomFilter) -> None:
-        """Add all items of the other.
-
-        Raises:
-            BadSketch: the filters differ in size or in hashes.
-        """
+        """Add all items of the other. Raises BadSketch: the filters differ in size or in hashes."""
         if (self.bits, self.hashes) != (other.bits, other.hashes):
             raise BadSketch(f"filters of {self.bits} and {other.bits} bits do not merge")
         self._words |= other._words

@@ -53,11 +53,7 @@ class Span:
 
 
 class SketchTable:
-    """A table whose rows carry sketches.
-
-    Raises:
-        BadSketch: it carries none.
-    """
+    """A table whose rows carry sketches. Raises BadSketch: it carries none."""
 
     def __init__(self, ref: TableRef) -> None:
         self.ref = ref
@@ -73,11 +69,7 @@ class SketchTable:
         return str(self.parameters["operator"])
 
     def newest(self) -> datetime:
-        """Start of the newest window.
-
-        Raises:
-            BadSketch: the table is empty.
-        """
+        """Start of the newest window. Raises BadSketch: the table is empty."""
         starts = self._delta.to_pyarrow_dataset().to_table(columns=[_START])[_START]
         newest: datetime | None = pc.max(starts).as_py()
         if newest is None:

@@ -141,11 +141,7 @@ class Drift(StatefulOperator):
 
 
 def _detector(product: Product) -> Any:
-    """A new detector of the product's kind.
-
-    Raises:
-        BadProduct: river refuses a parameter.
-    """
+    """A new detector of the product's kind. Raises BadProduct: river refuses a parameter."""
     from river import drift
 
     classes: dict[str, Any] = {"adwin": drift.ADWIN, "page_hinkley": drift.PageHinkley, "kswin": drift.KSWIN}

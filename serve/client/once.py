@@ -31,7 +31,6 @@ sent again. A third party that can neither be asked nor recognises a repetition 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
 import sqlite3
@@ -45,6 +44,7 @@ from typing import Any, Protocol, TypeVar
 import orjson
 
 from lakehouse.contract.faults import crash_point
+from lakehouse.contract.storage import try_lock
 from serve.client.stores import ClientDatabase
 from serve.client.subscription import Change, JsonRow, Message, Snapshot
 from serve.client.transports import ClientError
@@ -299,13 +299,8 @@ async def _patiently(ask: Callable[[Any], Awaitable[_T]], what: Any) -> _T:
 
 
 def _locked(path: Path) -> int:
-    """A handle that holds a lock until it is closed or the process ends."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        raise ClientError(f"{path}: another process works with this log; one at a time") from None
+    if (handle := try_lock(path)) is None:
+        raise ClientError(f"{path}: another process works with this log; one at a time")
     return handle
 
 

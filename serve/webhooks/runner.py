@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
@@ -32,6 +31,7 @@ import httpx
 import orjson
 
 from lakehouse.contract.settings import ServeSettings
+from lakehouse.contract.storage import try_lock
 from serve.access import ReaderGate
 from serve.core.hub import Hub
 from serve.core.messages import Message
@@ -449,7 +449,7 @@ class WebhookFleet:
                     await self._stop(ident)
                 continue
             progress = await asyncio.to_thread(store.progress, ident)
-            if progress.state != "stopped" and (lock := self._locked(ident)) is not None:
+            if progress.state != "stopped" and (lock := try_lock(self._folder / f"{ident}.lock")) is not None:
                 self._running[ident] = asyncio.create_task(self._call(hook, store)), lock
 
     async def _call(self, hook: Webhook, store: WebhookStore) -> None:
@@ -457,15 +457,6 @@ class WebhookFleet:
         caller = WebhookCaller(_TIMEOUT_S, private=settings.webhook_private, trust=self._trust)
         async with caller:
             await WebhookRunner(hook, self._context, store, caller).run()
-
-    def _locked(self, ident: str) -> int | None:
-        handle = os.open(self._folder / f"{ident}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(handle)
-            return None
-        return handle
 
     async def _stop(self, ident: str) -> None:
         task, lock = self._running.pop(ident)

@@ -40,11 +40,7 @@ class Journal:
         os.ftruncate(self._handle, self._size)
 
     def append(self, position: str, entries: Entries) -> None:
-        """Make a batch durable.
-
-        Raises:
-            OSError: the disk refuses; the journal is as it was.
-        """
+        """Make a batch durable. Raises OSError: the disk refuses; the journal is as it was."""
         text = position.encode()
         body = text + entries.to_bytes()
         data = _FRAME.pack(_MAGIC, zlib.crc32(body), len(text), len(entries)) + body

@@ -19,7 +19,7 @@ from sqlglot import exp
 from lakehouse.contract.envelope import TENANT
 from lakehouse.contract.errors import ConfigError, FilterError, QueryRefused
 from lakehouse.contract.faults import crash_point
-from lakehouse.contract.lake import ALERTS, LOADS, NAME_PATTERN, QUALITY, QUARANTINE, WARNINGS, Lake
+from lakehouse.contract.lake import NAME_PATTERN, RESERVED, Lake
 from lakehouse.contract.pipeline import Pipeline, Product, Source
 from lakehouse.contract.pipeline.folder import Alert, View
 from lakehouse.contract.pipeline.product import EVENTS
@@ -47,7 +47,6 @@ OWNER = "@queries"  # in the property millrace.pipeline of a table that a query 
 _MAX_SQL_BYTES = 16_384  # of a query; parsing takes milliseconds up to here
 MAX_COLUMNS = 100  # of a query or view; a wider result is a mistake in most cases
 STARTS = ("now", "start")
-RESERVED = (QUARANTINE, ALERTS, WARNINGS, QUALITY, LOADS)
 
 T = TypeVar("T", "QuerySpec", Alert)
 
@@ -57,10 +56,8 @@ class QuerySpec:
     """A query as it was declared.
 
     Attributes:
-        name: of the query, its product and its channel.
         sql: one SELECT in Spark SQL: over a source an aggregate that merges (or the input of an operator), over a
             product anything small.
-        relation: the source or product that it reads.
         key: columns that name one row; empty: what it groups by.
         start: over a source, the events that count: ``now`` (those that come into bronze from now on) or ``start``.
         options: further keys of a product (``operator``, ``item``, ``window``, …), over a source.
@@ -80,11 +77,7 @@ class QuerySpec:
     drop: bool = False
 
     def product(self, file: Path = Path("query")) -> Product:
-        """The product that it is, over a source.
-
-        Raises:
-            ConfigError: an option is wrong.
-        """
+        """The product that it is, over a source. Raises ConfigError."""
         sql = to_spark(parse_query(self.sql, max_bytes=len(self.sql.encode())))
         values = {"layer": "gold", "source": self.relation, "sql": sql, "name": self.name, **self.options}
         return build(Product, values, file=file)
@@ -105,7 +98,6 @@ class State:
 
     Attributes:
         state: ``waiting`` (no driver has taken it up yet), ``starting``, ``running``, ``failed`` or ``removing``.
-        reason: of a failure.
         since: of a query from now: bronze commits before it do not count (microseconds since the epoch).
         start_version: of a query from now: the bronze version to stream from; -1: none.
     """
@@ -138,11 +130,7 @@ class Declared(Generic[T]):
         return folder_stamp(self.folder)
 
     def add(self, item: T) -> None:
-        """Write a declaration that is not there yet, in one step.
-
-        Raises:
-            QueryRefused: the name is taken.
-        """
+        """Write a declaration that is not there yet, in one step. Raises QueryRefused."""
         if not create_whole(self.folder / f"{item.name}.toml", _text_of(item), 0o600):
             raise QueryRefused("taken", f"the name {item.name!r} is taken", "Choose another")
 
@@ -241,13 +229,10 @@ def checked_query(
     quotas: QuerySettings,
     columns: Mapping[str, Collection[str]] | None = None,
 ) -> QuerySpec:
-    """The query with what its SQL says filled in.
+    """The query with what its SQL says filled in. Raises QueryRefused.
 
     Args:
         columns: of products that exist, by table.
-
-    Raises:
-        QueryRefused: it may not be, with the remedy.
     """
     declared = Declared(lake, QuerySpec).all()
     _check_name(spec.name, pipeline, lake, declared)
@@ -282,9 +267,6 @@ def resolve_references(tree: exp.Query, references: Mapping[str, Mapping[str, En
     The row of a reference travels with each event and is a map in SQL. So ``FROM rides r JOIN stations s ON r.station =
     s.id`` is a condition that there is one, and ``LEFT JOIN`` none; ``s.name`` is ``stations.name``. A replay gives the
     same rows, whatever the reference holds by then.
-
-    Args:
-        references: by source and name.
 
     Returns:
         Whether there was one.
@@ -377,11 +359,7 @@ def checked_alert(
     quotas: QuerySettings,
     columns: Mapping[str, Collection[str]] | None = None,
 ) -> Alert:
-    """The alert, if it may be.
-
-    Raises:
-        QueryRefused: it may not be, with the remedy.
-    """
+    """The alert, if it may be. Raises QueryRefused."""
     declared = Declared(lake, Alert).all()
     if not NAME_PATTERN.fullmatch(alert.name):
         raise QueryRefused("name", f"{alert.name!r} is not a name", "Use [a-z][a-z0-9_]*, at most 63 characters")

@@ -99,7 +99,6 @@ class Check:
     """An expectation of a table or of a batch.
 
     Attributes:
-        name: as declared.
         sql: predicate over each row; empty where ``expect`` says what is expected.
         expect: one of :data:`GX_TYPES` or :data:`FRESH`; empty where ``sql`` says it.
         arguments: of that expectation, by name; for a predicate only ``mostly``, the share of rows that must pass.
@@ -114,11 +113,7 @@ class Check:
 
 
 def checks_of(declared: Mapping[str, Any], key: str) -> tuple[Check, ...]:
-    """The checks of a TOML table: ``name = "SQL predicate"`` or ``name = {expect = "TYPE", …}``.
-
-    Raises:
-        ConfigError: one of them is of no such form; ``key`` names the table.
-    """
+    """The checks of a TOML table: ``name = "SQL predicate"`` or ``name = {expect = "TYPE", …}``. Raises ConfigError."""
     return tuple(_check(name, value, f"{key}.{name}") for name, value in declared.items())
 
 

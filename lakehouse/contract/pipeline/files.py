@@ -20,12 +20,12 @@ from lakehouse.contract.pipeline.product import Product
 from lakehouse.contract.pipeline.source import COLLECTOR_KINDS, Source
 from lakehouse.contract.pipeline.tenants import check_tenant
 from lakehouse.contract.settings import Settings
+from lakehouse.contract.storage import Stamp, stamp_of
 from lakehouse.contract.tomlfile import build, line_of, read_toml
 
 log = logging.getLogger(__name__)
 
 Declared = tuple[Source, dict[str, Product]]
-_Stamp = tuple[Path, int, int]
 
 
 class PipelineFiles:
@@ -34,7 +34,6 @@ class PipelineFiles:
     A wrong file of an added source is passed over and logged once; what the file declared before stays.
 
     Args:
-        folder: with ``pipeline.toml`` and its SQL.
         added: folder with a file for each added source; need not exist.
 
     Attributes:
@@ -48,7 +47,7 @@ class PipelineFiles:
         self.problems: dict[Path, ConfigError] = {}
         self._folder = folder
         self._added = added
-        self._stamps: list[_Stamp] = []
+        self._stamps: list[tuple[Path, Stamp | None]] = []
         self._good: dict[Path, Declared] = {}
 
     @classmethod
@@ -57,11 +56,7 @@ class PipelineFiles:
         return cls(settings.pipeline_folder(), settings.control_state / "sources")
 
     def load(self) -> Pipeline:
-        """Read all files.
-
-        Raises:
-            ConfigError: ``pipeline.toml`` or SQL that it names is wrong.
-        """
+        """Read all files. Raises ConfigError: ``pipeline.toml`` or SQL that it names is wrong."""
         self._stamps = self._stamped()
         pipeline = load_pipeline(self._folder)
         told, self.problems = self.problems, {}
@@ -92,14 +87,9 @@ class PipelineFiles:
             log.error("%s. What it said before stays", error)
             return None
 
-    def _stamped(self) -> list[_Stamp]:
-        found = []
-        for folder, pattern in ((self._folder, "*.toml"), (self._folder, "*.sql"), (self._added, "*.toml")):
-            for file in sorted(folder.glob(pattern)):
-                with contextlib.suppress(OSError):  # it has just gone
-                    status = file.stat()
-                    found.append((file, status.st_mtime_ns, status.st_size))
-        return found
+    def _stamped(self) -> list[tuple[Path, Stamp | None]]:
+        places = ((self._folder, "*.toml"), (self._folder, "*.sql"), (self._added, "*.toml"))
+        return [(file, stamp_of(file)) for folder, pattern in places for file in sorted(folder.glob(pattern))]
 
 
 def declared_pipeline(settings: Settings) -> Pipeline:
@@ -112,15 +102,7 @@ def declared_pipeline(settings: Settings) -> Pipeline:
 
 
 def added_source(declaration: Mapping[str, Any], file: Path) -> Declared:
-    """The source that a file of its own declares, with its products.
-
-    Args:
-        declaration: what the file says.
-        file: it; the source has its name.
-
-    Raises:
-        ConfigError: something in it is wrong, or not allowed in such a file.
-    """
+    """The source that a file of its own declares, with its products. Raises ConfigError."""
     tables = declaration.get("products", {})
     own = {key: value for key, value in declaration.items() if key != "products"}
     source = build(Source, {**own, "name": file.stem}, file=file)

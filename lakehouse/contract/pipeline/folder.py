@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lakehouse.contract.errors import ConfigError, QueryRefused
-from lakehouse.contract.lake import ALERTS, LOADS, NAME_PATTERN, QUALITY, QUARANTINE, WARNINGS
+from lakehouse.contract.lake import NAME_PATTERN, RESERVED
 from lakehouse.contract.pipeline.product import EVERYTHING, ChannelSpec, Product, check_keys
 from lakehouse.contract.pipeline.source import Source
 from lakehouse.contract.pipeline.tenants import check_tenants
@@ -26,10 +26,7 @@ class View:
         base: the product (or view) whose rows it reads, ``from`` in TOML; the only relation of its SQL.
         sql: one SELECT in Spark SQL, the text of the file named in the TOML.
         key: columns that name one row; empty: what the SQL groups by.
-        layer: ``silver`` or ``gold``.
-        channel: whether it is served to subscribers, and what of it.
         tenant: as a product's.
-        name: of the table.
     """
 
     base: str = field(metadata={"key": "from"})
@@ -47,11 +44,7 @@ class View:
 
 
 def in_order(views: dict[str, View]) -> list[View]:
-    """The views, each after the one that it reads.
-
-    Raises:
-        ConfigError: a view reads, over others, itself.
-    """
+    """The views, each after the one that it reads. Raises ConfigError."""
     done: dict[str, View] = {}
     waiting = dict(views)
     while waiting:
@@ -80,11 +73,7 @@ class Patience:
 
     @classmethod
     def read(cls, key: str, value: object) -> Patience:
-        """From TOML: a whole number of versions, or a duration such as ``"30 seconds"``.
-
-        Raises:
-            ConfigError: it is neither.
-        """
+        """From TOML: a whole number of versions, or a duration such as ``"30 seconds"``. Raises ConfigError."""
         if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 1_000_000:
             return cls(versions=value)
         if isinstance(value, str):
@@ -161,8 +150,6 @@ class Staging:
     Attributes:
         product: whose rows they are; one that is stored as partials is read folded.
         columns: of them; empty: all. The product's key columns are always in it.
-        where: SQL condition over the product's columns; empty: all rows.
-        name: of the table, in layer gold.
     """
 
     product: str
@@ -181,11 +168,7 @@ class Pipeline:
     """A folder's worth of sources and products.
 
     Attributes:
-        name: the folder's name.
-        sources: by name.
-        products: by name.
         views: by name: the ``[products.NAME]`` that say ``from``.
-        alerts: by name.
         staging: by name: copies of a part of a product, for slow readers.
         path: the ``pipeline.toml`` it was read from.
         added: names of the sources that were added at run time, see :mod:`~lakehouse.contract.pipeline.files`.
@@ -203,7 +186,7 @@ class Pipeline:
     def __post_init__(self) -> None:
         if not self.sources:
             raise ConfigError("a pipeline needs a source", key="sources", remedy="Add a [sources.NAME] table")
-        seen: set[str] = {QUARANTINE, ALERTS, WARNINGS, QUALITY, LOADS}
+        seen = set(RESERVED)
         kinds: tuple[tuple[str, Iterable[str]], ...] = (
             ("sources", self.sources),
             ("products", self.products),
@@ -261,11 +244,7 @@ def _known(kind: str, name: str, known: Mapping[str, Any], key: str) -> None:
 
 
 def load_pipeline(folder: Path) -> Pipeline:
-    """The pipeline in ``folder`` (its ``pipeline.toml`` and the SQL files that it names).
-
-    Raises:
-        ConfigError: the file or something in it is wrong.
-    """
+    """The pipeline in ``folder`` (its ``pipeline.toml`` and the SQL files that it names). Raises ConfigError."""
     path = folder / "pipeline.toml"
     raw = read_toml(path)
     for kind in ("sources", "products", "alerts", "staging"):

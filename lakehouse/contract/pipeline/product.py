@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from lakehouse.contract.envelope import TENANT
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline.expectations import Check, checks_of
-from lakehouse.contract.tomlfile import at_least, between, duration_ms, durations, one_of
+from lakehouse.contract.tomlfile import Milliseconds, at_least, between, duration_ms, durations, one_of
 
 STATEFUL = ("sessions", "count_window", "drift", "join")
 """Operators whose rows are a state that later events go on from."""
@@ -222,6 +222,12 @@ class Product:
     expectations: dict[str, Any] = field(default_factory=dict, hash=False)
     name: str = ""
 
+    positions_ms = Milliseconds("positions")
+    window_ms = Milliseconds("window")
+    gap_ms = Milliseconds("gap")
+    within_ms = Milliseconds("within")
+    trigger_ms = Milliseconds("trigger")
+
     def __post_init__(self) -> None:
         one_of("layer", self.layer, ("silver", "gold"))
         one_of("storage", self.storage, ("upsert", "append"))
@@ -258,16 +264,6 @@ class Product:
         return self.tenant or (TENANT if self.operator == EVENTS else "")
 
     @property
-    def positions_ms(self) -> int:
-        """How long a position lives, in milliseconds."""
-        return duration_ms(self.positions)
-
-    @property
-    def window_ms(self) -> int:
-        """Length of the window in milliseconds."""
-        return duration_ms(self.window)
-
-    @property
     def slide_ms(self) -> int:
         """Distance between the starts of two windows in milliseconds; of tumbling ones their length."""
         return duration_ms(self.slide) if self.slide else self.window_ms
@@ -276,21 +272,6 @@ class Product:
     def lateness_ms(self) -> int | None:
         """The lateness in milliseconds; None: there is none."""
         return duration_ms(self.lateness) if self.lateness else None
-
-    @property
-    def gap_ms(self) -> int:
-        """The gap in milliseconds."""
-        return duration_ms(self.gap)
-
-    @property
-    def within_ms(self) -> int:
-        """The join's bound in milliseconds."""
-        return duration_ms(self.within)
-
-    @property
-    def trigger_ms(self) -> int:
-        """The pause between two commits in milliseconds; 0: none."""
-        return duration_ms(self.trigger) if self.trigger else 0
 
     @property
     def retention_ms(self) -> int | None:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline.expectations import Check, Expectation, checks_of
-from lakehouse.contract.tomlfile import at_least, duration_ms, durations, one_of
+from lakehouse.contract.tomlfile import Milliseconds, at_least, duration_ms, durations, one_of
 
 STREAM_KINDS: Mapping[str, tuple[str, ...]] = {
     "websocket": ("ws", "wss"),
@@ -199,12 +199,10 @@ class FeedSpec:
 
     @property
     def every_s(self) -> float:
-        """The pause in seconds."""
         return duration_ms(self.every) / 1000
 
     @property
     def timeout_s(self) -> float:
-        """The longest download in seconds."""
         return duration_ms(self.timeout) / 1000
 
     @property
@@ -304,6 +302,9 @@ class ShedSpec:
     off: float = 0.5
     hold: str = "2 seconds"
 
+    on_age_ms = Milliseconds("on_age")
+    hold_ms = Milliseconds("hold")
+
     def __post_init__(self) -> None:
         one_of("mode", self.mode, MODES)
         if not 0 < self.share < 1:
@@ -330,18 +331,7 @@ class ShedSpec:
 
     @cached_property
     def tests(self) -> tuple[KeepTest, ...]:
-        """The tests of ``keep``."""
         return tuple(KeepTest.read(text) for text in self.keep)
-
-    @property
-    def on_age_ms(self) -> int:
-        """``on_age`` in milliseconds; 0: never."""
-        return duration_ms(self.on_age) if self.on_age else 0
-
-    @property
-    def hold_ms(self) -> int:
-        """``hold`` in milliseconds."""
-        return duration_ms(self.hold)
 
 
 ENVELOPE_COLUMNS = ("event_id", "source", "tenant", "received_at", "event_time", "origin", "weight")
@@ -484,6 +474,9 @@ class Source:
     shed: ShedSpec | None = None
     name: str = ""
 
+    dedupe_horizon_ms = Milliseconds("dedupe_horizon")
+    retention_ms = Milliseconds("retention")
+
     def __post_init__(self) -> None:
         if not _TOPIC.fullmatch(self.topic):
             raise ConfigError(f"{self.topic!r} is no Kafka topic name", key="topic", remedy="Use [a-zA-Z0-9._-]")
@@ -538,11 +531,6 @@ class Source:
         return payload
 
     @property
-    def dedupe_horizon_ms(self) -> int:
-        """The dedupe horizon in milliseconds; 0: there is none."""
-        return duration_ms(self.dedupe_horizon) if self.dedupe_horizon else 0
-
-    @property
     def checks(self) -> tuple[Check, ...]:
         """What is expected of its batches and of the whole table."""
         return checks_of(self.table_expectations, f"sources.{self.name}.table_expectations")
@@ -565,8 +553,3 @@ class Source:
     def latest(self) -> str:
         """The compacted topic with the newest event of each key."""
         return f"{self.topic}.latest"
-
-    @property
-    def retention_ms(self) -> int:
-        """Retention of the topic in milliseconds."""
-        return duration_ms(self.retention)

@@ -64,11 +64,7 @@ def border_of(pipeline: Pipeline, home: str) -> TenantBorder:
 
 
 def check_tenants(pipeline: Pipeline) -> None:
-    """Refuse a tenant column that could hold something else than the tenant that the events came with.
-
-    Raises:
-        ConfigError: with the key.
-    """
+    """Refuse, by ConfigError, a tenant column that could hold another tenant than the one that sent the events."""
     for product in pipeline.products.values():
         check_tenant(product)
     for name, view in pipeline.views.items():
@@ -84,11 +80,7 @@ def check_tenants(pipeline: Pipeline) -> None:
 
 
 def check_tenant(product: Product) -> None:
-    """Refuse a product whose rows could hold events of several tenants, or another name in its column of tenants.
-
-    Raises:
-        ConfigError: with the key.
-    """
+    """Refuse, by ConfigError, a product with rows of several tenants, or with other names in its tenant column."""
     column, key = product.tenant, f"products.{product.name}.tenant"
     if column in ("", SHARED):
         return

@@ -132,9 +132,7 @@ class Function:
     """A function of values that are not NULL.
 
     Attributes:
-        takes: kinds by argument.
         gives: kind of the result; empty: that of the first argument.
-        call: the function.
     """
 
     takes: tuple[tuple[str, ...], ...]
@@ -167,13 +165,7 @@ FUNCTIONS: dict[type[exp.Expr], Function | None] = {
 
 
 def like(pattern: str, escape: str | None, *, fold: bool) -> Callable[[str], bool]:
-    """A test for SQL's LIKE. Linear in the text for each part between two ``%``: no pattern makes it explode.
-
-    Args:
-        pattern: ``%`` stands for any characters, ``_`` for one.
-        escape: makes the next character stand for itself.
-        fold: whether to ignore case.
-    """
+    """A test for SQL's LIKE. Linear in the text for each part between two ``%``: no pattern makes it explode."""
     parts: list[list[str | None]] = [[]]  # None: any one character
     letters = iter(pattern.lower() if fold else pattern)
     for letter in letters:
@@ -313,12 +305,7 @@ def compile_condition(tree: exp.Expr, columns: ColumnValues) -> Getter:
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """What a condition says of one column: rows that match have one of these values there.
-
-    Attributes:
-        column: its index in a row.
-        values: as rows have them.
-    """
+    """What a condition says of one column: rows that match have one of these values there."""
 
     column: int
     values: frozenset[Any]

@@ -30,9 +30,6 @@ class Field:
 
     Attributes:
         declared: type in capitals, without parameters; followed by ``COLLATE`` if it has a collation.
-        text: the whole type, as DDL.
-        fields: members of a struct.
-        element: of an array.
     """
 
     declared: str

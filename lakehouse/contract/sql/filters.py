@@ -61,9 +61,6 @@ def parse_condition(sql: str, columns: Columns) -> exp.Expr | None:
     """The condition with columns spelled as in the table, without comments and redundant parentheses. None for no text.
 
     Filters are shared by ``.sql("duckdb")`` of the tree: texts that are alike there mean the same.
-
-    Raises:
-        FilterError: it is too long or deep, not SQL, or holds something that is not allowed.
     """
     if not sql.strip():
         return None

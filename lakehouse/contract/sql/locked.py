@@ -10,7 +10,6 @@ def locked_connection(*, memory_mb: int | None = None, threads: int | None = 1) 
 
     Args:
         memory_mb: that it may take; None: DuckDB's default, and it may use temporary files.
-        threads: None: DuckDB's default.
     """
     config: dict[str, str | bool | int | float | list[str]] = {
         "enable_external_access": "false",

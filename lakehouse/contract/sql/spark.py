@@ -175,11 +175,7 @@ def parse_condition(sql: str, *, max_bytes: int = 4_000, functions: frozenset[st
 
 
 def both_hold(one: str, other: str) -> bool:
-    """Whether some value meets both conditions, as far as plain comparisons of one expression with a number tell.
-
-    Raises:
-        QueryRefused: one of them is not a condition.
-    """
+    """Whether some value meets both conditions, as far as comparisons with numbers tell. Raises QueryRefused."""
     found = [_comparison(parse_condition(text)) for text in (one, other)]
     if found[0] is None or found[1] is None or found[0][0] != found[1][0]:
         return False
@@ -245,23 +241,7 @@ def _one(sql: str, max_bytes: int) -> exp.Expr:
     return tree
 
 
-_KEYWORDS = (
-    "SELECT",
-    "FROM",
-    "WHERE",
-    "GROUP",
-    "BY",
-    "ORDER",
-    "HAVING",
-    "WITH",
-    "UNION",
-    "LATERAL",
-    "VIEW",
-    "CASE",
-    "WHEN",
-    "THEN",
-    "END",
-)
+_KEYWORDS = _names("SELECT FROM WHERE GROUP BY ORDER HAVING WITH UNION LATERAL VIEW CASE WHEN THEN END")
 
 
 def no_sql(error: sqlglot.errors.SqlglotError) -> QueryRefused:
@@ -283,7 +263,6 @@ def check_spark_query(sql: str, relation: str, columns: Mapping[str, Field]) -> 
 
     Args:
         relation: the only table that there is for it; empty: the text is an expression over the columns.
-        columns: of that table, with their types; empty: they are not known.
 
     Raises:
         QueryRefused: Spark would certainly refuse it.
@@ -388,11 +367,7 @@ def _all(names: Collection[str]) -> str:
 
 
 def check_functions(tree: exp.Expr, allowed: frozenset[str]) -> None:
-    """Refuse a function that is not in the list.
-
-    Raises:
-        QueryRefused: with the function's name.
-    """
+    """Refuse a function that is not in the list. Raises QueryRefused."""
     for node in tree.find_all(exp.Func, exp.Unnest, exp.Lateral):
         name = _name(node)
         if name not in allowed and not isinstance(node, exp.Lateral):
@@ -426,11 +401,7 @@ def unrepeatable(sql: str) -> str:
 
 
 def check_columns(tree: exp.Expr, known: Collection[str]) -> None:
-    """Refuse a column that is neither in ``known`` nor named in the query itself.
-
-    Raises:
-        QueryRefused: with the nearest known name.
-    """
+    """Refuse a column that is neither in ``known`` nor named in the query itself. Raises QueryRefused."""
     own = {alias.alias.lower() for alias in tree.find_all(exp.Alias, exp.TableAlias, exp.CTE, exp.Table) if alias.alias}
     own |= {column.name.lower() for alias in tree.find_all(exp.TableAlias) for column in alias.columns}
     own |= {name.name.lower() for made in tree.find_all(exp.Lambda) for name in made.expressions}
