@@ -25,7 +25,6 @@ def count_batch(query: str, taken: int, *, copies: int = 0, rejected: int = 0) -
 
     Args:
         query: name of the query and of its checkpoint.
-        taken: events of the batch.
         copies: further copies among them.
         rejected: refused first copies.
     """

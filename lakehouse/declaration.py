@@ -94,7 +94,6 @@ class DedupeDeclaration:
         write_whole(self.file, b"rebuilding\n")
 
     def note(self) -> None:
-        """The index now follows the declaration."""
         write_whole(self.file, f"{self._declaration}\n{self._warned}".encode())
 
     def _noted(self) -> list[str]:

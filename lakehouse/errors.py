@@ -40,12 +40,7 @@ class LakehouseError(MillraceError):
 
 
 class TableBusy(LakehouseError):
-    """Another process holds the writer's lock.
-
-    Attributes:
-        name: the locked table.
-        lock: the lock.
-    """
+    """Another process holds the writer's lock."""
 
     def __init__(self, name: str, lock: LakePath) -> None:
         super().__init__(name)
@@ -64,9 +59,6 @@ class ExpectationHalt(LakehouseError):
     """An event fails an expectation whose action is ``halt``; its batch has not been counted.
 
     Attributes:
-        source: the source.
-        expectation: name of the expectation.
-        event: id of the event.
         place: where in bronze it stands, ``TOPIC/PARTITION/OFFSET``.
     """
 
@@ -87,12 +79,7 @@ class ExpectationHalt(LakehouseError):
 
 
 class RegistryProblem(LakehouseError):
-    """The schema of an Avro payload is neither in the lake nor to be had from the registry.
-
-    Attributes:
-        schema: its id.
-        problem, remedy: why, and what to do.
-    """
+    """The schema of an Avro payload is neither in the lake nor to be had from the registry."""
 
     def __init__(self, schema: int, problem: str, remedy: str) -> None:
         super().__init__(schema, problem, remedy)  # all of them, so that a worker process can send the error
@@ -120,7 +107,6 @@ class QueryFailed(LakehouseError):
     """A streaming query stopped by itself.
 
     Attributes:
-        query: its name.
         condition: Spark's error condition, or the exception's class.
         detail: the first line of the cause.
     """
@@ -137,11 +123,7 @@ class QueryFailed(LakehouseError):
 
 
 class FileTaken(LakehouseError):
-    """Another loader has committed rows of this file since its position was read.
-
-    Attributes:
-        fingerprint: of the file's content.
-    """
+    """Another loader has committed rows of this file since its position was read."""
 
     def __init__(self, fingerprint: str) -> None:
         super().__init__(fingerprint)
@@ -162,8 +144,6 @@ class NamedProblem(LakehouseError):
     """One named thing that cannot be used.
 
     Attributes:
-        name: the table, file, feed or product.
-        problem: what is wrong with it.
         remedy: what to do; empty if the problem says it.
     """
 
@@ -242,12 +222,7 @@ class StagingError(NamedProblem):
 
 
 class SourceProblem(LakehouseError):
-    """A source whose topic, bronze table and derived tables do not agree.
-
-    Attributes:
-        source: the source concerned.
-        detail: what shows it.
-    """
+    """A source whose topic, bronze table and derived tables do not agree."""
 
     def __init__(self, source: str, detail: str) -> None:
         super().__init__(detail)
@@ -266,11 +241,7 @@ class BronzeGap(SourceProblem):
 
 
 class TopicReplaced(SourceProblem):
-    """The topic counts from the beginning again, so that an offset that bronze has taken stands for another event.
-
-    Attributes:
-        topic: its topic.
-    """
+    """The topic counts from the beginning again, so that an offset that bronze has taken stands for another event."""
 
     def __init__(self, source: str, topic: str, detail: str) -> None:
         super().__init__(source, detail)

@@ -74,7 +74,6 @@ class Events(ABC):
 
         Args:
             rows: what :meth:`columns` gave, with an event's place.
-            chosen: which of them.
         """
 
     @abstractmethod
@@ -98,7 +97,6 @@ class LocalEvents(Events):
     """Events in the driver's memory.
 
     Args:
-        queries: of their source.
         rows: columns that products and others read.
         bronze: the same events as bronze has them, row by row.
     """
@@ -173,11 +171,7 @@ class LocalQueries:
 
     Args:
         spark: its settings, compiled plans apart, hold for the queries.
-        source: whose events.
-        products: that the source's events are counted in.
-        operators: of the products.
         needed: columns that others read.
-        tenant: of records that do not say theirs.
 
     Raises:
         ConfigError: SQL of the source or of a product depends on when it is computed.
@@ -250,16 +244,11 @@ class LocalQueries:
         return [partial(self.of_records, records), partial(self.partials, events)]
 
     def close(self) -> None:
-        """Free what the queries hold."""
         for query in list(self._prepared.values()):
             query.close()
 
     def narrowed(self, events: DataFrame, *others: str) -> DataFrame:
-        """Conformed events without the columns that nobody reads.
-
-        Args:
-            others: columns to keep beside them.
-        """
+        """Conformed events without the columns that nobody reads."""
         if self._read is None:
             return events
         kept = {*self._needed, *others}

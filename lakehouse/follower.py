@@ -19,7 +19,6 @@ class BronzeFollower(ABC):
     :meth:`stop` must be called even if :meth:`start` never was: the files are open from the beginning.
 
     Args:
-        lake: that bronze is in.
         name: of the thread, for logs and errors.
         pause_ms: between two looks at bronze, at least, unless it is woken.
     """

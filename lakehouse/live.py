@@ -196,12 +196,7 @@ class LiveProducts(BronzeFollower):
             yield
 
     def hand_over(self, version: int, events: Events) -> None:
-        """Give the products the rows of a version that this driver has just committed, so that none is read again.
-
-        Args:
-            version: of bronze.
-            events: all of it.
-        """
+        """Give the products the rows of a version that this driver has just committed, so that none is read again."""
         self._handed = version, events
         self._wake.set()
 

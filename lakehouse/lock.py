@@ -162,11 +162,7 @@ def _numbered(number: int) -> str:
 
 
 class _Session:
-    """This process, to the others that share an object store.
-
-    Args:
-        folder: of all sessions.
-    """
+    """This process, to the others that share an object store."""
 
     def __init__(self, folder: StorePath) -> None:
         self.name = secrets.token_hex(8)
@@ -212,8 +208,6 @@ class WriterLocks:
     """Holds the writer's locks of several tables; a context manager.
 
     Args:
-        lake: lake of the tables.
-        names: of the tables.
         patience_s: time to wait for a held lock, which maintenance holds for a moment.
     """
 

@@ -40,8 +40,6 @@ class PreparedQuery:
     """One query, planned once. Several threads may run it; they take turns.
 
     Args:
-        session: plans the query.
-        schema: columns of the tables to come.
         query: computes the result from such a table, or several results from some of its columns each.
         tasks: tasks that share a table; more than one only where no row depends on another.
     """
@@ -62,7 +60,6 @@ class PreparedQuery:
 
     @property
     def schema(self) -> StructType:
-        """Columns of the results."""
         return self._frame.schema
 
     def run(self, rows: pa.Table) -> pa.Table:
@@ -76,7 +73,6 @@ class PreparedQuery:
             return self._frame.toArrow()
 
     def close(self) -> None:
-        """Free the memory file."""
         with self._lock:
             if self._file >= 0:
                 os.close(self._file)
@@ -84,7 +80,6 @@ class PreparedQuery:
 
 
 def selected(frame: DataFrame, steps: Selections) -> DataFrame:
-    """The frame after these selections."""
     return reduce(lambda rows, columns: rows.select(*columns), steps, frame)
 
 

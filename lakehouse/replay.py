@@ -39,12 +39,9 @@ class Comparison:
     """One table, live and replayed.
 
     Attributes:
-        table: its name.
         version: of the live table that was compared.
         bronze: the bronze version it derives from.
         rows: result rows, live and replayed.
-        live: canonical digest of the live table.
-        replayed: canonical digest of the same built from bronze.
         within_bounds: the digests differ because the order of merging or a random draw shows in the estimates (a lossy
             top-n, quantiles): whether they agree within the errors that they state.
     """

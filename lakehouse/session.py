@@ -147,11 +147,7 @@ def _s3_conf(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def class_path(jars: Sequence[Path]) -> list[Path]:
-    """The jars that the driver's JVM starts with: Spark's own, by name, and the local file system's.
-
-    Args:
-        jars: of the set ``spark``.
-    """
+    """The jars that the driver's JVM starts with: Spark's own, by name, and the local file system's."""
     spark = sorted((Path(_find_spark_home()) / "jars").glob("*.jar"))
     return [*spark, *(jar for jar in jars if jar.name.startswith(_LOCAL_FILES_JAR))]
 

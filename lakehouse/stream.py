@@ -75,7 +75,6 @@ def run(
 
     Args:
         changes: followed meanwhile.
-        started: called once all queries run.
 
     Raises:
         TableBusy: another process writes one of the tables.
@@ -96,7 +95,6 @@ class PipelineChanges:
     """What is declared while a driver runs.
 
     Attributes:
-        files: of the pipeline.
         tell: called with a changed pipeline before its queries start.
     """
 
@@ -391,12 +389,10 @@ class RunningQuery:
 
     @property
     def name(self) -> str:
-        """Name of the query."""
         return self.query.name or "?"
 
     @property
     def is_active(self) -> bool:
-        """Whether it runs."""
         return bool(self.query.isActive)
 
     @property
@@ -415,10 +411,7 @@ class SourceWriter:
     """Takes a source's records, one micro-batch after another, into bronze and its products.
 
     Args:
-        source: whose records.
         tenant: of records that do not say theirs.
-        bronze: the table's writer.
-        checkpoint: the query's.
         live: the products; None: bronze alone, and nothing is parsed.
     """
 

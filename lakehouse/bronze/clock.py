@@ -31,8 +31,6 @@ class BronzeClock:
     """The clock of one bronze table, shared by all processes that write it.
 
     Args:
-        lake: whose table it is.
-        table: the bronze table.
         now: seconds since the epoch.
     """
 

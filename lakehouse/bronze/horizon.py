@@ -28,7 +28,6 @@ _COPIES = b"\x00copies"
 
 
 def seen_index(folder: Path, source: Source) -> SeenIndex:
-    """The index that a source asks for."""
     return HorizonIndex(folder, source.dedupe_horizon_ms * 1000) if source.dedupe_horizon_ms else RunIndex(folder)
 
 
@@ -39,7 +38,6 @@ class HorizonIndex(SeenIndex):
     writer, memory-mapped, survives kill -9; its commit is durable before the products' commits are made.
 
     Args:
-        folder: where its files lie.
         horizon: microseconds of ``bronze_at``.
     """
 
@@ -53,7 +51,6 @@ class HorizonIndex(SeenIndex):
         self._by_time = self._env.open_db(b"by time")
 
     def position(self) -> str:
-        """See :class:`SeenIndex`."""
         with self._env.begin() as txn:
             return bytes(txn.get(_POSITION, b"")).decode()
 
@@ -62,7 +59,6 @@ class HorizonIndex(SeenIndex):
             return int(txn.stat(self._by_time)["entries"])
 
     def judge(self, rows: pa.Table, position: str) -> Verdict:
-        """See :meth:`SeenIndex.judge`."""
         keys = rows["dedupe_key"].to_pylist()
         coordinates = _coordinates_of(rows)
         with self._env.begin(write=True) as txn:
@@ -81,20 +77,17 @@ class HorizonIndex(SeenIndex):
         return Verdict(first, len(keys) - int(first.sum()))
 
     def counted(self, rows: pa.Table) -> npt.NDArray[np.bool_]:
-        """See :class:`SeenIndex`."""
         with self._env.begin() as txn:
             found = [bytes(txn.get(key, b""))[:_PLACE_BYTES] for key in rows["dedupe_key"].to_pylist()]
         return np.array([a == b for a, b in zip(found, _coordinates_of(rows), strict=True)], dtype=bool)
 
     def copy(self, folder: Path) -> str:
-        """See :class:`SeenIndex`."""
         position = self.position()  # first: the copy holds at least this much
         folder.mkdir(parents=True)
         self._env.copy(str(folder), compact=True)
         return position
 
     def close(self) -> None:
-        """See :class:`SeenIndex`."""
         self._env.close()
 
     def _counts(self, txn: lmdb.Transaction, key: bytes, own: bytes) -> bool:

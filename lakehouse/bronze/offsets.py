@@ -19,7 +19,6 @@ class Topic:
     """A topic as the broker has it now.
 
     Attributes:
-        name: its name.
         id: given by the broker when it made it; another one of the same name has another.
         ends: ``TOPIC/PARTITION`` to the offset behind its last record, of all its partitions.
     """

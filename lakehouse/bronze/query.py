@@ -69,12 +69,7 @@ _UNLIKE = ("payload", "fingerprint", "event_id", "key", "offset", "received_at")
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A commit to bronze.
-
-    Attributes:
-        version: of the table.
-        bronze_at: of its rows, microseconds since the epoch.
-    """
+    """A commit to bronze."""
 
     version: int
     bronze_at: int
@@ -150,9 +145,6 @@ class BronzeWriter:
     def events_of(self, ends: Mapping[str, int]) -> int:
         """How many events a batch has, at the most, that bronze has not taken.
 
-        Args:
-            ends: ``TOPIC/PARTITION`` to the offset behind the batch.
-
         Raises:
             TopicReplaced: an offset went back.
         """
@@ -182,7 +174,6 @@ class BronzeWriter:
 
         Args:
             rows: all columns but ``bronze_at`` and ``date``.
-            ends: ``TOPIC/PARTITION`` to the offset behind the batch.
         """
         with self._turn() as bronze_at:
             at = pa.scalar(bronze_at, pa.timestamp("us", "UTC"))

@@ -29,9 +29,6 @@ class BronzeReader:
 
     Attributes:
         query: name of the set of products, or of a join and its source.
-        place: file with its position.
-        next_version: the bronze version that it reads next.
-        table_id: of the bronze table that it reads.
     """
 
     query: str
@@ -56,7 +53,6 @@ def noted_reader(lake: Lake, name: str) -> BronzeReader | None:
 
 
 def reader_file(lake: Lake, name: str) -> LakePath:
-    """The file with the position of a set of products."""
     return lake.shared / "readers" / f"{name}.json"
 
 

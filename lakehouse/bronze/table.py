@@ -141,7 +141,6 @@ class Changes:
     Attributes:
         version: of the last of these commits.
         files: data files with the rows; none if the commits only rewrote or removed some.
-        bytes: of the files.
     """
 
     version: int

@@ -225,11 +225,7 @@ def _opened(bucket: str) -> ObjectStore:
 
 
 def lake_path(text: str | Path | StorePath) -> LakePath:
-    """The path that a setting names.
-
-    Raises:
-        ConfigError: a URL of another kind than an object store's.
-    """
+    """The path that a setting names. Raises ConfigError: a URL of another kind than an object store's."""
     if isinstance(text, Path | StorePath):
         return text
     if "://" not in text:

@@ -70,7 +70,6 @@ class AddedQueries:
         self._thread = threading.Thread(target=self._run, name="added queries", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch the declarations."""
         self._thread.start()
 
     def stop(self) -> None:

@@ -40,7 +40,6 @@ class KeyVerdict:
     Attributes:
         when: any of its rows meets the condition.
         clear: all of them meet the condition that clears.
-        value: the number to tell.
     """
 
     when: bool
@@ -160,10 +159,7 @@ class AlertProgress:
     Attributes:
         declared: hash of its declaration; what was seen under another is not gone on with.
         table: id of the product's table.
-        version: of the product.
-        clock: ms since the epoch by the product's clock.
         streaks: keys on their way to the other state.
-        spent: keys that were cleared while ``when`` held.
     """
 
     declared: str = ""
@@ -180,11 +176,7 @@ class AlertProgress:
 
 
 class AlertBook:
-    """Table ``alerts``; this process is its one writer.
-
-    Args:
-        border: says whose an alert is.
-    """
+    """Table ``alerts``; this process is its one writer."""
 
     def __init__(self, lake: Lake, border: TenantBorder = UNDECLARED) -> None:
         self.table = lake.table("gold", names.ALERTS)
@@ -276,15 +268,7 @@ SILENT_VERSIONS = 200  # after so many versions without a word the progress is c
 
 
 class Watcher:
-    """One alert over the versions of its product.
-
-    Args:
-        alert: its declaration.
-        book: the table.
-
-    Raises:
-        QueryError: a condition is not one.
-    """
+    """One alert over the versions of its product. Raises QueryError: a condition is not one."""
 
     def __init__(self, alert: Alert, book: AlertBook) -> None:
         self.alert = alert

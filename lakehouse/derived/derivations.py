@@ -70,7 +70,6 @@ class Derivations:
         self._swept = time.monotonic()
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -80,7 +79,6 @@ class Derivations:
             self._thread.join()
 
     def declare(self, pipeline: Pipeline) -> None:
-        """Follow another pipeline."""
         with self._lock:
             self._pipeline = pipeline
 

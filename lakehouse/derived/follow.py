@@ -23,7 +23,6 @@ class Follower:
     Attributes:
         version: Delta version; -1 before :meth:`open`.
         table_id: of the Delta metadata: another one is another table.
-        key: columns that name a row.
         schema: of the rows as stored.
         facts: what commits since the last :meth:`take_facts` say of their events; ``newest_at`` never goes back.
     """
@@ -70,7 +69,6 @@ class Follower:
             raise QueryError(self.table.name, f"it cannot be read: {str(error).splitlines()[0]}") from None
 
     def close(self) -> None:
-        """Let go of the log."""
         self._follower.close()
 
     def replaced(self) -> bool:
@@ -90,12 +88,9 @@ class Follower:
         return False
 
     def step(self) -> bool:
-        """Go to the next version; False if there is none yet.
+        """Go to the next version; False if there is none yet. Raises QueryError.
 
         If files of that version were removed meanwhile, go to the newest.
-
-        Raises:
-            QueryError: as :meth:`open`.
         """
         if not self._follower.log.has(self.version + 1):
             return False

@@ -66,14 +66,10 @@ class ViewEngine:
         self._connection = locked_connection(memory_mb=_MEMORY_MB)
 
     def close(self) -> None:
-        """Let go of its memory."""
         self._connection.close()
 
     def query(self, name: str, tree: exp.Expr, relation: str, rows: pa.Table) -> pa.Table:
         """The result of a checked query over ``rows``, which it calls ``relation``.
-
-        Args:
-            name: of the view or alert, for errors.
 
         Returns:
             Plain columns: integers and decimals of whole numbers as int64, times in microseconds UTC.
@@ -125,9 +121,6 @@ class ViewKeeper:
     """The one writer of a view's table.
 
     Args:
-        view: its declaration.
-        table: where it lies.
-        owner: the pipeline, for the table's properties.
         max_rows, max_columns: more make it fail.
 
     Raises:

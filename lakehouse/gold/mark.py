@@ -23,7 +23,6 @@ class BatchMark:
         transaction: its number: the bronze version that the product holds; of a join, the sum of both.
         bronze: that version as text; of a join, both with a comma between them.
         through: ``TOPIC/PARTITION`` to next offset: all events before it are in the product.
-        events: events that count, in this batch.
         oldest: received_at of the oldest of them, ms since the epoch; None without events.
         newest: of the newest.
         clock: the newest event time in all of bronze so far, no later than its arrival, microseconds since the epoch:
@@ -59,7 +58,6 @@ class BatchMark:
         return found
 
     def commit_properties(self) -> CommitProperties:
-        """What the commit carries: the transaction, and :meth:`to_metadata`."""
         return CommitProperties(
             custom_metadata=self.to_metadata(),
             app_transactions=[Transaction(self.application, self.transaction)],
@@ -98,7 +96,6 @@ class Marks:
 
     Attributes:
         through: ``TOPIC/PARTITION`` to the next offset.
-        clock: see :class:`BatchMark`.
     """
 
     def __init__(self) -> None:

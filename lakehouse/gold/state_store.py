@@ -56,8 +56,6 @@ class _File:
     """A data file.
 
     Attributes:
-        path: as the log has it.
-        size: in bytes.
         last: newest of the operator's ``ends`` in it, microseconds since the epoch.
     """
 

@@ -47,7 +47,6 @@ class HotRows:
         self._units: dict[object, None] = {}  # the one that changed last at the end
 
     def clear(self) -> None:
-        """Forget all."""
         self._rows = None
         self._units.clear()
 
@@ -135,11 +134,7 @@ class ProductStore:
         return self._transactions[application] >= transaction
 
     def apply(self, partial: pa.Table, mark: BatchMark) -> int:
-        """Merge one batch's partial rows and commit.
-
-        Returns:
-            The table's version that holds the batch.
-        """
+        """Merge one batch's partial rows and commit."""
         delta = self._ensure(partial.schema)
         if self.holds(mark.application, mark.transaction):
             return delta.version()
@@ -157,11 +152,7 @@ class ProductStore:
         return delta.version()
 
     def replace(self, rows: pa.Table, mark: BatchMark) -> int:
-        """Put a batch build in place of all that the table holds, in one commit.
-
-        Returns:
-            The table's new version.
-        """
+        """Put a batch build in place of all that the table holds, in one commit."""
         self._evolve(rows.schema)
         delta = self._ensure(rows.schema)
         partial = self._retained(self._prepared(rows), mark.clock)
@@ -236,7 +227,6 @@ class ProductStore:
             self._transactions.clear()
 
     def _configuration(self) -> dict[str, str]:
-        """The table's properties."""
         retention = f"interval {self.product.positions_ms} milliseconds"
         configuration = {
             names.PROPERTY_KEY: ",".join(self.operator.key),

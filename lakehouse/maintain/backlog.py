@@ -47,7 +47,6 @@ class Backlog:
     """Records of a topic that bronze has not taken.
 
     Attributes:
-        records: their number.
         oldest_s: age of the oldest, seconds.
         lost: records that the topic no longer holds and bronze never took.
         retention_s: retention of the topic, seconds.
@@ -91,8 +90,6 @@ class RetentionWatch:
     """Reports the backlog of each source to the log and to Prometheus, every ten minutes.
 
     Args:
-        lake: the lake.
-        ask: asks the broker.
         now: monotonic seconds.
 
     Attributes:

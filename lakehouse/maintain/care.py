@@ -258,7 +258,6 @@ class Maintenance:
     time. :meth:`after_batch` itself does what makes a commit of a product, in the thread of the product's writer.
 
     Args:
-        lake: the lake.
         now: monotonic seconds.
         sources: whose retention of bronze, and fields of payloads, it looks after.
 

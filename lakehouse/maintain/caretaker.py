@@ -45,7 +45,6 @@ class TableCare:
     """The care of one table.
 
     Attributes:
-        table: its name.
         said: what was done, in words; empty: nothing was due.
         busy: its writer runs, and takes care of it.
     """
@@ -132,8 +131,6 @@ class Caretaker:
     none: staging copies, ``loads``, removed products, products of a stage that does not run.
 
     Args:
-        lake: the lake.
-        pipeline: its sources and products.
         ask: asks the broker; None: the driver has none.
         now: monotonic seconds.
     """

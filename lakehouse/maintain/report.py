@@ -28,7 +28,6 @@ class TableFacts:
     """One table.
 
     Attributes:
-        layer, name: of the table.
         version, oldest: the newest version, and the oldest with a log entry.
         rows: None if the log does not tell (bronze is written without statistics).
         files, small, bytes: of the newest version; small files have less than 8 MiB.
@@ -37,7 +36,6 @@ class TableFacts:
         committed: time of the newest commit, seconds since the epoch.
         behind: of a product, bronze versions that it has not taken; of bronze, records of the topic; None: unknown.
         behind_s: age of the oldest of those, seconds.
-        health: :data:`OK`, :data:`WARN` or :data:`ALARM`.
         remarks: problems with their remedies.
     """
 
@@ -79,7 +77,6 @@ class _Report:
         self._remarks: list[str] = []
 
     def facts(self) -> TableFacts:
-        """All of them."""
         table = self._table
         try:
             delta = DeltaTable(str(table.path))

@@ -34,7 +34,6 @@ class _Values:
     """The values of a window and group.
 
     Attributes:
-        sketch: of the values.
         sums: by column, what is counted exactly.
     """
 
@@ -46,7 +45,6 @@ class Quantiles(Grouped[_Values]):
     """One row a window: values counted (named as the source), the least and the greatest, and the declared quantiles.
 
     Args:
-        product: its declaration.
         value: SQL of the number.
         counted: column to the SQL that counts it, beside the values themselves.
         unit: put behind the names of columns that hold values.

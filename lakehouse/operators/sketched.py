@@ -29,7 +29,6 @@ class Grouped(Operator, Generic[State]):
     """Merges the states of a window and group, and makes result rows of each.
 
     Args:
-        product: its declaration.
         columns: of the result rows, behind the window's bounds and the groups.
         held: those of ``columns`` that a state is read from; the first is null in rows that hold none.
         ranks: column that tells the rows of one window and group apart, where there are several.
@@ -310,7 +309,6 @@ class Frequency(Grouped[_Frequencies]):
         return windowed(self._product, f"{taken} AS {_ITEM}, count(*) AS {_COUNT}", group=[taken])
 
     def digested(self, partial: pa.Table) -> pa.Table:
-        """Counts by item into sketches."""
         assert self.schema is not None
         group = [WINDOW_START, WINDOW_END, *self._product.by]
         rows = []
@@ -384,7 +382,6 @@ class Membership(Grouped[_Members]):
         )
 
     def digested(self, partial: pa.Table) -> pa.Table:
-        """Hashes into filters."""
         assert self.schema is not None
         group = [WINDOW_START, WINDOW_END, *self._product.by]
         rows = []

@@ -40,7 +40,6 @@ def windowed(product: Product, columns: str, *, where: str = "", group: Sequence
     Args:
         columns: what to select beside the window's bounds and the groups.
         where: condition on the input; by default the item is not null.
-        group: more expressions to group by.
         source: what to select from; by default the product's input.
     """
     pane = pane_ms(product.window_ms, product.slide_ms)
@@ -72,7 +71,6 @@ def spread(
 
     Args:
         panes: rows with a pane's start in the column ``start``.
-        window_ms: length of a window.
         slide_ms: between the starts of two windows, which are multiples of it since the epoch, as Spark's are.
         start: column with the pane's start, then the window's.
         end: the same with its end; None: there is none.
@@ -104,7 +102,6 @@ def spread_and_merged(
 
     Args:
         merge: merges rows of windows into those there are; takes None for none.
-        most: rows to make at once.
     """
     step = max(1, most // math.ceil(window_ms / slide_ms))
     if panes.num_rows <= step:
@@ -125,8 +122,6 @@ class Sliding:
     says no more of its window than its start and end, panes of five seconds give the same rows.
 
     Attributes:
-        sql: the query that Spark is given.
-        window_ms: length of a window.
         slide_ms: between the starts of two.
         end: column with the window's end; None: there is none.
     """

@@ -48,7 +48,6 @@ class BoundCheck:
     """One expectation for one subject.
 
     Attributes:
-        check: the expectation.
         kind: :data:`EVENT` or :data:`TABLE`.
         blocking: whether the subject fails if it is not met.
     """
@@ -74,7 +73,6 @@ def bound_checks(checks: Sequence[Check], source: Source | None = None, *, gate:
     """All expectations for a subject.
 
     Args:
-        checks: of the table.
         source: adds its expectations on events.
         gate: before a commit: rows that would halt the stream must not get in.
     """
@@ -90,13 +88,9 @@ class Finding:
     """The result of an expectation.
 
     Attributes:
-        expectation: its name.
-        kind: ``event`` or ``table``.
         expected: predicate, or type with its arguments.
-        action: as declared.
         success: whether it is met.
         blocking: whether the subject fails if it is not met.
-        total: checked rows.
         unexpected: rows that do not meet it.
         observed: the value found instead, or why it could not be evaluated.
     """
@@ -139,9 +133,7 @@ class ExpectationEngine:
 
         Args:
             title: of the checkpoint in the report, unique in this run.
-            table: the table, for messages.
             frame: the columns that the expectations need.
-            asked: the expectations.
 
         Raises:
             QualityProblem: an expectation has arguments that it does not take.

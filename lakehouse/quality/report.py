@@ -33,7 +33,6 @@ def make_plain(report: Path, met: Mapping[str, tuple[int, int]]) -> None:
     """Rewrite the pages below ``report``.
 
     Args:
-        report: the folder of the site.
         met: expectations that are met, and all of them, by the title of the checkpoint.
     """
     sheet = report / "static" / "styles" / _SHEET

@@ -72,8 +72,6 @@ class TableCheck:
     """One table or batch and its findings.
 
     Attributes:
-        subject: the checked rows.
-        findings: one for each expectation.
         unknown: fields of payloads that the source's schema lacks, and their number in a sample.
     """
 

@@ -35,15 +35,11 @@ class Subject:
     """Rows to check.
 
     Attributes:
-        table: name of the table.
-        layer: of the table.
         version: of the table; -1 for rows before their commit.
         batch: part of the table: empty for all, a version, a range of versions, or a name given by a gate.
-        rows: the rows, as Arrow or a dataset; named ``rows`` in ``query``.
         query: DuckDB SQL of the columns that expectations may use.
         types: Spark's names of their types.
         fits: SQL condition of rows that predicates on events apply to; empty: all rows.
-        files: the data files, if known.
     """
 
     table: str

@@ -61,14 +61,7 @@ class Watch:
             raise ExpectationHalt(self._source.name, row["halted"], row["event_id"], place)
 
     def check_all(self, events: DataFrame) -> None:
-        """:meth:`check`, of more events than are to be fetched.
-
-        Args:
-            events: first copies, conformed.
-
-        Raises:
-            ExpectationHalt: as :meth:`check`.
-        """
+        """:meth:`check`, of more events than are to be fetched. Raises ExpectationHalt."""
         if self._halts:
             bad = events.where(F.col("halted").isNotNull() & ~F.col("event_id").isin(sorted(self._accepted)))
             first = bad.orderBy("bronze_at", "partition", "offset").limit(1)

@@ -62,7 +62,6 @@ def conform(bronze: DataFrame, source: Source, *, carried: Sequence[str] = ()) -
 
     Args:
         bronze: rows of the source's bronze table.
-        source: whose events.
         carried: columns of :data:`CARRIED` to pass on as bronze has them, as ``_bronze_NAME``.
 
     Returns:

@@ -34,9 +34,7 @@ class Quarantine:
     """One source's writer of the table. Sources share the table; appends of several writers do not conflict.
 
     Args:
-        table: where it lies.
         description: what the table says of itself.
-        key: columns that name a row.
     """
 
     def __init__(

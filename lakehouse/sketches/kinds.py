@@ -56,7 +56,6 @@ class Answer:
 
     Attributes:
         what: the item, range, quantile or measure.
-        estimate: the estimate; text for a yes or no.
         lower, upper: bounds.
         confidence: probability, at least, that the truth lies within; 1 for certain bounds.
     """

@@ -36,9 +36,7 @@ class Span:
     """Sketches of some windows, merged.
 
     Attributes:
-        sketch: the merged sketch.
         start: of the first window.
-        end: of the last.
         windows: their number.
         rows: merged rows: one a window and group.
         groups: column of ``by`` to the value that it must have, as text.

@@ -50,7 +50,6 @@ class JoinEntry:
     Attributes:
         side: :data:`LEFT` or :data:`RIGHT`.
         at: its time, microseconds since the epoch.
-        step: the step that entered it.
         body: its columns as JSON.
     """
 
@@ -64,7 +63,6 @@ class JoinIndex:
     """Both sides of one join.
 
     Args:
-        folder: where it lies; created if absent.
         product: how the sides belong together; a retention bounds what is remembered.
     """
 
@@ -144,7 +142,6 @@ class JoinIndex:
         return removed
 
     def close(self) -> None:
-        """Close the files."""
         self._env.close()
 
     def _keys(self, rows: pa.Table) -> list[bytes | None]:

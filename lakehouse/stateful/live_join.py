@@ -62,7 +62,6 @@ _QUIET_S = 1_800.0  # commits without rows (compaction) are noted in the product
 
 
 def index_folder(lake: Lake, product: str) -> Path:
-    """Where a join's index lies."""
     return lake.state / "joins" / product
 
 
@@ -245,7 +244,6 @@ class JoinedSources:
     """The two sources of a join, and in Spark: rows for its index, its pairs, and all of it as one batch job.
 
     Attributes:
-        sources: the left and the right one.
         operator: aggregates over the pairs.
     """
 

@@ -28,8 +28,6 @@ class StateFacts:
     """What one product remembers.
 
     Attributes:
-        product: its name.
-        operator: its operator.
         live: rows, or events of both sides of a join, that later events go on from.
         settled: rows that stay as they are; 0 for a join.
         bytes: of a join's index on disk; 0 for others, whose table is their state.
@@ -103,7 +101,7 @@ def remembered(lake: Lake, pipeline: Pipeline, product: Product, key: Mapping[st
 
 
 def join_key(values: Sequence[str]) -> bytes:
-    """The 16 bytes that stand for these values, as Spark makes them (:mod:`lakehouse.stateful.joinbuild`)."""
+    """The 16 bytes that stand for these values, as Spark makes them (:mod:`lakehouse.stateful.live_join`)."""
     text = json.dumps(list(values), separators=(",", ":"), ensure_ascii=False)
     return hashlib.md5(text.encode(), usedforsecurity=False).digest()
 

@@ -233,8 +233,6 @@ class DeclaredAggregate:
     """One declared aggregate.
 
     Attributes:
-        name: the column.
-        sql: the aggregate as declared.
         row: the same for a single row: folded over rows it gives what ``sql`` gives.
         fold: ``sum``, ``min`` or ``max``; of a list :data:`LIST`.
     """

@@ -20,7 +20,6 @@ class Verdict:
 
     Attributes:
         first: for each row, whether it is the copy that counts.
-        duplicates: rows that are not.
     """
 
     first: npt.NDArray[np.bool_]

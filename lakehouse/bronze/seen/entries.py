@@ -28,9 +28,7 @@ class Entries:
 
     Attributes:
         high, low: the key's first and last eight bytes. Keys are digests: any bit of them is as good as a random one.
-        at: ``bronze_at`` in microseconds.
         place: the topic's or file's name (:func:`place_of`).
-        offset, partition: of the row.
     """
 
     high: Column
@@ -77,7 +75,6 @@ class Entries:
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        """All of them, in order."""
         return tuple(getattr(self, field.name) for field in fields(self))
 
     def __len__(self) -> int:

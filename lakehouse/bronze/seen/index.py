@@ -40,7 +40,6 @@ class RunIndex(SeenIndex):
     """First occurrences of one source's events, for ever.
 
     Args:
-        folder: where its files lie; created where absent.
         spill: entries in memory that become a run.
     """
 
@@ -58,14 +57,12 @@ class RunIndex(SeenIndex):
         self._tidy(self._journal.path.name)
 
     def position(self) -> str:
-        """See :class:`SeenIndex`."""
         return self._position
 
     def __len__(self) -> int:
         return sum(map(len, self._runs)) + sum(map(len, self._recent))
 
     def judge(self, rows: pa.Table, position: str) -> Verdict:
-        """See :class:`SeenIndex`."""
         entries = Entries.of(rows)
         order = entries.order()
         entries = entries.take(order)
@@ -79,7 +76,6 @@ class RunIndex(SeenIndex):
         return Verdict(first, len(first) - int(first.sum()))
 
     def counted(self, rows: pa.Table) -> npt.NDArray[np.bool_]:
-        """See :class:`SeenIndex`."""
         entries = Entries.of(rows)
         counted, known = self._look_up(entries)
         return entries.same_rows(counted) & known

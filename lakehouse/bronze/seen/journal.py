@@ -19,11 +19,7 @@ _MAGIC = b"MRSJ"
 
 
 class Journal:
-    """An open journal, at its end.
-
-    Args:
-        path: its file; made where absent.
-    """
+    """An open journal, at its end."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,11 +51,9 @@ class Journal:
         self._size += len(data)
 
     def bytes(self) -> bytes:
-        """All that was appended."""
         return os.pread(self._handle, self._size, 0)
 
     def close(self) -> None:
-        """Close the file."""
         os.close(self._handle)
 
 
