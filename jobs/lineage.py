@@ -45,11 +45,7 @@ _NAMESPACE = "millrace"
 
 @dataclass(frozen=True, slots=True)
 class LineageStep:
-    """One job and its datasets: topics as :class:`Source`, tables, files, and URLs as text.
-
-    Attributes:
-        name: of the job.
-    """
+    """One job and its datasets: topics as :class:`Source`, tables, files, and URLs as text."""
 
     name: str
     inputs: tuple[Source | TableRef | Path | str, ...]

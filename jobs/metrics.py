@@ -36,7 +36,6 @@ class Counts(Collector):
 
     Args:
         name: of the metric, without ``_total``.
-        text: what it counts.
         counts: by source.
     """
 
@@ -46,7 +45,6 @@ class Counts(Collector):
         self._counts = counts
 
     def collect(self) -> Iterator[Metric]:
-        """The one family."""
         family = CounterMetricFamily(self._name, self._text, labels=["source"])
         for source, count in dict(self._counts()).items():
             family.add_metric([source], count)
@@ -68,7 +66,6 @@ def metrics_server(port: int, *collectors: Collector) -> Iterator[str]:
 
     Args:
         port: 0: any free one.
-        collectors: beside those of the process itself.
 
     Raises:
         EnvironmentProblem: the port is taken.
@@ -101,7 +98,6 @@ class DriverCollector(Collector):
 
     Args:
         progress: Spark's reports of the last batch of each query that runs (``StreamingQueryProgress`` as JSON).
-        lake: whose tables.
         now: seconds since the epoch.
     """
 
@@ -115,7 +111,6 @@ class DriverCollector(Collector):
         self._asker = ThreadPoolExecutor(1, thread_name_prefix="metrics")
 
     def collect(self) -> Iterator[Metric]:
-        """All families."""
         up = 1
         try:
             reports = self._asker.submit(self._progress).result(_PATIENCE_S)
@@ -181,7 +176,6 @@ def serve_metrics(spark: SparkSession, lake: Lake, port: int) -> Iterator[str]:
 
     Args:
         spark: the session; its JVM is measured too.
-        lake: whose tables.
         port: 0: any free one.
 
     Raises:

@@ -52,8 +52,6 @@ def run_stages(
     """Run the stages of the settings' pipeline until SIGINT or SIGTERM.
 
     Args:
-        settings: of the process.
-        stages: which part of the pipeline.
         accept_loss: go on where Kafka lost what bronze had not taken.
         started: called with the URL of the driver's metrics once all queries run.
     """

@@ -148,10 +148,7 @@ class ReaderGate:
     """Keys, tickets, origins and limits of one process.
 
     Args:
-        settings: address and origins.
         keys: the readers' keys; if there are any, every caller must show one.
-        tickets: makes and accepts tickets.
-        border: between tenants.
         clock: seconds, monotonic.
     """
 

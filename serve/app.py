@@ -66,7 +66,6 @@ def make_app(settings: Settings, *, name: str = "") -> Starlette:
     """The ASGI application. Its lifespan runs the tails and the clock.
 
     Args:
-        settings: the lake, and ``serve``.
         name: of one of several processes on a port.
 
     Raises:
@@ -143,7 +142,6 @@ async def run_server(
     """Serve until ``stop`` is set. Run it in a uvloop loop; at the end subscribers get close code 1001.
 
     Args:
-        settings: the lake, and ``serve``.
         ready: called with the base URL, e.g. ``http://127.0.0.1:8400``, once connections are taken.
         stop: ends the server; None: only cancelling does.
         alone: the process is only this server: its garbage collector and its limit of open files may be set.

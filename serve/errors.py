@@ -30,8 +30,6 @@ class PositionExpired(ServeError):
     """The changes after a position can no longer be rebuilt.
 
     Attributes:
-        table: name of the table.
-        version: the position's version.
         detail: what is missing.
     """
 

@@ -240,15 +240,12 @@ class DemoResult:
     """One demo, counted.
 
     Attributes:
-        pipeline: its name.
         sent: events that the player sent; None: nothing was played, so that nothing can be found missing.
         acknowledged: events that the collector acknowledged.
         accounts: one a source.
         arrived: whether everything came through in time.
-        pushes: messages that the subscriber got.
         first_result_s: from the start to the first change pushed; None: there was none.
         restarts: by part.
-        lake: its folder.
     """
 
     pipeline: str

@@ -27,8 +27,6 @@ class Figures:
     """Counts of a moment.
 
     Attributes:
-        sent: events sent by the player.
-        acknowledged: events that the collector has acknowledged.
         in_log: events that Kafka has not acknowledged yet.
     """
 

@@ -27,7 +27,6 @@ class DemoOptions:
         seconds: how long to play; None: until the input ends, or for ever.
         rate: events/s.
         input: JSON-lines file of events; None: made-up ones.
-        browser: open the dashboard.
         quiet: no live board.
         live: play nothing; read the upstreams that the pipeline names.
     """
@@ -45,7 +44,6 @@ class PlayProgress:
     """How far a playing is.
 
     Attributes:
-        sent: events sent, by source.
         done: everything has been sent that will be.
     """
 
@@ -62,9 +60,7 @@ class Playing:
     """One player for a pipeline.
 
     Args:
-        pipeline: whose sources are played.
         settings_pipeline: its name or path, as the commands take it.
-        options: what to play.
     """
 
     def __init__(self, pipeline: Pipeline, settings_pipeline: str, options: DemoOptions) -> None:

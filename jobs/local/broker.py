@@ -39,7 +39,6 @@ def resolve_kafka(settings: Settings, user: str) -> Settings:
     """The settings with the broker's address and with how this process logs in there.
 
     Args:
-        settings: of the process.
         user: which of the embedded broker's users it is (:data:`ingest.broker_security.USERS`); of a broker elsewhere
             the settings name the user.
 

@@ -47,7 +47,6 @@ class Fixture:
     """One folder below ``tests``.
 
     Attributes:
-        folder: its path.
         events: payloads by source.
         expected: rows by product, view or ``quarantine``.
     """
@@ -77,7 +76,6 @@ class FixtureResult:
     """What became of one table of a fixture.
 
     Attributes:
-        fixture: name of its folder.
         table: the product, view or ``quarantine``.
         rows: that it has.
         differences: none: it is as expected.

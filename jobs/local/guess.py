@@ -132,7 +132,6 @@ class Leaf:
 
     Attributes:
         path: names from the outermost to its own.
-        shape: what was seen there.
         values: of each event of the sample; None where there is none.
         column: what SQL calls it; empty: as its path says.
     """
@@ -192,7 +191,6 @@ class EventTime:
     """Where an event's time is.
 
     Attributes:
-        leaf: the field.
         sql: expression of the time.
         share: of the events whose value is such a time.
         read: the time of an event, or None.
@@ -209,7 +207,6 @@ class Sample:
     """Events of a file, and what is guessed from them.
 
     Attributes:
-        rows: the events.
         fields: those that a schema can declare, outermost first.
         leaves: fields with one value an event.
     """

@@ -46,8 +46,6 @@ class MachineCheck:
     """One thing that was looked at.
 
     Attributes:
-        name: what.
-        ok: whether it is as needed.
         detail: what was found.
         remedy: what to do; empty where it is ok.
         optional: whether Millrace works without it, or mends it by itself.
@@ -80,7 +78,6 @@ def before_start(
     """All that can be known to be wrong before anything starts, without a JVM; takes some tenths of a second.
 
     Args:
-        settings: of what is to start.
         ports: whether the configured ports are to be bound.
         kafka: whether the broker is to be reached.
     """

@@ -88,7 +88,6 @@ class Choices:
 
     Attributes:
         event_id: template; empty: every event has an id of its own.
-        event_time: SQL expression.
         key: template of the Kafka key; empty: the event id.
     """
 
@@ -102,9 +101,7 @@ class Scaffold:
 
     Args:
         name: of the pipeline and its source.
-        sample: the events.
         time: where their time is, as guessed.
-        choices: what is written.
     """
 
     def __init__(self, name: str, sample: Sample, time: EventTime | None, choices: Choices) -> None:

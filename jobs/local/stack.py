@@ -51,7 +51,6 @@ class StackPart:
     """A part of a stack.
 
     Attributes:
-        name: as the supervisor calls it.
         pid: of its process; None while there is none.
         address: where it listens; empty: nowhere.
         metrics: URL of its metrics in Prometheus form; empty: it has none.
@@ -145,8 +144,6 @@ class Address:
     """Where the parts listen.
 
     Attributes:
-        serve: base URL of the server.
-        collect: base URL of the collector.
         kafka: ``host:port`` of the broker.
     """
 
@@ -159,7 +156,6 @@ class Stack:
     """The parts of one lake, started together and stopped together.
 
     Args:
-        settings: of all parts.
         upstream: URL that is read instead of the pipeline's, for every source.
         upstreams: the same by source.
         feeds: fetch the feeds that the pipeline declares.

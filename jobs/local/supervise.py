@@ -52,9 +52,7 @@ class Child:
     """One part to be kept running.
 
     Attributes:
-        name: what it is called in logs.
         command: arguments of the ``millrace`` command.
-        log: file that takes what it prints.
         environment: variables added to ours.
     """
 
@@ -250,9 +248,7 @@ async def serve_many(settings: Settings, *, ready: Callable[[str], None], stop: 
     """Run ``serve.processes`` servers until ``stop`` is set.
 
     Args:
-        settings: of all of them.
         ready: called with the base URL once all of them take connections.
-        stop: ends them.
 
     Raises:
         EnvironmentProblem: the port is taken, or a server does not start.

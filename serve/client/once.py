@@ -74,7 +74,6 @@ class SeenItem:
     """What is known of an item.
 
     Attributes:
-        id: the item's.
         state: ``received``, ``sending``, ``done`` or ``declined``.
         at: when it came into this state, seconds since the epoch.
         answer: the third party's, or why it declined; JSON.
@@ -148,7 +147,6 @@ class ExactlyOnce:
     lost, because an item is known there before its request is sent.
 
     Args:
-        handler: the third party.
         path: file of the log and of the local seen-message store; created if absent.
         shared: seen-message store that other machines ask too; while it is unreachable, no request is sent.
         settle_s: time within which a request takes effect or never will.

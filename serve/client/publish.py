@@ -61,10 +61,8 @@ class EventState:
     """How far an event is.
 
     Attributes:
-        event_id: its id.
         state: one of :data:`STATES`, or ``rejected`` or ``shed``.
         products: version of each product that holds it.
-        reason: why it was rejected.
     """
 
     event_id: str
@@ -106,11 +104,8 @@ class Publisher:
 
     Args:
         url: the collector, e.g. ``http://127.0.0.1:8401``.
-        source: name of the source.
         path: the log's file; created if absent.
         event_id: field of the payload that is its id, as the source declares it.
-        key: sender's API key.
-        options: how to publish.
     """
 
     def __init__(

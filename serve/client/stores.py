@@ -145,7 +145,6 @@ class SqliteStore:
 
     Args:
         path: the file; the log of a publisher, or of :class:`~serve.client.ExactlyOnce`, may be in it too.
-        name: of the subscription.
     """
 
     def __init__(self, path: Path | str, name: str = "") -> None:

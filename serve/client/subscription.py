@@ -45,10 +45,7 @@ class Snapshot:
     """All rows at a position. It replaces whatever was held.
 
     Attributes:
-        table: name of the table.
-        key: key columns.
         position: everything up to here is in it.
-        rows: whole rows.
         through: next offset by ``topic/partition``: every event before it is in it.
         committed_at: ms since the epoch.
         reason: why it comes although there was a position (``log`` or ``lagged``); empty for a first one.
@@ -68,8 +65,6 @@ class Change:
     """What one commit changed.
 
     Attributes:
-        table: name of the table.
-        key: key columns.
         position: everything up to here is applied after it.
         upserts: whole rows, new or changed.
         deletes: keys that are gone.
@@ -179,7 +174,6 @@ class TableQuery:
     """What of a table is wanted, evaluated by the server.
 
     Attributes:
-        where: SQL condition on rows.
         columns: those wanted, besides the key's; empty: all.
         select: a live aggregate (``SELECT … GROUP BY …``) instead of rows.
         conflate: when this reader lags, the latest of each key instead of every change.
@@ -246,15 +240,10 @@ class Subscription:
 
     Args:
         url: the server, e.g. ``http://127.0.0.1:8400`` (``ws`` and ``https`` are taken too).
-        table: name of the table.
         store: where the position is kept; None: the first message of every run is a snapshot.
         key: API key, sent in a header.
-        query: what of the table is wanted.
-        options: how to connect.
 
     Attributes:
-        table: name of the table.
-        transport: the transport in use.
         connects: connections over which messages came.
         gaps: how often a change was missing and was requested again.
         lag_ms: age of the newest event in the table as of the last heartbeat; None if unknown.

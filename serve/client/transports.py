@@ -38,7 +38,6 @@ class Refused(ClientError):
 
     Attributes:
         code: machine-readable, e.g. ``bad_position``.
-        detail: why.
     """
 
     def __init__(self, code: str, detail: str) -> None:
@@ -67,11 +66,7 @@ class BadFilter(Refused):
 
 
 class BadMessage(ClientError):
-    """A message that is not of the protocol.
-
-    Attributes:
-        problem: what is wrong with it.
-    """
+    """A message that is not of the protocol."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(problem)

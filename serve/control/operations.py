@@ -53,8 +53,6 @@ class ControlCall:
     """One request.
 
     Attributes:
-        actor: who asks.
-        session: to read with.
         path, query: parameters.
         body: the decoded body, if the operation has one.
         tag: revision that the caller wants to change (``If-Match``); empty: any.

@@ -63,7 +63,6 @@ class Operation:
         run: see :mod:`serve.control.operations`; the first line of its docstring, up to a colon, is the summary.
         answer: type of the answer; None: there is no body.
         body: type of the request's body; ``dict``: a JSON object or TOML.
-        status: of the answer.
     """
 
     method: str

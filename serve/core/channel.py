@@ -184,8 +184,6 @@ class Channel:
     Args:
         state: the table's rows, changed by its tail in the same thread.
         codecs: wire forms in which the whole table is kept from the start.
-        settings: bounds of the rings.
-        seal: writes positions.
         spec: the declared channel.
     """
 
@@ -370,7 +368,6 @@ def view_of(table: TableInfo, request: SubscribeRequest, guard: str, spec: Chann
     """The view for a request.
 
     Args:
-        table: the table as it is.
         request: filter, columns, or a SELECT of rows or of an aggregate. It may name visible columns only.
         guard: its principal's condition, on any column.
         spec: the declared channel.

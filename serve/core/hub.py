@@ -45,9 +45,7 @@ class Hub:
     """All channels of one process.
 
     Args:
-        settings: bounds and times.
         codecs: wire forms in which whole tables are kept from the start; others are added when somebody asks for them.
-        seal: writes and reads positions.
         working: called when there is work for :meth:`work`.
         specs: declared channels by table; others may be set while a table is not open.
     """

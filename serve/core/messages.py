@@ -66,8 +66,6 @@ def change_messages(change: TableChange, seal: Seal, view: bytes) -> list[Messag
 
     Args:
         change: as the view shows it.
-        seal: writes positions.
-        view: the view's id.
     """
     table = change.table
     upserts = encode_rows(table.columns, change.upserts)
@@ -97,7 +95,6 @@ def merged(messages: Sequence[Message], seal: Seal) -> Message:
 
     Args:
         messages: at least two changes of one view and one description of the table.
-        seal: writes positions.
 
     Returns:
         A change from the first ``after`` to the last position. ``merged`` is the number of messages; events are summed
@@ -142,11 +139,8 @@ def snapshot_messages(
     """A state as one or more messages of one position, made as they are consumed.
 
     Args:
-        table: as the view shows it.
-        position: of the snapshot.
         facts: of the last commit.
         rows: in key order, each with its JSON.
-        seal: writes positions.
         extra: further members: the view, and how long positions live.
     """
     parts = [up for up, _ in _parts([len(text) for _, text in rows], [])]

@@ -25,7 +25,6 @@ class TableInfo:
     """A table as subscribers see it.
 
     Attributes:
-        name: unique in the lake.
         table_id: id in the Delta metadata.
         columns: columns that are sent, in the table's order; binary ones are not.
         key: columns that identify a row.
@@ -65,8 +64,6 @@ class TableChange:
     """What one commit changed for a subscriber.
 
     Attributes:
-        table: the table after the commit.
-        version: the commit's version.
         upserts: new or changed rows, in key order.
         deletes: keys that are gone, in order.
         facts: of the commit; ``through`` is the last one known.
@@ -112,7 +109,6 @@ class SubscribeRequest:
     """What a subscriber asks for, over any transport.
 
     Attributes:
-        table: name of the table.
         position: where it resumes; None: a snapshot first.
         where: SQL condition on rows; empty: all rows.
         columns: wanted columns, besides the key's; empty: all.

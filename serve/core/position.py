@@ -36,7 +36,6 @@ class Position:
 
     Attributes:
         table_id: id in the Delta metadata; a rebuilt table has another.
-        version: Delta version.
         ordinal: messages of the next version that were delivered already.
         view: 8 bytes that identify the view: rows held under one filter are no start for another.
     """

@@ -153,8 +153,6 @@ class SharedSnapshot:
     """A snapshot of a view, shared by all who need one, in any wire form.
 
     Attributes:
-        messages: in order.
-        position: of the snapshot.
         size: bytes as JSON.
         total: bytes that the stream had made at that moment.
         at: ms on the hub's clock.
@@ -209,9 +207,6 @@ class Subscriber:
 
     Args:
         link: its transport; the hub only hands it back.
-        codec: its wire form.
-        label: for logs.
-        principal: its rights.
     """
 
     __slots__ = (
@@ -292,11 +287,9 @@ class Outgoing:
     """What a transport has to do.
 
     Attributes:
-        to: for whom.
         data: bytes to write now, whatever the transport's buffer holds.
         wake: ask :meth:`serve.core.hub.Hub.data_to_send` for each of them.
         close: close code; 0: stay connected.
-        reason: of the close.
     """
 
     to: tuple[Subscriber, ...]
@@ -348,9 +341,6 @@ class WireChannel:
     """A ring in one wire form, and its readers.
 
     Args:
-        codec: the wire form.
-        ring: its frames.
-        seal: writes positions of merged changes.
         conflates: whether messages are kept beside their bytes, for :meth:`merge`.
     """
 

@@ -86,8 +86,6 @@ def subscription_of(query: Mapping[str, str], seal: Seal, *, also: frozenset[str
     """The request in a query.
 
     Args:
-        query: names and values, see :data:`PARAMETERS`.
-        seal: reads positions.
         also: names that the transport reads itself.
 
     Raises:

@@ -25,7 +25,6 @@ class NewStatement(msgspec.Struct, forbid_unknown_fields=True):
     """A statement to be run.
 
     Attributes:
-        sql: one reading statement.
         as_of: version or time of tables without one in the text.
         limit: rows at most.
         format: of the answer; absent: as the header ``Accept`` has it, by default JSON.

@@ -67,8 +67,6 @@ class Statement:
 
     Attributes:
         lake: root of the lake.
-        sql: the text.
-        principal: who asks.
         as_of: version or time for tables without one in the text; empty: the newest.
         rows, size: bounds of the answer; size in bytes.
         memory_mb: of DuckDB.

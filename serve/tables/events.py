@@ -82,7 +82,6 @@ class EventReader(TableReader):
     """Reads the bronze table of a source.
 
     Args:
-        folder: of the table.
         source: its schema names the columns.
     """
 

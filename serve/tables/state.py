@@ -48,8 +48,6 @@ class TableState:
     """The rows at one version.
 
     Attributes:
-        table: the table's description at this version.
-        version: Delta version.
         facts: of the last commit; ``through`` and ``newest_at`` are the last ones known.
         rows: by key.
         files: keys in each live file; empty for a table of partials.
@@ -200,7 +198,6 @@ class Described:
     """A table's description, and the Arrow types that its files are read to.
 
     Attributes:
-        info: as subscribers see it.
         schema: types of ``info.columns``.
         partitions: partition columns; their values are in the log, not in the files.
     """

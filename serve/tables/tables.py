@@ -286,7 +286,6 @@ class Tables:
     """Tails of all products of a lake.
 
     Args:
-        lake: where tables are.
         hub: told of every table and commit.
         border: between tenants; queries that are added and removed are entered.
         deliver: carries out the hub's deliveries.

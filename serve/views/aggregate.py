@@ -165,7 +165,6 @@ class AggregateColumn:
     """One column of the result.
 
     Attributes:
-        name: of the column.
         type: Arrow type of its values.
         group: index of the grouping column; None for an aggregate.
         value: what is aggregated, in a row; None: the row itself (``count(*)``).

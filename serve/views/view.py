@@ -94,9 +94,7 @@ def rows_view(
     """The view for a request.
 
     Args:
-        table: the table as it is now.
         where, columns: as the subscriber wrote them.
-        guard: its principal's condition.
         seen: the table with the columns that ``where`` and ``columns`` may name; None: all.
 
     Raises:

@@ -29,11 +29,7 @@ _REST_BYTES, _REST_S = 65_536, 1.0
 
 
 class ForbiddenTarget(ServeError):
-    """An address that webhooks may not call.
-
-    Attributes:
-        problem: why.
-    """
+    """An address that webhooks may not call."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(problem)
@@ -156,7 +152,6 @@ class WebhookCaller:
     another certificate: so a caller is for a single URL.
 
     Args:
-        timeout_s: of one attempt, altogether.
         private: whether any address may be called.
         trust: whose certificates are good.
     """

@@ -32,7 +32,6 @@ class NewWebhook(msgspec.Struct, forbid_unknown_fields=True):
 
     Attributes:
         start: a position, or ``now``; empty: a snapshot first.
-        cloudevents: send each message as a CloudEvent.
     """
 
     table: str

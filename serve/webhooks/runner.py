@@ -78,7 +78,6 @@ class LinkRecord:
     """A message out of the link.
 
     Attributes:
-        body: its JSON text.
         content: what the text says.
     """
 
@@ -162,7 +161,6 @@ class WebhookContext:
     """The parts of this process that webhooks use.
 
     Attributes:
-        hub, tables, gate, settings: of this process.
         counts: attempts and dead letters by outcome, of all webhooks.
     """
 
@@ -174,14 +172,7 @@ class WebhookContext:
 
 
 class WebhookRunner:
-    """One webhook at work; see the module.
-
-    Args:
-        hook: what is called.
-        context: of this process.
-        store: positions and outcomes.
-        caller: makes the requests.
-    """
+    """One webhook at work; see the module."""
 
     def __init__(self, hook: Webhook, context: WebhookContext, store: WebhookStore, caller: WebhookCaller) -> None:
         self.hook = hook
@@ -356,8 +347,6 @@ def delivery_id(hook: Webhook, record: LinkRecord, sent: str) -> str:
     """An id that is the same for the same message, before and after a crash.
 
     Args:
-        hook: the receiver.
-        record: the message, as the hub made it.
         sent: where the webhook was before: it tells messages without a position apart.
     """
     parts = (hook.id.encode(), record.kind.encode(), (record.position or sent).encode(), record.body)
@@ -382,10 +371,6 @@ class WebhookFleet:
 
     Args:
         folder: of the lake's webhooks.
-        context: of this process.
-
-    Attributes:
-        counts: of the context.
     """
 
     def __init__(self, folder: Path, context: WebhookContext) -> None:

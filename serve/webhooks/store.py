@@ -43,7 +43,6 @@ class Webhook:
         id: public.
         key: id of the key that made it; empty if there were no keys then.
         table, where, columns, select, conflate: as in a subscription.
-        url: that is called.
         created: ms since the epoch.
         cloudevents: whether each message is sent as a CloudEvent.
     """
@@ -66,14 +65,10 @@ class WebhookDelivery:
 
     Attributes:
         id: the same on every attempt, so that receivers recognize repeats.
-        webhook: its id.
-        kind: the message's type.
         position: that it brings the receiver to; empty if none.
         body: the JSON text; empty once it was taken.
         state: :data:`DELIVERED`, :data:`FAILING` or :data:`DEAD`.
-        attempts: so far.
         status: of the last answer; 0 without an answer.
-        error: of the last attempt; empty if it was taken.
         at: of the last attempt, ms since the epoch.
     """
 
@@ -97,7 +92,6 @@ class WebhookProgress:
         position: that it resumes from.
         sent: position of the last message, delivered or dead; changes that had nothing for it may have come since.
         state: ``active``, ``failing``, ``stopped`` or ``gone``.
-        detail: why.
     """
 
     position: str
@@ -110,7 +104,6 @@ class WebhookStore:
     """See the module.
 
     Args:
-        folder: made if absent.
         kept: deliveries, and as many dead ones, of each webhook.
 
     Raises:
