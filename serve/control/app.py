@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
-from typing import Any
 
 import httpx
 from starlette.applications import Starlette
@@ -21,16 +20,18 @@ from lakehouse.contract.settings import Settings
 from lakehouse.contract.storage import write_whole
 from serve.access import uses_tls
 from serve.control.openapi import control_openapi
-from serve.control.routes import HANDLERS, ControlContext, new_epoch, routes
+from serve.control.operations import key_row
+from serve.control.routes import HANDLERS, ControlContext, routes
 from serve.control.store import OPERATOR, ControlStore
 from serve.control.tables import KeyRow
+from serve.control.types import Action, NewKey
 from serve.control.watchers import Watchers
 from serve.push.request import json_response
 
 log = logging.getLogger(__name__)
 
 _SERVER_TIMEOUT_S = 15.0
-_FIRST_KEYS = {ADMIN_KEY: "manage", MACHINE_KEY: "state"}
+_FIRST_KEYS: dict[str, Action] = {ADMIN_KEY: "manage", MACHINE_KEY: "state"}
 
 
 def open_store(settings: Settings) -> ControlStore:
@@ -56,11 +57,7 @@ def first_keys(settings: Settings, store: ControlStore) -> None:
         made = new_key_id()
         text = new_key(made)
         with store.changing(OPERATOR) as change:
-            values: dict[str, Any] = {"tenant": "", "app": "", "tables": [], "rows": {}, "sources": [], "until": None}
-            limits = dict.fromkeys(("rate", "connections", "max_event_bytes"), 0)
-            stamps = {"created": change.now, "revision": change.revision}
-            row = KeyRow(id=made, hash=key_hash(text), name=name, actions=[action], **values, **limits, **stamps)
-            change.session.add(row)
+            change.session.add(key_row(NewKey((action,), name), made, key_hash(text), change))
             change.log("key.add", made, "", name=name, actions=[action])
         write_whole(path, f"{text}\n".encode(), 0o600, durable=True)
         log.info("a key that may %s is in %s", "see the state" if action == "state" else action, path)
@@ -76,7 +73,7 @@ def make_control_app(settings: Settings, store: ControlStore) -> Starlette:
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         async with httpx.AsyncClient(base_url=serve_url, timeout=_SERVER_TIMEOUT_S) as server:
-            app.state.context = ControlContext(store, Watchers(), serve_url, server, new_epoch())
+            app.state.context = ControlContext(store, Watchers(), serve_url, server)
             yield
 
     async def show_openapi(_: Request) -> Response:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import secrets
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlencode
@@ -96,10 +97,8 @@ class ControlCall:
 
 def list_tenants(call: ControlCall) -> types.Page[types.TenantEntry]:
     """Tenants: ``?after=&limit=``"""
-    rows = select(TenantRow).order_by(TenantRow.name)
-    if call.actor.tenant:
-        rows = rows.where(TenantRow.name == call.actor.tenant)
-    return _page(call, rows, TenantRow.name, _tenant, lambda row: row.name)
+    own = call.actor.tenant
+    return _page(call, TenantRow.name, _tenant, *([TenantRow.name == own] if own else []))
 
 
 def add_tenant(call: ControlCall) -> tuple[types.TenantEntry, TenantRow]:
@@ -109,7 +108,7 @@ def add_tenant(call: ControlCall) -> tuple[types.TenantEntry, TenantRow]:
     change = call.changing
     if call.session.get(TenantRow, new.name) or call.session.get(GoneRow, ("tenants", new.name)):
         raise _taken("tenant", new.name)
-    _bounded(call, select(func.count()).select_from(TenantRow), MAX_TENANTS, "tenants")
+    _bounded(call, TenantRow, MAX_TENANTS)
     row = TenantRow(name=new.name, title=new.title, created=change.now, revision=change.revision)
     call.session.add(row)
     change.log("tenant.add", new.name, new.name)
@@ -142,10 +141,7 @@ def _tenant(row: TenantRow) -> types.TenantEntry:
 
 def _tenant_row(call: ControlCall, name: str) -> TenantRow:
     call.fence(name)
-    row = call.session.get(TenantRow, name)
-    if row is None:
-        raise _missing("tenant", name)
-    return row
+    return _row(call, TenantRow, name)
 
 
 # --- apps
@@ -154,9 +150,7 @@ def _tenant_row(call: ControlCall, name: str) -> TenantRow:
 def list_apps(call: ControlCall) -> types.Page[types.AppEntry]:
     """Apps of a tenant: ``?after=&limit=``"""
     tenant = _tenant_row(call, call.path["tenant"]).name
-    return _page(
-        call, select(AppRow).where(AppRow.tenant == tenant).order_by(AppRow.name), AppRow.name, _app, lambda r: r.name
-    )
+    return _page(call, AppRow.name, _app, AppRow.tenant == tenant)
 
 
 def add_app(call: ControlCall) -> tuple[types.AppEntry, AppRow]:
@@ -165,7 +159,7 @@ def add_app(call: ControlCall) -> tuple[types.AppEntry, AppRow]:
     change, tenant = call.changing, _tenant_row(call, call.path["tenant"]).name
     if call.session.get(AppRow, (tenant, new.name)):
         raise _taken("app", new.name)
-    _bounded(call, select(func.count()).select_from(AppRow).where(AppRow.tenant == tenant), MAX_APPS, "apps")
+    _bounded(call, AppRow, MAX_APPS, AppRow.tenant == tenant)
     row = AppRow(
         tenant=tenant,
         name=new.name,
@@ -219,10 +213,7 @@ def _app(row: AppRow) -> types.AppEntry:
 
 def _app_row(call: ControlCall, tenant: str, name: str) -> AppRow:
     _tenant_row(call, tenant)
-    row = call.session.get(AppRow, (tenant, name))
-    if row is None:
-        raise _missing("app", name)
-    return row
+    return _row(call, AppRow, name, (tenant, name))
 
 
 # --- keys
@@ -230,13 +221,7 @@ def _app_row(call: ControlCall, tenant: str, name: str) -> AppRow:
 
 def list_keys(call: ControlCall) -> types.Page[types.KeyEntry]:
     """Keys, of one tenant or app if asked: ``?tenant=&app=&after=&limit=``"""
-    rows = select(KeyRow).order_by(KeyRow.id)
-    if tenant := call.query.get("tenant") or call.actor.tenant:
-        call.fence(tenant)
-        rows = rows.where(KeyRow.tenant == tenant)
-    if app := call.query.get("app"):
-        rows = rows.where(KeyRow.app == app)
-    return _page(call, rows, KeyRow.id, lambda row: _key(call, row), lambda row: row.id)
+    return _page(call, KeyRow.id, partial(_key, call), *_owned(call, KeyRow))
 
 
 def add_key(call: ControlCall) -> tuple[types.MadeKey, KeyRow]:
@@ -265,13 +250,13 @@ def import_keys(call: ControlCall) -> types.Imported:
 
 def show_key(call: ControlCall) -> tuple[types.KeyEntry, KeyRow]:
     """A key, without its secret"""
-    row = _key_row(call)
+    row = _row(call, KeyRow, call.path["id"])
     return _key(call, row), row
 
 
 def rotate_key(call: ControlCall) -> tuple[types.MadeKey, KeyRow]:
     """Replace a key by a new one with the same rights: the new one is good at once, the old one for the stated grace"""
-    old, change = call.matches(_key_row(call)), call.changing
+    old, change = call.matches(_row(call, KeyRow, call.path["id"])), call.changing
     root = old.id.partition("-")[0]
     used = [*call.session.scalars(select(KeyRow.id).where(KeyRow.id.like(f"{root}-%")))]
     used += call.session.scalars(select(GoneRow.name).where(GoneRow.kind == "keys", GoneRow.name.like(f"{root}-%")))
@@ -293,15 +278,14 @@ def rotate_key(call: ControlCall) -> tuple[types.MadeKey, KeyRow]:
 
 def revoke_key(call: ControlCall) -> None:
     """Revoke a key, and remove the subscription that it was made for"""
-    row = call.matches(_key_row(call))
+    row = call.matches(_row(call, KeyRow, call.path["id"]))
     call.changing.drop_keys([row])
     call.changing.log("key.revoke", row.id, row.tenant, name=row.name)
 
 
 def _new_key(call: ControlCall, new: types.NewKey, name: str, hashed: str) -> KeyRow:
-    change = call.changing
-    actions = {*new.actions, *(("read",) if "queries" in new.actions else ())}
-    if call.actor.tenant and (new.tenant != call.actor.tenant or not actions <= _TENANT_ACTIONS):
+    actions = _actions(new)
+    if call.actor.tenant and (new.tenant != call.actor.tenant or not _TENANT_ACTIONS.issuperset(actions)):
         raise _forbidden("a key of a tenant makes keys of this tenant, which read, send or manage")
     if new.tenant:
         _tenant_row(call, new.tenant)
@@ -316,35 +300,22 @@ def _new_key(call: ControlCall, new: types.NewKey, name: str, hashed: str) -> Ke
             ReaderKey(_ZERO, tenant=new.tenant, tables=new.tables, rows=new.rows, queries="queries" in actions)
         except ConfigError as error:
             raise _wrong(f"{error.key}: {error.problem}") from None
-    owned = select(func.count()).select_from(KeyRow).where(KeyRow.tenant == new.tenant)
-    _bounded(call, owned, MAX_KEYS, "keys")
-    row = KeyRow(
-        id=name,
-        hash=hashed,
-        name=new.name,
-        tenant=new.tenant,
-        app=new.app,
-        actions=sorted(actions),
-        tables=list(new.tables),
-        rows=dict(new.rows),
-        sources=list(new.sources),
-        rate=new.rate,
-        connections=new.connections,
-        max_event_bytes=new.max_event_bytes,
-        until=_ms(new.until),
-        created=change.now,
-        revision=change.revision,
-    )
+    _bounded(call, KeyRow, MAX_KEYS, KeyRow.tenant == new.tenant)
+    row = key_row(new, name, hashed, call.changing)
     call.session.add(row)
     return row
 
 
-def _key_row(call: ControlCall) -> KeyRow:
-    name = call.path["id"]
-    row = call.session.get(KeyRow, name)
-    if row is None or call.actor.tenant not in ("", row.tenant):
-        raise _missing("key", name)
-    return row
+def key_row(new: types.NewKey, name: str, hashed: str, change: ControlChange) -> KeyRow:
+    """The row of a key that may be made."""
+    values: dict[str, Any] = {each: getattr(new, each) for each in types.NewKey.__struct_fields__}
+    values |= {"actions": _actions(new), "tables": list(new.tables), "sources": list(new.sources)}
+    values |= {"until": _ms(new.until), "created": change.now, "revision": change.revision}
+    return KeyRow(**values, id=name, hash=hashed)
+
+
+def _actions(new: types.NewKey) -> list[str]:
+    return sorted({*new.actions, *(("read",) if "queries" in new.actions else ())})
 
 
 def _key(call: ControlCall, row: KeyRow) -> types.KeyEntry:
@@ -363,7 +334,7 @@ def _key_values(call: ControlCall, row: KeyRow) -> dict[str, Any]:
 def list_sources(call: ControlCall) -> types.Page[types.SourceEntry]:
     """Sources of the run time: ``?after=&limit=``"""
     call.operator()
-    return _page(call, select(SourceRow).order_by(SourceRow.name), SourceRow.name, _source, lambda row: row.name)
+    return _page(call, SourceRow.name, _source)
 
 
 def show_source(call: ControlCall) -> tuple[types.SourceEntry, SourceRow]:
@@ -379,7 +350,7 @@ def put_source(call: ControlCall) -> tuple[types.SourceEntry, SourceRow]:
     declaration = checked_source(name, call.body)
     row = call.session.get(SourceRow, name)
     if row is None:
-        _bounded(call, select(func.count()).select_from(SourceRow), MAX_SOURCES, "sources")
+        _bounded(call, SourceRow, MAX_SOURCES)
         row = SourceRow(name=name, declaration=declaration, created=change.now, revision=change.revision)
         call.session.add(row)
         change.back("sources", name)
@@ -420,10 +391,7 @@ def checked_source(name: str, declaration: dict[str, Any]) -> dict[str, Any]:
 
 def _source_row(call: ControlCall) -> SourceRow:
     call.operator()
-    row = call.session.get(SourceRow, call.path["name"])
-    if row is None:
-        raise _missing("source", call.path["name"])
-    return row
+    return _row(call, SourceRow, call.path["name"])
 
 
 def _source(row: SourceRow) -> types.SourceEntry:
@@ -435,15 +403,11 @@ def _source(row: SourceRow) -> types.SourceEntry:
 
 def list_subscriptions(call: ControlCall) -> types.Page[types.SubscriptionEntry]:
     """Subscriptions, of one tenant or app if asked: ``?tenant=&app=&after=&limit=``"""
-    rows = select(SubscriptionRow).order_by(SubscriptionRow.id)
-    if tenant := call.query.get("tenant") or call.actor.tenant:
-        call.fence(tenant)
-        rows = rows.where(SubscriptionRow.tenant == tenant)
-    if app := call.query.get("app"):
-        rows = rows.where(SubscriptionRow.app == app)
-    return _page(
-        call, rows, SubscriptionRow.id, lambda r: types.SubscriptionEntry(**_subscription(call, r)), lambda r: r.id
-    )
+
+    def shown(row: SubscriptionRow) -> types.SubscriptionEntry:
+        return types.SubscriptionEntry(**_subscription(call, row))
+
+    return _page(call, SubscriptionRow.id, shown, *_owned(call, SubscriptionRow))
 
 
 def add_subscription(call: ControlCall) -> tuple[types.MadeSubscription, SubscriptionRow]:
@@ -482,26 +446,18 @@ def add_subscription(call: ControlCall) -> tuple[types.MadeSubscription, Subscri
 
 def show_subscription(call: ControlCall) -> tuple[types.SubscriptionEntry, SubscriptionRow]:
     """A subscription"""
-    row = _subscription_row(call)
+    row = _row(call, SubscriptionRow, call.path["id"])
     return types.SubscriptionEntry(**_subscription(call, row)), row
 
 
 def remove_subscription(call: ControlCall) -> None:
     """Remove a subscription and revoke its key"""
-    row = call.matches(_subscription_row(call))
+    row = call.matches(_row(call, SubscriptionRow, call.path["id"]))
     change = call.changing
     change.log("subscription.remove", row.id, row.tenant, app=row.app, key=row.key)
     root = row.key.partition("-")[0]
     keys = select(KeyRow).where((KeyRow.id == root) | KeyRow.id.like(f"{root}-%"))
     change.drop_keys(call.session.scalars(keys).all())
-
-
-def _subscription_row(call: ControlCall) -> SubscriptionRow:
-    name = call.path["id"]
-    row = call.session.get(SubscriptionRow, name)
-    if row is None or call.actor.tenant not in ("", row.tenant):
-        raise _missing("subscription", name)
-    return row
 
 
 def _subscription(call: ControlCall, row: SubscriptionRow) -> dict[str, Any]:
@@ -522,11 +478,7 @@ def _subscription(call: ControlCall, row: SubscriptionRow) -> dict[str, Any]:
 
 def list_audit(call: ControlCall) -> types.Page[types.AuditEntry]:
     """Who did what, newest first: ``?tenant=&after=&limit=``"""
-    rows = select(AuditRow).order_by(AuditRow.id.desc())
-    if tenant := call.query.get("tenant") or call.actor.tenant:
-        call.fence(tenant)
-        rows = rows.where(AuditRow.tenant == tenant)
-    limit = _limit(call)
+    rows, limit = select(AuditRow).where(*_owned(call, AuditRow)).order_by(AuditRow.id.desc()), _limit(call)
     if "after" in call.query:
         rows = rows.where(AuditRow.id < whole_number(call.query["after"], "after", 0, 999_999_999))
     found = call.session.scalars(rows.limit(limit)).all()
@@ -580,25 +532,36 @@ def _shared_key(key: Mapping[Any, Any], until: int | None) -> dict[str, Any]:
 # --- helpers
 
 
-def _page(
-    call: ControlCall, rows: Any, column: Any, shown: Callable[[Any], Any], name_of: Callable[[Any], str]
-) -> types.Page[Any]:
+def _page(call: ControlCall, name: Any, shown: Callable[[Any], Any], *where: Any) -> types.Page[Any]:
+    """Rows that fulfil the conditions, by ``name``, the column of their key."""
     limit = _limit(call)
+    rows = select(name.class_).where(*where).order_by(name)
     if after := call.query.get("after"):
         if "\0" in after:
             raise invalid("bad_request", "after is what next said")
-        rows = rows.where(column > after)
-    found: Sequence[Any] = call.session.scalars(rows.limit(limit)).all()
-    return types.Page([shown(row) for row in found], name_of(found[-1]) if len(found) == limit else None)
+        rows = rows.where(name > after)
+    found = call.session.scalars(rows.limit(limit)).all()
+    return types.Page([shown(row) for row in found], getattr(found[-1], name.key) if len(found) == limit else None)
+
+
+def _owned(call: ControlCall, kind: Any) -> list[Any]:
+    """Conditions on rows of the tenant and app that are asked for, and of no tenant that the caller may not see."""
+    found = []
+    if tenant := call.query.get("tenant") or call.actor.tenant:
+        call.fence(tenant)
+        found.append(kind.tenant == tenant)
+    if hasattr(kind, "app") and (app := call.query.get("app")):
+        found.append(kind.app == app)
+    return found
 
 
 def _limit(call: ControlCall) -> int:
     return whole_number(call.query.get("limit", "100"), "limit", 1, types.MAX_PAGE)
 
 
-def _bounded(call: ControlCall, count: Any, most: int, what: str) -> None:
-    if call.session.scalars(count).one() >= most:
-        raise RequestError(4409, "full", f"there are {most} {what}, which is the bound")
+def _bounded(call: ControlCall, kind: Any, most: int, *where: Any) -> None:
+    if call.session.scalars(select(func.count()).select_from(kind).where(*where)).one() >= most:
+        raise RequestError(4409, "full", f"there are {most} {kind.__tablename__}, which is the bound")
 
 
 def _sooner(one: int | None, other: int | None) -> int | None:
@@ -627,6 +590,14 @@ def _ms(moment: datetime | None) -> int | None:
     if not _EARLIEST <= moment < _LATEST:
         raise _wrong(f"{moment.isoformat()} is not between the years 2000 and 9000")
     return int(moment.timestamp() * 1000)
+
+
+def _row(call: ControlCall, kind: type[_R], name: str, key: Any = None) -> _R:
+    """The row of this name that the caller may see; ``key``: its primary key, if that is not the name."""
+    row = call.session.get(kind, key or name)
+    if row is None or call.actor.tenant not in ("", getattr(row, "tenant", call.actor.tenant)):
+        raise _missing(kind.__tablename__.removesuffix("s"), name)
+    return row
 
 
 def _missing(kind: str, name: str) -> RequestError:

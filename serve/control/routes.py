@@ -9,7 +9,7 @@ import secrets
 import tomllib
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -27,7 +27,7 @@ from serve.control.store import Actor, ControlStore, now_ms
 from serve.control.tables import AppRow, KeyRow
 from serve.control.watchers import Watchers
 from serve.errors import RequestError
-from serve.push.request import invalid, problem, query_of, refused
+from serve.push.request import body_of, http_error, invalid, problem, query_of, refused_request
 
 KNOWN_S = 2.0  # that an answer to a change waits for our processes to know of it
 MAX_WAIT_S = 30
@@ -52,7 +52,7 @@ class ControlContext:
     watchers: Watchers
     serve_url: str
     server: httpx.AsyncClient
-    epoch: str = ""
+    epoch: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,21 +134,18 @@ def _endpoint(operation: Operation) -> Callable[[Request], Awaitable[Response]]:
         query = query_of(request.url.query)
         if any("\0" in text for text in (request.url.path, *request.path_params.values(), *query.values())):
             raise invalid("bad_request", "there is a null character in the address")
-        body = await _raw(request) if operation.body is not None else b""
+        body = await body_of(request, types.MAX_BODY) if operation.body is not None else b""
 
         def run() -> tuple[Response, int | None]:
             actor = actor_of(context.store, request.headers, "manage")
             decoded = _decoded(request, body, operation.body) if operation.body is not None else None
-            tag = request.headers.get("if-match", "")
+            asked = request.path_params, query, decoded, request.headers.get("if-match", ""), context.serve_url
             if not operation.changes:
                 with context.store.reading() as session:
-                    call = act.ControlCall(actor, session, request.path_params, query, decoded, tag, context.serve_url)
-                    return _answer(operation, operation.run(call), request.headers), None
+                    result = operation.run(act.ControlCall(actor, session, *asked))
+                    return _answer(operation, result, request.headers), None
             with context.store.changing(actor) as change:
-                call = act.ControlCall(
-                    actor, change.session, request.path_params, query, decoded, tag, context.serve_url, change
-                )
-                result = operation.run(call)
+                result = operation.run(act.ControlCall(actor, change.session, *asked, change))
                 change.session.flush()
                 return _answer(operation, result, request.headers), change.revision
 
@@ -173,16 +170,6 @@ def _answer(operation: Operation, result: Any, headers: Mapping[str, str]) -> Re
     if entry is None:
         return Response(None, operation.status, sent)
     return Response(msgspec.json.encode(entry), operation.status, sent, _JSON)
-
-
-async def _raw(request: Request) -> bytes:
-    chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > types.MAX_BODY:
-            raise RequestError(4413, "too_large", f"the body has more than {types.MAX_BODY} bytes")
-        chunks.append(chunk)
-    return b"".join(chunks)
 
 
 def _decoded(request: Request, body: bytes, kind: Any) -> Any:
@@ -237,7 +224,7 @@ async def forward(request: Request) -> Response:
     """What the servers keep: see their own OpenAPI document"""
     context: ControlContext = request.app.state.context
     actor = await asyncio.to_thread(actor_of, context.store, request.headers, "read", "queries")
-    body = await _raw(request)
+    body = await body_of(request, types.MAX_BODY)
     sent = {
         name: request.headers[name]
         for name in ("authorization", "x-api-key", "content-type")
@@ -299,18 +286,6 @@ def _by_method(endpoints: Mapping[str, Callable[[Request], Awaitable[Response]]]
     return endpoint
 
 
-async def _http_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    response = problem(error.status_code, error.detail)
-    response.headers.update(error.headers or {})
-    return response
-
-
-async def _refused(_: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError)
-    return refused(error)
-
-
 async def _conflict(_: Request, __: Exception) -> Response:
     return problem(409, "somebody else changed it at the same time: try again", "changed")
 
@@ -326,13 +301,9 @@ async def _failed(_: Request, __: Exception) -> Response:
 
 
 HANDLERS: Mapping[Any, Any] = {
-    HTTPException: _http_error,
-    RequestError: _refused,
+    HTTPException: http_error,
+    RequestError: refused_request,
     IntegrityError: _conflict,
     DBAPIError: _no_database,
     Exception: _failed,
 }
-
-
-def new_epoch() -> str:
-    return secrets.token_hex(8)

@@ -28,7 +28,7 @@ from serve.http.history import history
 from serve.http.metrics import ServerMetrics
 from serve.http.rows import row, rows
 from serve.push import longpoll
-from serve.push.request import admitted, json_response, problem, refused
+from serve.push.request import admitted, http_error, json_response, problem, refused, refused_request
 from serve.sql import routes as sql
 from serve.tables.tables import Tables
 from serve.webhooks import routes as webhooks
@@ -81,18 +81,8 @@ async def new_ticket(request: Request) -> Response:
     return json_response({"ticket": gate.ticket(admitted(request)), "lives_s": LIVES_S}, 201)
 
 
-async def http_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return problem(error.status_code, error.detail)
-
-
 async def unknown_table(_: Request, error: Exception) -> Response:
     return problem(404, str(error), "no_such_table")
-
-
-async def refused_request(_: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError)
-    return refused(error)
 
 
 async def server_error(_: Request, __: Exception) -> Response:

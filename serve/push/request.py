@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qs
 
 import msgspec
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -47,6 +48,19 @@ def refused(error: RequestError) -> Response:
     return response
 
 
+async def http_error(_: Request, error: Exception) -> Response:
+    """Handles Starlette's errors, such as those of unknown paths."""
+    assert isinstance(error, HTTPException)
+    response = problem(error.status_code, error.detail)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def refused_request(_: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    return refused(error)
+
+
 async def json_body(request: Request, most: int, kind: type[_S]) -> _S:
     """The object in a request's body, at most ``most`` bytes.
 
@@ -55,16 +69,22 @@ async def json_body(request: Request, most: int, kind: type[_S]) -> _S:
     """
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RequestError(4415, "bad_request", "send application/json")
+    body = await body_of(request, most)
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid("bad_request", f"the body is not taken: {error}") from None
+
+
+async def body_of(request: Request, most: int) -> bytes:
+    """A request's body. Raises RequestError: it has more than ``most`` bytes."""
     chunks, size = [], 0
     async for chunk in request.stream():
         size += len(chunk)
         if size > most:
             raise RequestError(4413, "too_large", f"the body has more than {most} bytes")
         chunks.append(chunk)
-    try:
-        return msgspec.json.decode(b"".join(chunks), type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise invalid("bad_request", f"the body is not taken: {error}") from None
+    return b"".join(chunks)
 
 
 def query_of(text: str) -> dict[str, str]:
