@@ -1,16 +1,4 @@
-"""Errors of the collecting side, grouped by what the caller can do, and the problem documents that tell senders.
-
-::
-
-    MillraceError
-    └── IngestError
-        ├── LogFull             push back and retry: the message log has reached its limit
-        ├── LogUnavailable      push back and retry: the disk refuses writes
-        │   └── NotReady        push back and retry: the node or the source takes no events now
-        ├── BrokerUnavailable   retry: Kafka is unreachable, or its topics do not exist yet
-        ├── RequestRefused      tell the sender: a request or an event is refused
-        └── UpstreamEnded       reconnect: an upstream ended its stream, or could not be reached
-"""
+"""Errors of the collecting side, grouped by what the caller can do, and the problem documents that tell senders."""
 
 from __future__ import annotations
 

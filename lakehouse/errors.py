@@ -1,30 +1,4 @@
-"""Errors of the lakehouse.
-
-::
-
-    MillraceError
-    └── LakehouseError
-        ├── TableBusy          another process writes this table
-        ├── BadSketch          a column holds no such sketch, or it cannot answer the question
-        ├── ExpectationHalt    an event fails an expectation that stops its source's query
-        ├── RegistryProblem    the schema of an Avro payload cannot be had
-        ├── QueryFailed        a streaming query stopped: which, in which batch, why
-        ├── FileTaken          another loader has committed rows of this file meanwhile
-        ├── LoaderDied         a worker process of the loader was killed
-        ├── NamedProblem       one table, file, feed or declaration cannot be used: which, why, remedy
-        │   ├── BadProduct         a product's SQL is not of a kind that can be kept up to date
-        │   ├── QueryError         one view, alert or query cannot go on; the others do
-        │   ├── QualityProblem     expectations of a table or batch cannot be evaluated
-        │   ├── BadFile            a file cannot be read, or not to its end
-        │   ├── CommitFailed       a table does not take the loader's rows
-        │   ├── FetchFailed        the address of a feed gives no file
-        │   └── StagingError       a staging table cannot be made
-        └── SourceProblem      bronze, Kafka and what derives from them do not agree: which source, detail
-            ├── BronzeGap          Kafka no longer holds events that bronze has not taken
-            ├── TopicReplaced      the topic began anew: offsets no longer say what bronze has taken
-            ├── VersionsGone       bronze no longer holds versions that a product has not taken
-            └── BronzeReplaced     bronze is not the table that checkpoints and products derive from
-"""
+"""Errors of the lakehouse."""
 
 from __future__ import annotations
 

@@ -1,15 +1,5 @@
 """Errors of the serving tier, grouped by what a caller can do.
 
-::
-
-    MillraceError
-    ├── StatementError
-    │   ├── SqlError         the SQL is refused or wrong: send another statement
-    │   └── FilterError      a subscriber's condition, columns or aggregate are refused: write them otherwise
-    └── ServeError
-        ├── PositionExpired      the log no longer reaches back to it: take a snapshot
-        └── RequestError         a subscriber's request is wrong: close code and machine-readable code
-
 :mod:`lakehouse.contract.deltalog` has TableGone and TableUnreadable.
 """
 

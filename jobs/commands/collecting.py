@@ -6,13 +6,12 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.progress import Progress, TaskID
+from rich.progress import Progress
 from rich.table import Table
 
 from jobs.console import (
@@ -23,7 +22,7 @@ from jobs.console import (
     out,
     print_json,
 )
-from lakehouse.contract.errors import ConfigError, MillraceError
+from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.settings import Settings
 
@@ -117,11 +116,13 @@ def _retry(logs: Path, node: str, ids: Sequence[str], as_json: bool) -> None:
     topics = {name: source.topic for name, source in pipeline.sources.items()}
     settings = resolve_kafka(settings, "collector")
 
-    async def run(progress: Progress) -> Retried:
-        bar = progress.add_task("sending", total=None)
-        publisher = KafkaPublisher(settings.kafka, topics)
-        advance = partial(_advance, progress, bar)
-        return await send_again(folder, publisher, ids=ids, progress=advance)
+    async def run(bars: Progress) -> Retried:
+        bar = bars.add_task("sending", total=None)
+
+        def advance(done: int, of: int) -> None:
+            bars.update(bar, completed=done, total=of)
+
+        return await send_again(folder, KafkaPublisher(settings.kafka, topics), ids=ids, progress=advance)
 
     with Progress(console=err, transient=True) as progress:
         found = asyncio.run(run(progress))
@@ -132,10 +133,6 @@ def _retry(logs: Path, node: str, ids: Sequence[str], as_json: bool) -> None:
         for name, reason in list(found.refused.items())[:_SHOWN]:
             out.print(f"{name}: {reason}", markup=False)
     raise typer.Exit(1 if found.refused else 0)
-
-
-def _advance(progress: Progress, bar: TaskID, done: int, of: int) -> None:
-    progress.update(bar, completed=done, total=of)
 
 
 def audit(
@@ -193,15 +190,10 @@ def retention(backlog: Backlog | None) -> str:
 
 def _backlogs(settings: Settings, loaded: Any, found: list[SourceAudit]) -> dict[str, Backlog | None]:
     """By source; None where there is no broker to ask."""
-    from jobs.local.broker import Topics, resolve_kafka
+    from jobs.local.broker import Topics
     from lakehouse.bronze.table import progress
 
-    try:
-        kafka = resolve_kafka(settings, "lakehouse").kafka
-        topics = Topics(kafka.bootstrap, kafka.security)
-    except MillraceError:
-        topics = Topics("")
-    bronze = Lake.of(settings).bronze
+    topics, bronze = Topics.of(settings), Lake.of(settings).bronze
     return {one.source: topics.backlog(loaded.sources[one.source], progress(bronze(one.source))) for one in found}
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
@@ -83,7 +84,7 @@ def load(
     log_to_stderr()
     options = {"kind": format, "encoding": encoding, "delimiter": delimiter, "node": node, "trial": dry_run}
     make = _Jobs(settings, {**options, "max_rejects": max_rejects, "gate": gate})
-    allowed_s = duration_ms(_duration(sla)) / 1000 if sla else None
+    allowed_s = _seconds(sla) if sla else None
     if paths:
         _load_now(make, _source(loaded, source), paths, workers, allowed_s, as_json=as_json)
     if dry_run:
@@ -244,7 +245,7 @@ def _say(done: Load, as_json: bool) -> None:
     for report in shown:
         state = f"[{'green' if report.ok else 'red'}]{report.state}[/]"
         row = (f"{report.rows:,}", f"{report.rejects:,}", f"{report.seconds:.1f}", report.reason)
-        table.add_row(_escaped(names[report.name]), state, *map(_escaped, row))
+        table.add_row(escape(names[report.name]), state, *map(escape, row))
     out.print(table)
     if len(reports) > len(shown):
         where = "" if shown[0].state == "would load" else "; table [bold]loads[/] has them all"
@@ -283,12 +284,11 @@ def _check(
         raise ConfigError("must be one character", key="--delimiter", remedy="Use e.g. ';'")
 
 
-def _duration(text: str) -> str:
+def _seconds(sla: str) -> float:
     try:
-        duration_ms(text)
+        return duration_ms(sla) / 1000
     except ValueError as error:
         raise ConfigError(str(error), key="--sla") from None
-    return text
 
 
 def _source(pipeline: Pipeline, name: str | None) -> Source:
@@ -298,12 +298,6 @@ def _source(pipeline: Pipeline, name: str | None) -> Source:
         problem = f"there is no source {name!r}" if name else f"pipeline {pipeline.name} has several sources"
         raise ConfigError(problem, key="--source", remedy=f"Sources: {', '.join(pipeline.sources)}")
     return pipeline.sources[name]
-
-
-def _escaped(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
 
 
 class StagingAction(StrEnum):

@@ -8,7 +8,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
@@ -33,12 +33,10 @@ from jobs.console import (
     print_table,
     run_async,
 )
-from lakehouse.contract.errors import ConfigError, MillraceError
+from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.lake import Lake
-from lakehouse.contract.settings import Settings
 
 if TYPE_CHECKING:
-    from jobs.local.broker import Topics
     from lakehouse.sketches.kinds import Answer, Question
     from lakehouse.sketches.tables import SketchTable, Span
     from serve.client import Change, Snapshot, Subscription
@@ -163,11 +161,12 @@ def tables(
     as_json: JsonOption = False,
 ) -> None:
     """List the lake's tables: size, files, versions, lag, retention and health."""
+    from jobs.local.broker import Topics
     from lakehouse.maintain.backlog import ALARM
     from lakehouse.maintain.report import table_facts
 
     settings, loaded = chosen_pipeline()
-    found = table_facts(Lake.of(settings), loaded, _topics(settings).backlog)
+    found = table_facts(Lake.of(settings), loaded, Topics.of(settings).backlog)
     if as_json:
         print_json([{"table": facts.name, **dataclasses.asdict(facts)} for facts in found])
     else:
@@ -191,17 +190,6 @@ def tables(
             for remark in facts.remarks:
                 err.print(f"{facts.name}: {escape(remark)}", highlight=False)
     raise typer.Exit(1 if check and any(facts.health == ALARM for facts in found) else 0)
-
-
-def _topics(settings: Settings) -> Topics:
-    """The broker's, where there is one; tables are shown without it too."""
-    from jobs.local.broker import Topics, resolve_kafka
-
-    try:
-        kafka = resolve_kafka(settings, "lakehouse").kafka
-    except MillraceError:
-        return Topics("")
-    return Topics(kafka.bootstrap, kafka.security)
 
 
 def _size(count: float) -> str:
@@ -243,18 +231,18 @@ def state(
             raise ConfigError(
                 "a key is one of a product", key="state", remedy="millrace state PRODUCT --key COLUMN=VALUE"
             )
-        found = remembered(place, loaded, known[product], dict(_pair(text) for text in key))
+        found = remembered(place, loaded, known[product], _pairs(key, "--key"))
         _show(found, as_json)
         return
     facts = [report(place, loaded, item) for item in known.values() if not product or item.name == product]
     _show([dataclasses.asdict(item) for item in facts if item is not None], as_json)
 
 
-def _pair(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ConfigError(f"{text!r} is not COLUMN=VALUE", key="key", remedy="Write e.g. --key visitor=u7")
-    return name, value
+def _pairs(given: Sequence[str], option: str) -> dict[str, str]:
+    for text in given:
+        if "=" not in text:
+            raise ConfigError(f"{text!r} is not COLUMN=VALUE", key=option, remedy=f"Write e.g. {option} city=Ulm")
+    return dict(text.split("=", 1) for text in given)
 
 
 def _show(rows: list[dict[str, Any]], as_json: bool) -> None:
@@ -306,7 +294,7 @@ def sketch(
 
     question = _question(item, quantile, rank, range, n)
     found = SketchTable(Lake.of(chosen_settings()).find(table))
-    groups = _groups(by)
+    groups = _pairs(by or (), "--by")
     span = _merged(found, window or found.newest().isoformat(), "--window", groups)
     if inner:
         answers = [inner_product(span.sketch, _merged(found, inner, "--inner", groups).sketch)]
@@ -343,16 +331,6 @@ def _question(
     if not all(0 <= found <= 1 for found in quantiles or ()):
         raise ConfigError("a rank lies from 0 to 1", key="--quantile", remedy="The median is 0.5")
     return Question(item, low, high, tuple(quantiles or ()), rank, n)
-
-
-def _groups(given: list[str] | None) -> dict[str, str]:
-    groups = {}
-    for pair in given or []:
-        column, equals, value = pair.partition("=")
-        if not equals:
-            raise ConfigError(f"{pair!r} names no group", key="--by", remedy="Write COLUMN=VALUE, e.g. city=Ulm")
-        groups[column] = value
-    return groups
 
 
 def _time(text: str, option: str) -> datetime:

@@ -21,7 +21,7 @@ from ingest.broker_security import Grants
 from ingest.errors import BrokerUnavailable
 from ingest.kafka import TopicRemark
 from lakehouse.bronze.table import Progress
-from lakehouse.contract.errors import EnvironmentProblem
+from lakehouse.contract.errors import EnvironmentProblem, MillraceError
 from lakehouse.contract.kafkasecurity import PLAINTEXT, ClientSecurity
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, Source
@@ -152,6 +152,15 @@ class Topics:
         self._security = security
         self._bootstrap = bootstrap
         self._gone = not bootstrap
+
+    @classmethod
+    def of(cls, settings: Settings) -> Topics:
+        """Those of the broker that a reader of the lake would use, if there is one."""
+        try:
+            kafka = resolve_kafka(settings, "lakehouse").kafka
+        except MillraceError:
+            return cls("")
+        return cls(kafka.bootstrap, kafka.security)
 
     def backlog(self, source: Source, done: Progress) -> Backlog | None:
         """What bronze, being so far, has not taken; None where the broker or the topic is not there."""

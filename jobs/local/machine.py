@@ -253,22 +253,12 @@ def _disk(lake: Path) -> MachineCheck:
 
 
 def _ports(settings: Settings) -> Iterator[MachineCheck]:
-    wanted = (
-        (
-            "port for serving",
-            settings.serve.host,
-            settings.serve.port,
-            "Set MILLRACE_SERVE_PORT, or stop what listens there",
-        ),
-        (
-            "port for collecting",
-            settings.collect.host,
-            settings.collect.port,
-            "Set MILLRACE_COLLECT_PORT, or stop what listens",
-        ),
-        (_PLAYER, "127.0.0.1", PLAYER_PORT, "Use simulate --port, or stop what listens there"),
-    )
-    for what, host, port, remedy in wanted:
+    serve, collect, stop = settings.serve, settings.collect, "or stop what listens there"
+    for what, host, port, remedy in (
+        ("port for serving", serve.host, serve.port, f"Set MILLRACE_SERVE_PORT, {stop}"),
+        ("port for collecting", collect.host, collect.port, f"Set MILLRACE_COLLECT_PORT, {stop}"),
+        (_PLAYER, "127.0.0.1", PLAYER_PORT, f"Use simulate --port, {stop}"),
+    ):
         free = port == 0 or is_free(host, port)
         detail = f"{host}:{port} is {'free' if free else 'taken, perhaps by Millrace itself'}"
         yield MachineCheck(what, free, detail, "" if free else remedy, optional=True)

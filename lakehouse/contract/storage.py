@@ -281,6 +281,8 @@ def write_whole(path: LakePath, data: bytes, mode: int = 0o644, *, durable: bool
         path.write_bytes(data)
     else:
         _draft(path, data, mode, durable=durable).replace(path)
+        if durable:
+            _sync(path.parent)
 
 
 def create_whole(path: LakePath, data: bytes, mode: int = 0o644) -> bool:
@@ -298,6 +300,14 @@ def create_whole(path: LakePath, data: bytes, mode: int = 0o644) -> bool:
     finally:
         draft.unlink()
     return True
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _draft(path: Path, data: bytes, mode: int, *, durable: bool) -> Path:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import sqlite3
-import tempfile
 import threading
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -14,6 +13,7 @@ from typing import Protocol, TypeVar
 
 import orjson
 
+from lakehouse.contract.storage import write_whole
 from serve.client.transports import ClientError
 
 _T = TypeVar("_T")
@@ -59,7 +59,8 @@ class FileStore:
         return await asyncio.to_thread(self._load)
 
     async def save(self, position: str) -> None:
-        await asyncio.to_thread(self._save, position)
+        content = orjson.dumps({"position": position})
+        await asyncio.to_thread(write_whole, self.path, content, 0o600, durable=True)
 
     def _load(self) -> str | None:
         try:
@@ -69,23 +70,6 @@ class FileStore:
             return None
         except (orjson.JSONDecodeError, KeyError, TypeError):
             raise ClientError(f"{self.path} holds no position; remove it to start with a snapshot") from None
-
-    def _save(self, position: str) -> None:
-        descriptor, name = tempfile.mkstemp(dir=self.path.parent, prefix=f".{self.path.name}.")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(orjson.dumps({"position": position}))
-                file.flush()
-                os.fsync(file.fileno())
-            Path(name).replace(self.path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
-        folder = os.open(self.path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 class ClientDatabase:

@@ -68,10 +68,6 @@ class BadFilter(Refused):
 class BadMessage(ClientError):
     """A message that is not of the protocol."""
 
-    def __init__(self, problem: str) -> None:
-        super().__init__(problem)
-        self.problem = problem
-
 
 class ConnectionLost(ClientError):
     """A connection failed or ended; another attempt may succeed."""

@@ -31,13 +31,6 @@ _REST_BYTES, _REST_S = 65_536, 1.0
 class ForbiddenTarget(ServeError):
     """An address that webhooks may not call."""
 
-    def __init__(self, problem: str) -> None:
-        super().__init__(problem)
-        self.problem = problem
-
-    def __str__(self) -> str:
-        return self.problem
-
 
 @dataclass(frozen=True, slots=True)
 class CallTarget:

@@ -119,8 +119,6 @@ class WebhookStore:
             path.touch(mode=0o600)
             self._db = sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False)
             self._db.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; {_SCHEMA}")
-            with contextlib.suppress(sqlite3.OperationalError):  # the column is there: only older files lack it
-                self._db.execute("ALTER TABLE webhooks ADD COLUMN ce INTEGER NOT NULL DEFAULT 0")
         except (OSError, sqlite3.Error) as error:
             problem = f"webhooks cannot be kept in {path}: {error}"
             raise EnvironmentProblem(problem, "Let the server write there") from None
