@@ -182,7 +182,7 @@ def serve_metrics(spark: SparkSession, lake: Lake, port: int) -> Iterator[str]:
         EnvironmentProblem: the port is taken.
     """
     from jobs.lineage import DROPPED
-    from lakehouse.counts import EVENTS, RUNNING
+    from lakehouse.counts import EVENTS, RUNNING, TOO_LATE
     from lakehouse.maintain.backlog import RETENTION_SHARE
 
     def progress() -> list[Mapping[str, Any]]:
@@ -193,6 +193,6 @@ def serve_metrics(spark: SparkSession, lake: Lake, port: int) -> Iterator[str]:
     pid = int(spark._jvm.java.lang.ProcessHandle.current().pid())
     jvm = ProcessCollector(namespace="jvm", pid=lambda: pid, registry=None)
     queries = DriverCollector(progress, lake)
-    counted = (DROPPED, EVENTS, RETENTION_SHARE)
+    counted = (DROPPED, EVENTS, RETENTION_SHARE, TOO_LATE)
     with closing(queries), metrics_server(port, jvm, queries, *counted) as url:
         yield url

@@ -42,7 +42,7 @@ from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, Product, Source
 from lakehouse.contract.settings import Settings
 from lakehouse.contract.storage import file_rows, spark_uri
-from lakehouse.counts import count_batch
+from lakehouse.counts import LateEvents, count_batch
 from lakehouse.declaration import DedupeDeclaration, product_declaration
 from lakehouse.errors import QueryFailed, VersionsGone
 from lakehouse.events import Events, LocalQueries, Partial, SparkEvents, materialized
@@ -74,7 +74,8 @@ class LiveOptions:
     """What a set of products keeps beside its products.
 
     Attributes:
-        keep_rejected: the source's rows of the tables ``quarantine`` and ``warnings``: one set of a source must.
+        keep_rejected: the source's rows of the tables ``quarantine`` and ``warnings``, and the count of what arrived
+            too late: one set of a source must.
         restore_rejected: these tables are lost: fill them in from bronze.
         since: events of bronze commits up to this time count in none of the products (microseconds since the epoch).
         start_version: bronze version that a product which is not there yet begins behind; -1: build it from bronze.
@@ -126,6 +127,8 @@ class LiveProducts(BronzeFollower):
         self._tick_at = time.monotonic() + _SILENCE_S
         self._quarantine = Quarantine(lake.quarantine()) if options.keep_rejected else None
         self._declaration = DedupeDeclaration(lake.state / "seen" / name, source)
+        latenesses = {source.lateness, *(product.lateness for product in pipeline.products_of(source.name))} - {""}
+        self._late = LateEvents(source.name, latenesses if options.keep_rejected else ())
         self._watch = Watch(lake, source, keep_warned=options.keep_rejected, again=self._declaration.warned_otherwise())
         operators = [store.operator for store in self.stores]
         needed = (*_READ, *self._watch.columns)
@@ -248,6 +251,7 @@ class LiveProducts(BronzeFollower):
             self._watch.warnings.apply(fresh.warned(), self.application, version)
         counted = first.filter(pc.invert(first["rejected"]))
         mark = self._marks.of(self.application, version, str(version), rows, counted)
+        self._late.take(version, counted)
         self._commit(fresh, mark, rejected=counted.num_rows < first.num_rows)
         rejected = first.num_rows - counted.num_rows
         count_batch(self.name, rows.num_rows, copies=verdict.duplicates, rejected=rejected)
@@ -283,7 +287,7 @@ class LiveProducts(BronzeFollower):
             self._note_reader()
 
     def _note_reader(self) -> None:
-        note_reader(self._lake, self.name, self._table_id, self.position + 1)
+        note_reader(self._lake, self.name, self._table_id, self.position + 1, self._late.totals)
         self._noted_at = time.monotonic()
 
     def _care(self) -> None:
@@ -299,6 +303,7 @@ class LiveProducts(BronzeFollower):
             noted = noted_reader(self._lake, self.name)
             if noted is not None and noted.table_id == self._table_id:
                 held[id(self)] = noted.next_version - 1
+                restore |= not self._late.reset(noted.too_late, noted.next_version - 1)
             else:
                 restore = True
         try:
@@ -340,6 +345,7 @@ class LiveProducts(BronzeFollower):
     def _build(self, version: int, stores: Sequence[ProductStore], *, restore: bool) -> None:
         """Build products from all of bronze up to ``version``; with ``restore`` also what was rejected."""
         if self._is_empty(version):
+            self._late.reset(dict.fromkeys(self._late.sql, 0), version)
             return
         log.info("building %d products of %s from bronze", len(stores), self.source.name)
         events = build(self._spark, self._bronze.path, self.source, version).persist()
@@ -357,6 +363,8 @@ class LiveProducts(BronzeFollower):
             for store in stores:
                 store.replace(run_partial(valid, self.source.name, store.operator), mark)
                 crash_point("rebuild.after_first_replace")
+            if counts := [F.expr(sql).alias(text) for text, sql in self._late.sql.items()]:
+                self._late.reset(valid.agg(*counts).collect()[0].asDict(), version)
             done = (self.application, version)
             if self._quarantine is not None and restore:
                 self._quarantine.replace(rejected_rows(events, self.source), self.source.name, done)

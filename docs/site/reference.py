@@ -25,7 +25,7 @@ from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import OPERATORS, Product, load_pipeline
 from lakehouse.contract.pipeline.product import TAKEN_BY
 from lakehouse.contract.settings import PREFIX, Settings, load_settings
-from lakehouse.counts import EVENTS
+from lakehouse.counts import EVENTS, TOO_LATE
 from lakehouse.maintain.backlog import RETENTION_SHARE
 from serve.app import make_app
 from serve.control.openapi import control_openapi
@@ -188,7 +188,7 @@ async def _families(folder: str) -> dict[str, list[Metric]]:
     relays = [relay_counts(prefix, {}, *names) for prefix, names in kinds]
     return {
         "Collector": _ours(node._stats.registry.collect()),
-        "Spark driver": _ours([*driver.collect(), *map(_family, (EVENTS, RETENTION_SHARE))]),
+        "Spark driver": _ours([*driver.collect(), *map(_family, (EVENTS, RETENTION_SHARE, TOO_LATE))]),
         "Server": _ours(of_server),
         "refine and latest": _ours(family for counts in relays for one in counts for family in one.collect()),
     }

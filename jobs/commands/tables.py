@@ -180,12 +180,13 @@ def tables(
                 "versions": f"{facts.oldest}–{facts.version}",
                 "kept": _span(facts.log_s),
                 "behind": "" if facts.behind is None else f"{facts.behind:,}",
+                "too late": ", ".join(f"{count:,} ({text})" for text, count in facts.too_late.items()),
                 "committed": f"{_span(max(0.0, time.time() - facts.committed))} ago",
             }
             for facts in found
         ]
         numbers = ("rows", "bytes", "files", "versions", "kept", "behind", "committed")
-        print_table(rows, right=numbers, spare=("files", "versions", "kept"))
+        print_table(rows, right=numbers, spare=("files", "versions", "kept", "too late"))
         for facts in found:
             for remark in facts.remarks:
                 err.print(f"{facts.name}: {escape(remark)}", highlight=False)

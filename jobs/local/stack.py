@@ -82,11 +82,22 @@ def parts(lake: Lake) -> list[StackPart]:
         if name == "lakehouse":
             ready = alive is not None and driver.get("pid") == alive  # else the note is of the process before
             metrics = str(driver.get("metrics", "")) if ready else ""
-            remarks = "" if ready or alive is None else "not ready yet"
+            remarks = _too_late(lake) if ready or alive is None else "not ready yet"
         elif name == FEEDS or name.startswith(INBOX):
             remarks = _loaded(folder / metrics_file(name))
         found.append(StackPart(name, alive, address, metrics, remarks))
     return found
+
+
+def _too_late(lake: Lake) -> str:
+    """What the driver has counted of late events, e.g. ``too late: rsvps 1,204 (10 minutes)``."""
+    from lakehouse.bronze.readers import too_late
+
+    found = {table.name: too_late(lake, table) for table in lake.tables() if table.layer == "bronze"}
+    told = [
+        f"{source} {count:,} ({text})" for source, totals in found.items() for text, count in totals.items() if count
+    ]
+    return f"too late: {', '.join(told)}" if told else ""
 
 
 def _loaded(file: Path) -> str:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +29,22 @@ class BronzeReader:
 
     Attributes:
         query: name of the set of products, or of a join and its source.
+        too_late: events before that version that arrived too late, by lateness; of the set that counts them.
     """
 
     query: str
     place: LakePath
     next_version: int
     table_id: str
+    too_late: Mapping[str, int] = field(default_factory=dict)
 
 
-def note_reader(lake: Lake, name: str, table_id: str, next_version: int) -> None:
-    """Store the position of a set of products in a bronze table."""
-    write_whole(reader_file(lake, name), json.dumps({"table": table_id, "next": next_version}).encode())
+def note_reader(
+    lake: Lake, name: str, table_id: str, next_version: int, too_late: Mapping[str, int] | None = None
+) -> None:
+    """Store the position of a set of products in a bronze table, and what it has counted up to there."""
+    note = {"table": table_id, "next": next_version} | ({"too_late": too_late} if too_late else {})
+    write_whole(reader_file(lake, name), json.dumps(note).encode())
 
 
 def noted_reader(lake: Lake, name: str) -> BronzeReader | None:
@@ -47,7 +52,7 @@ def noted_reader(lake: Lake, name: str) -> BronzeReader | None:
     file = reader_file(lake, name)
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-        return BronzeReader(name, file, int(found["next"]), str(found["table"]))
+        return BronzeReader(name, file, int(found["next"]), str(found["table"]), found.get("too_late", {}))
     except (OSError, ValueError, KeyError):
         return None
 
@@ -80,6 +85,11 @@ def readers_of(lake: Lake, table: TableRef) -> list[BronzeReader]:
     """The readers of this table, not of an earlier one at its path."""
     table_id = str(DeltaTable(str(table.path)).metadata().id)
     return [reader for reader in readers(lake) if reader.table_id == table_id]
+
+
+def too_late(lake: Lake, table: TableRef) -> dict[str, int]:
+    """Events of a bronze table that arrived too late, by declared lateness; empty if no lateness is declared."""
+    return {text: count for reader in readers_of(lake, table) for text, count in reader.too_late.items()}
 
 
 def unread_since(table: TableRef, reader: BronzeReader) -> float | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 
-from lakehouse.bronze.readers import readers_of, unread_since
+from lakehouse.bronze.readers import readers_of, too_late, unread_since
 from lakehouse.bronze.table import progress
 from lakehouse.contract import lake as names
 from lakehouse.contract.deltalog import DeltaLog
@@ -36,6 +37,7 @@ class TableFacts:
         committed: time of the newest commit, seconds since the epoch.
         behind: of a product, bronze versions that it has not taken; of bronze, records of the topic; None: unknown.
         behind_s: age of the oldest of those, seconds.
+        too_late: of bronze, events that arrived too late, by lateness.
         remarks: problems with their remedies.
     """
 
@@ -52,6 +54,7 @@ class TableFacts:
     committed: float = 0.0
     behind: int | None = None
     behind_s: float | None = None
+    too_late: Mapping[str, int] = field(default_factory=dict)
     health: str = OK
     remarks: tuple[str, ...] = field(default=())
 
@@ -100,6 +103,7 @@ class _Report:
             log_s=kept_ms(delta, "logRetentionDuration") / 1000,
             keeps=source.bronze_retention if source else "",
             committed=log.written_at(delta.version()) or 0.0,
+            too_late=too_late(self._lake, table) if source else {},
         )
         if found.small > MANY_SMALL:
             self._add(WARN, f"{found.small} small files: run the pipeline, or millrace maintain --once")
