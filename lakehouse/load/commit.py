@@ -43,7 +43,7 @@ from lakehouse.contract.pipeline import Source
 from lakehouse.contract.pipeline.source import LOADER
 from lakehouse.contract.storage import StorePath
 from lakehouse.errors import CommitFailed, FileTaken
-from lakehouse.load.rows import DataFile, FilePosition, SealedSegment, Sealer, Segment, write_data_file
+from lakehouse.load.rows import DataFile, FilePosition, SealedSegment, Sealer, Segment, short_digest, write_data_file
 
 log = logging.getLogger(__name__)
 
@@ -177,10 +177,22 @@ class Ledger:
         if not rows.num_rows:
             return []
         log.info("filling in the ledger of loaded files from %d rows of bronze", rows.num_rows)
+        begun = delta.to_pyarrow_dataset().to_table(
+            columns=["topic", "event_id"],
+            filter=pc.starts_with(pc.field("topic"), TOPIC) & (pc.field("offset") == 0) & pc.field("reject").is_null(),
+        )
+        ids = dict(zip(begun["topic"].to_pylist(), begun["event_id"].to_pylist(), strict=True))
         counted = rows.group_by("topic").aggregate([("offset", "max"), ("reject", "count")]).to_pylist()
         return [
-            FilePosition(row["topic"].removeprefix(TOPIC), row["offset_max"] + 1, row["reject_count"], -1)
+            FilePosition(
+                topic.removeprefix(TOPIC),
+                row["offset_max"] + 1,
+                row["reject_count"],
+                -1,
+                first=short_digest(ids[topic]) if topic in ids else "",
+            )
             for row in counted
+            for topic in [row["topic"]]
         ]
 
 

@@ -49,6 +49,7 @@ class FilePosition:
         rejects: refused rows among them.
         offset: next byte of the unpacked text to read; -1: unknown, count rows.
         ended: whether the whole file is in.
+        first: digest of the event id of its first row; empty: unknown, or that row has none.
     """
 
     file: str
@@ -56,16 +57,17 @@ class FilePosition:
     rejects: int = 0
     offset: int = 0
     ended: bool = False
+    first: str = ""
 
     def to_json(self) -> list[Any]:
         """The form in commits."""
-        return [self.file, self.rows, self.rejects, self.offset, int(self.ended)]
+        return [self.file, self.rows, self.rejects, self.offset, int(self.ended), self.first]
 
     @classmethod
     def from_json(cls, found: list[Any]) -> FilePosition:
         """The inverse of :meth:`to_json`."""
-        file, rows, rejects, offset, ended = found
-        return cls(str(file), int(rows), int(rejects), int(offset), bool(ended))
+        file, rows, rejects, offset, ended, *first = found
+        return cls(str(file), int(rows), int(rejects), int(offset), bool(ended), *map(str, first))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +115,17 @@ class SealedSegment:
         return sum(map(len, self.payloads))
 
 
+def short_digest(text: str) -> str:
+    """BLAKE2b-96 in hexadecimal, 24 characters."""
+    return blake2b(text.encode(), digest_size=12).hexdigest()
+
+
 class Sealer:
     """Gives rows of one source their envelopes.
+
+    A row without an event id of its own is named by its file and number. Where the rows of a source have ids, a refused
+    one is named by the file's first row and its number: in the file again, packed, renamed or grown, it is the same
+    event, and quarantine has it once.
 
     Args:
         node: id of the loader, the rows' ``collector``.
@@ -159,15 +170,22 @@ class Sealer:
                 reasons[index] = reason
             event_ids.append(event_id or f"{prefix}{number + index}")
             keys.append(key or event_ids[-1])
+        first = before.first
+        if not before.rows and payloads and 0 not in reasons and self._event_id is not None:
+            first = short_digest(event_ids[0])
         for index in reasons:
             if len(payloads[index]) > limit:
                 payloads[index] = payloads[index][:KEPT_BYTES]
+            if first and event_ids[index].startswith(prefix):
+                event_ids[index] = f"~{short_digest(f'{first}/{number + index}')}"
+                keys[index] = event_ids[index]
         after = replace(
             before,
             rows=before.rows + len(payloads),
             rejects=before.rejects + len(reasons),
             offset=segment.offset,
             ended=segment.ended,
+            first=first,
         )
         return SealedSegment(
             name,

@@ -19,11 +19,12 @@ from lakehouse.contract.lake import Lake
 from lakehouse.contract.storage import remove_tree, write_whole
 from lakehouse.errors import CommitFailed, FileTaken
 from lakehouse.load.commit import Committer, Ledger, write_rows
-from lakehouse.load.rows import FilePosition, SealedSegment, Sealer, Segment, write_data_file
+from lakehouse.load.rows import FilePosition, SealedSegment, Sealer, Segment, short_digest, write_data_file
 from tests.lakehouse.lakes import bronze_rows
 from tests.lakehouse.load.offers import SOURCE
 
 ONE, OTHER = "1" * 32, "2" * 32
+FIRST = short_digest("m:0:1")
 
 
 def sealer() -> Sealer:
@@ -95,7 +96,7 @@ def test_two_loaders_that_start_together_both_know_what_is_in(lake: Lake, monkey
 
     monkeypatch.setattr(Ledger, "_filled", slowly)
     committer = Committer(lake, "offers", sealer())
-    assert committer.position(ONE) == FilePosition(ONE, 3, 0, 10, True)
+    assert committer.position(ONE) == FilePosition(ONE, 3, 0, 10, True, FIRST)
     with pytest.raises(FileTaken):
         committer.commit([part(FilePosition(ONE), 3)])
     assert table_of(lake).num_rows == 3
@@ -113,7 +114,7 @@ def test_what_is_missing_from_the_ledger_is_not_passed_over_by_a_note(lake: Lake
     write_deltalake(str(lake.bronze("offers").path), table_of(lake).slice(0, 0), mode="append")
     now.update_incremental()
     committer.ledger.note([FilePosition(ONE, 1)], now)
-    assert committer.position(OTHER) == FilePosition(OTHER, 2, 0, 10, True)
+    assert committer.position(OTHER) == FilePosition(OTHER, 2, 0, 10, True, FIRST)
     committer.close()
 
 
@@ -141,7 +142,7 @@ def test_the_ledger_is_what_bronze_says(lake: Lake) -> None:
     shutil.rmtree(folder)
     shutil.copytree(kept, folder)  # as after a crash between the commit and the ledger
     committer = Committer(lake, "offers", sealer())
-    assert committer.position(OTHER) == FilePosition(OTHER, 2, 0, 10, True)
+    assert committer.position(OTHER) == FilePosition(OTHER, 2, 0, 10, True, FIRST)
     committer.close()
 
     shutil.rmtree(folder)
@@ -154,15 +155,15 @@ def test_the_ledger_is_what_bronze_says(lake: Lake) -> None:
     for commit in (lake.bronze("offers").path / "_delta_log").glob("*.json"):
         commit.unlink()
     committer = Committer(lake, "offers", sealer())
-    assert committer.position(ONE) == FilePosition(ONE, 4, 0, 10, True)
+    assert committer.position(ONE) == FilePosition(ONE, 4, 0, 10, True, FIRST)
     assert committer.position(OTHER) == second.after
     assert committer.position("4" * 32) == FilePosition("4" * 32)
     committer.close()
 
     shutil.rmtree(folder)  # lost: the rows say it
     committer = Committer(lake, "offers", sealer())
-    assert committer.position(ONE) == FilePosition(ONE, 4, 0, -1, False)
-    assert committer.position(OTHER) == FilePosition(OTHER, 2, 0, -1, False)
+    assert committer.position(ONE) == FilePosition(ONE, 4, 0, -1, False, FIRST)
+    assert committer.position(OTHER) == FilePosition(OTHER, 2, 0, -1, False, FIRST)
     assert len(committer.ledger) == 2
     committer.close()
 

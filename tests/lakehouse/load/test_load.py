@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -262,6 +264,43 @@ def test_rows_without_an_id_get_one_by_their_place(tmp_path: Path) -> None:
     report = run(job(tmp_path, source=source), tmp_path / "a.jsonl")["a.jsonl"]
     assert report.state == "already"
     assert found["event_id"].to_pylist() == [f"~{report.file}/0", f"~{report.file}/1"]
+
+
+def refused(root: Path) -> set[tuple[str, str]]:
+    """What quarantine tells refused events apart by."""
+    rows = bronze(job(root), ["event_id", "fingerprint", "reject"])
+    rows = rows.filter(rows["reject"].is_valid())
+    return set(zip(rows["event_id"].to_pylist(), rows["fingerprint"].to_pylist(), strict=True))
+
+
+def test_refused_rows_that_come_another_way_are_the_same_events(tmp_path: Path) -> None:
+    good = [json.dumps(one).encode() for one in offers(6)]
+    text = b"\n".join([good[0], b"{broken", *good[1:3], b'{"merchant":"m"}', b"{broken", *good[3:]]) + b"\n"
+    (tmp_path / "a.jsonl").write_bytes(text)
+    assert run(job(tmp_path), tmp_path / "a.jsonl")["a.jsonl"].rejects == 3
+    once = refused(tmp_path)
+    assert len(once) == 3, "two equal rows of one file are two events"
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(text))
+    (tmp_path / "grown.jsonl").write_bytes(text + b"{broken too\n")
+    reports = run(job(tmp_path), tmp_path / "b.jsonl.gz", tmp_path / "grown.jsonl")
+    assert [report.rejects for report in reports.values()] == [3, 4]
+    assert once < refused(tmp_path) and len(refused(tmp_path)) == 4
+    (tmp_path / "other.jsonl").write_bytes(text.replace(good[0], json.dumps(offers(1, merchant=2)[0]).encode()))
+    run(job(tmp_path), tmp_path / "other.jsonl")
+    assert len(refused(tmp_path)) == 7, "the same rows in the file of another merchant are other events"
+
+
+def test_refused_rows_after_a_resume_are_the_same_events(tmp_path: Path) -> None:
+    large(tmp_path / "a.jsonl")
+    with (tmp_path / "a.jsonl").open("ab") as file:
+        file.write(b"{broken\n")
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes(), 1))
+    with loader(tmp_path, tmp_path / "a.jsonl", crash_at="load.after_commit:2") as killed:
+        assert killed.wait(300) == -signal.SIGKILL
+    shutil.rmtree(tmp_path / "lake/_millrace/loads/offers/ledger")  # bronze's rows say it
+    assert run(job(tmp_path), tmp_path / "a.jsonl")["a.jsonl"].from_row > 0
+    assert run(job(tmp_path), tmp_path / "b.jsonl.gz")["b.jsonl.gz"].from_row == 0
+    assert len(refused(tmp_path)) == 1
 
 
 def test_a_file_that_grows_while_it_is_read_fails(tmp_path: Path) -> None:
