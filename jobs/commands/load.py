@@ -51,7 +51,9 @@ def load(
     source: Annotated[
         str | None, typer.Option(help="Source of the rows; may be left out if the pipeline has only one.")
     ] = None,
-    format: Annotated[str, typer.Option(help="auto, csv, tsv, jsonl or parquet; gzip is recognized.")] = "auto",
+    format: Annotated[
+        str, typer.Option(help="auto, csv, tsv, jsonl, parquet or an installed one; gzip is recognized.")
+    ] = "auto",
     encoding: Annotated[str, typer.Option(help="Encoding of CSV and JSON lines, as Python names it.")] = "utf-8",
     delimiter: Annotated[str, typer.Option(help="Delimiter of CSV.")] = ",",
     workers: Annotated[int, typer.Option(help="Number of processes.", min=1)] = min(4, os.cpu_count() or 1),
@@ -76,11 +78,13 @@ def load(
 
     Exit status: 0 every file is loaded; 1 a file is not; 4 every file is loaded, but after the deadline.
     """
-    from lakehouse.load.files import FORMATS
+    from lakehouse.load.extensions import check_extensions
+    from lakehouse.load.files import FORMATS, own_readers
     from lakehouse.load.loader import LoaderService
 
     settings, loaded = chosen_pipeline()
-    _check(paths, watch, feeds, format, FORMATS, encoding, delimiter)
+    _check(paths, watch, feeds, format, (*FORMATS, *own_readers()), encoding, delimiter)
+    check_extensions(gates=gate)
     log_to_stderr()
     options = {"kind": format, "encoding": encoding, "delimiter": delimiter, "node": node, "trial": dry_run}
     make = _Jobs(settings, {**options, "max_rejects": max_rejects, "gate": gate})

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import codecs
+import functools
 import glob
 import gzip
 import io
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import IO, Protocol
 
 from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.pipeline.source import READERS
 from lakehouse.errors import BadFile
 
 FORMATS = ("auto", "csv", "tsv", "jsonl", "parquet")
@@ -34,6 +37,17 @@ SUFFIXES = {
 }
 
 
+@functools.cache
+def own_readers() -> Mapping[str, EntryPoint]:
+    """Readers of other formats that are installed (:mod:`lakehouse.load.extensions`), by format."""
+    return {point.name: point for point in entry_points(group=READERS) if point.name not in FORMATS}
+
+
+def format_of_suffix(suffix: str) -> str:
+    """The format of files with this suffix; empty if it is unknown."""
+    return SUFFIXES.get(suffix, suffix[1:] if suffix[1:] in own_readers() else "")
+
+
 @dataclass(frozen=True, slots=True)
 class FeedFile:
     """A file to load, with its size in bytes when it was found."""
@@ -49,7 +63,7 @@ class OpenFile:
     Attributes:
         name: path, for messages.
         file: the opened file.
-        format: ``csv``, ``tsv``, ``jsonl`` or ``parquet``.
+        format: ``csv``, ``tsv``, ``jsonl``, ``parquet``, or that of a reader of one's own.
         encoding: of CSV and JSON lines, as Python names it.
         delimiter: of CSV, one character.
     """
@@ -121,8 +135,8 @@ def format_of(path: Path, file: IO[bytes], wanted: str = "auto") -> str:
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in (".gz", ".gzip"):
         suffixes.pop()
-    if suffixes and suffixes[-1] in SUFFIXES:
-        return SUFFIXES[suffixes[-1]]
+    if suffixes and (found := format_of_suffix(suffixes[-1])):
+        return found
     file.seek(0)
     head = file.read(4)
     if head == _PARQUET:

@@ -17,7 +17,7 @@ from lakehouse.contract.pipeline.source import FeedSpec, metrics_file
 from lakehouse.errors import CommitFailed, FetchFailed
 from lakehouse.load.commit import at_table
 from lakehouse.load.fetch import FeedFetcher
-from lakehouse.load.files import SUFFIXES, FeedFile, FileMark, is_finished, mark_of
+from lakehouse.load.files import FeedFile, FileMark, format_of_suffix, is_finished, mark_of
 from lakehouse.load.report import Deadline, FileReport, LoaderMetrics, LoadListener, LoadProgress, append_reports
 from lakehouse.load.worker import LoadJob, load_files
 
@@ -303,4 +303,4 @@ class LoaderService:
 def _format_of(feed: FeedSpec, job: LoadJob) -> str:
     """The declared format, else by the address: the fetched file has another name."""
     path = Path(feed.url.partition("?")[0].lower().removesuffix(".gz"))
-    return feed.format if feed.format != "auto" else SUFFIXES.get(path.suffix, job.kind)
+    return feed.format if feed.format != "auto" else format_of_suffix(path.suffix) or job.kind

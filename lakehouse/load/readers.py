@@ -23,7 +23,8 @@ import pyarrow.parquet as pq
 from lakehouse.contract.pipeline import Source
 from lakehouse.contract.sql.ddl import parse_ddl
 from lakehouse.errors import BadFile
-from lakehouse.load.files import BLOCK, OpenFile, read_lines
+from lakehouse.load.extensions import read_with
+from lakehouse.load.files import BLOCK, OpenFile, own_readers, read_lines
 from lakehouse.load.rows import FilePosition, Segment
 
 _BATCH = 20_000  # rows of a Parquet file at a time
@@ -44,6 +45,9 @@ def read(opened: OpenFile, source: Source, position: FilePosition) -> Iterator[S
     """
     if opened.format == "parquet":
         return _parquet(opened, position.rows)
+    if opened.format in own_readers():
+        reader = own_readers()[opened.format]
+        return _after(read_with(reader, opened, source, max(0, position.offset)), position)
     segments = _json_lines if opened.format == "jsonl" else read_csv
     return _after(segments(opened, source, max(0, position.offset)), position)
 

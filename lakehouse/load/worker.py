@@ -29,6 +29,7 @@ from lakehouse.contract.pipeline import Source
 from lakehouse.contract.pipeline.source import LOADER
 from lakehouse.errors import BadFile, FileTaken, LoaderDied
 from lakehouse.load.commit import Committer, at_table
+from lakehouse.load.extensions import failed_gate
 from lakehouse.load.files import FeedFile, FileMark, OpenFile, fingerprint_of, format_of, mark_of
 from lakehouse.load.readers import read
 from lakehouse.load.report import FileReport, LoadListener, LoadProgress
@@ -236,8 +237,9 @@ class FileLoader:
         for column in COLUMNS:
             if column.name not in rows.schema.names:
                 rows = rows.append_column(column, pa.nulls(rows.num_rows, column.type))
-        result = gate(rows.select(COLUMNS.names), self._job.source)
-        return "" if result.passed else f"quality gate: {result}"
+        rows = rows.select(COLUMNS.names)
+        result = gate(rows, self._job.source)
+        return f"quality gate: {result}" if not result.passed else failed_gate(self._job.source, rows)
 
     def _add(self, part: SealedSegment) -> None:
         self._chunk.append(part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from lakehouse.declaration import product_declaration, source_declaration
 from lakehouse.errors import LakehouseError, TableBusy
 from lakehouse.gold.state_store import store_of
 from lakehouse.gold.store import ProductStore
+from lakehouse.load.staging import refresh
 from lakehouse.lock import WriterLocks
 from lakehouse.maintain.backlog import Ask, RetentionWatch
 from lakehouse.maintain.care import (
@@ -128,7 +130,8 @@ class Caretaker:
 
     Products and joins take care of their tables between two batches (:class:`~lakehouse.maintain.care.Maintenance`).
     This thread helps a driver whose sources are quiet, a driver of bronze alone, and tables with another writer or
-    none: staging copies, ``loads``, removed products, products of a stage that does not run.
+    none: staging copies, ``loads``, removed products, products of a stage that does not run. It also refreshes staging
+    copies on their schedules.
 
     Args:
         ask: asks the broker; None: the driver has none.
@@ -142,6 +145,7 @@ class Caretaker:
         self._now = now
         self._maintenance = Maintenance(lake, now)
         self._watch = RetentionWatch(lake, ask, now) if ask is not None else None
+        self._staged: dict[str, float] = {}
         self.declare(pipeline)
         self._rounded = now()
         self._stop = threading.Event()
@@ -172,6 +176,7 @@ class Caretaker:
         said: list[str] = []
         if self._watch is not None:
             self._watch.turn()
+        said += self._staging()
         if self._now() - self._rounded >= SWEEP_EVERY_S:
             try:
                 for done in maintain(self._lake, self._pipeline, fold_rows=FOLD_ROWS, bronze=False):
@@ -184,6 +189,22 @@ class Caretaker:
         elif not self._maintenance.looked_lately():
             self._maintenance.after_batch()
         return said
+
+    def _staging(self) -> Iterator[str]:
+        """Refresh the copies that are due; at the start of the driver all with a schedule are."""
+        now = self._now()
+        for copy in self._pipeline.staging.values():
+            due = self._staged.get(copy.name, -math.inf) + duration_ms(copy.every) / 1000 if copy.every else math.inf
+            if now < due or copy.product not in {table.name for table in self._lake.tables()}:
+                continue
+            self._staged[copy.name] = now
+            try:
+                done = refresh(self._lake, self._pipeline, copy)
+            except Exception:  # the other copies are due too; this one is again after its pause
+                log.warning("staging table %s is not refreshed", copy.name, exc_info=True)
+            else:
+                if done.changed:
+                    yield f"{copy.name}: {done.rows} rows of {done.product} version {done.product_version}"
 
     def _run(self) -> None:
         while not self._stop.wait(LOOK_EVERY_S):

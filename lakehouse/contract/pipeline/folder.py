@@ -15,7 +15,7 @@ from lakehouse.contract.pipeline.product import EVERYTHING, ChannelSpec, Product
 from lakehouse.contract.pipeline.source import Source
 from lakehouse.contract.pipeline.tenants import check_tenants
 from lakehouse.contract.text import did_you_mean
-from lakehouse.contract.tomlfile import build, duration_ms, line_of, one_of, read_toml
+from lakehouse.contract.tomlfile import build, duration_ms, durations, line_of, one_of, read_toml
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,19 +145,22 @@ _COLUMN = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,62}")
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """``[staging.NAME]``: some columns and rows of a product's result, made anew or refreshed by a command.
+    """``[staging.NAME]``: some columns and rows of a product's result, refreshed by a command or on a schedule.
 
     Attributes:
         product: whose rows they are; one that is stored as partials is read folded.
         columns: of them; empty: all. The product's key columns are always in it.
+        every: pause between two refreshes by the driver; empty: only the command refreshes it.
     """
 
     product: str
     columns: tuple[str, ...] = ()
     where: str = ""
+    every: str = ""
     name: str = ""
 
     def __post_init__(self) -> None:
+        durations(self, "every")
         for column in self.columns:
             if not _COLUMN.fullmatch(column):
                 raise ConfigError(f"{column!r} is no column name", key="columns", remedy="Use names of columns")

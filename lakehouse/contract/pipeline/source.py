@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.metadata import entry_points
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -149,6 +150,8 @@ class EnrichSpec:
 
 
 FEED_FORMATS = ("auto", "csv", "tsv", "jsonl", "parquet")
+READERS = "millrace.readers"
+"""Entry points of packages that read other formats of files, by the format's name."""
 LOADER = "loader-1"
 """Id of a loader that was given none."""
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
@@ -167,7 +170,7 @@ class FeedSpec:
         url: ``http`` or ``https``; asked for with the ETag or date of the last time.
         name: unique among the source's feeds; empty: the last part of the URL's path.
         every: pause between two looks.
-        format: one of :data:`FEED_FORMATS`; gzip is told by the first bytes.
+        format: one of :data:`FEED_FORMATS`, or of a reader of one's own; gzip is told by the first bytes.
         sla: how long after a new file was met its rows must be in bronze; empty: no such promise.
         timeout: the longest that one download may take.
         max_bytes: a larger file is refused.
@@ -189,7 +192,8 @@ class FeedSpec:
             raise ConfigError(f"{self.url!r} is no http address", key="url", remedy="Write https://HOST/PATH")
         if parts.username or parts.password:
             raise ConfigError("the address has a password in it", key="url", remedy="Use an address that needs none")
-        one_of("format", self.format, FEED_FORMATS)
+        if self.format not in FEED_FORMATS:
+            one_of("format", self.format, (*FEED_FORMATS, *sorted(entry_points(group=READERS).names)))
         durations(self, "every", "timeout", "sla")
         at_least("max_bytes", self.max_bytes, 1)
         if not self.name:
