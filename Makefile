@@ -8,8 +8,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 READY  := $(VENV)/.installed
 ARGS   ?=
 
-.PHONY: demo test check bench bench-log bench-lakehouse bench-fanout bench-lookup bench-sketches bench-collect bench-publishers bench-control soak cluster \
-  crashes chaos setup java lock docs wheel clean
+.PHONY: demo test check bench bench-log bench-lakehouse bench-fanout bench-lookup bench-sketches bench-collect bench-publishers bench-control report soak \
+  fuzz cluster crashes chaos setup java lock docs wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -55,8 +55,17 @@ bench-publishers: setup
 bench-control: $(READY)
 	@$(PY) -m tests.bench.bench_control $(ARGS)
 
+# Every figure that the docs state, with its baseline: make report ARGS="latency fanout"
+report: setup
+	@$(PY) -m tests.bench.report $(ARGS)
+
+# Half an hour at 1,000 events/s, and whether every line stays flat. The tests marked soak: make test ARGS="-m soak"
 soak: setup
-	@$(PY) -m pytest -m soak $(ARGS)
+	@$(PY) -m tests.bench.soak $(ARGS)
+
+# A million made-up inputs for every parser at the border.
+fuzz: $(READY)
+	@$(PY) -m tests.fuzz $(ARGS)
 
 # A Spark standalone cluster on this machine, a worker killed in the middle.
 cluster: setup
@@ -67,8 +76,9 @@ crashes: setup
 	@$(PY) -m pytest -m soak tests/lakehouse/test_crashes.py tests/lakehouse/test_stream.py \
 	  tests/lakehouse/stateful/test_live_join.py $(ARGS)
 
+# The whole product under load while a seeded agent hurts it: make chaos SEED=7 MINUTES=3
 chaos: setup
-	@$(PY) -m pytest -m chaos $(ARGS)
+	@$(PY) -m tests.chaos $(if $(SEED),--seed $(SEED)) $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
 
 setup: java $(READY)
 	@$(VENV)/bin/millrace prepare

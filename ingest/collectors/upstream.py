@@ -413,7 +413,7 @@ class EventStreamParser:
     def _keep(self, piece: bytes) -> None:
         if self._rest_bytes + len(piece) > self._max:
             self._cut = True
-            self._rest = self._rest or [piece[:6]]  # enough to identify the field
+            self._rest = [(b"".join(self._rest) + piece[:6])[:6]]  # enough to identify the field
             return
         if piece:
             self._rest.append(piece)

@@ -166,6 +166,8 @@ def _header(opened: OpenFile, delimiter: str) -> tuple[list[str], int]:
     names = [column.strip() for column in names]
     if not names or not all(names):
         raise BadFile(opened.name, "it has no header, or a column without a name")
+    if any("\0" in column for column in names):
+        raise BadFile(opened.name, "a column's name holds a NUL character")
     if len({column.lower() for column in names}) < len(names):
         raise BadFile(opened.name, "two columns have the same name")
     return names, end
@@ -293,7 +295,10 @@ class _CsvParser:
 
     def _width(self, row: str | list[str]) -> str:
         if isinstance(row, str):
-            row = next(csv.reader(io.StringIO(row), delimiter=self._delimiter), [])
+            try:
+                row = next(csv.reader(io.StringIO(row), delimiter=self._delimiter), [])
+            except csv.Error as error:  # a field beyond the limit
+                return f"broken CSV: {error}"
         return f"broken CSV: {len(row)} fields, the header has {len(self._header)}"
 
 

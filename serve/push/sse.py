@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PATH = b"/v1/subscribe"
 KIND = "text/event-stream"
 RETRY_MS = 1_000  # ± 50 %, so that not all clients of a lost server reconnect at the same moment
-FIRST_REQUEST_S = 10.0
+REQUEST_S = 10.0  # for head and body, which have some KiB
 _CLOSE_S = 2.0
 
 
@@ -131,8 +131,8 @@ class SseConnection(SubscriberConnection):
 
 
 class ServingHttpProtocol(HttpToolsProtocol):
-    """Closes a connection whose first request is not complete after :data:`FIRST_REQUEST_S`; hands requests for events
-    to :class:`SseConnection`.
+    """Closes a connection if a request is not in after :data:`REQUEST_S`; hands requests for events to
+    :class:`SseConnection`.
     """
 
     _limit: asyncio.TimerHandle | None = None
@@ -140,15 +140,19 @@ class ServingHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._limit = self.loop.call_later(FIRST_REQUEST_S, self._too_late)
+        self._limit = self.loop.call_later(REQUEST_S, self._too_late)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self._events is not None and self.transport.get_protocol() is self:
             self._stream(*self._events)
-        if self._limit is not None and (self.cycle is not None or self.transport.get_protocol() is not self):
-            self._limit.cancel()
-            self._limit = None
+        if self.transport.get_protocol() is not self:
+            self._came_in()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._limit is None:
+            self._limit = self.loop.call_later(REQUEST_S, self._too_late)
 
     def on_headers_complete(self) -> None:
         """Take requests for events out; pipelined ones are left to the routes."""
@@ -166,13 +170,18 @@ class ServingHttpProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._came_in()
         if self._events is None:
             super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._came_in()
+        super().connection_lost(exc)
+
+    def _came_in(self) -> None:
         if self._limit is not None:
             self._limit.cancel()
-        super().connection_lost(exc)
+            self._limit = None
 
     def _stream(self, query: str, headers: dict[str, str]) -> None:
         """Hand the transport to another protocol, as uvicorn does for WebSockets."""

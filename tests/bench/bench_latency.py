@@ -171,7 +171,7 @@ def _prepare(code: Code) -> None:
     err.print(f"Preparing {code.commit} …")
     for package in code.root.glob("*/__init__.py"):
         compileall.compile_dir(package.parent, quiet=2)
-    with _millrace(code, "prepare") as process:
+    with running_millrace(code, "prepare") as process:
         if process.wait():
             raise SystemExit(f"millrace prepare of {code.commit} failed")
 
@@ -213,7 +213,7 @@ def measure_millrace(code: Code, seconds: float, rate: float) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
         lake = Path(folder) / "lake"
         command = ["demo", "--no-browser", "--json", "--port", "0", "--lake", str(lake)]
-        with _millrace(code, *command, "--seconds", str(seconds), "--rate", str(rate)) as process:
+        with running_millrace(code, *command, "--seconds", str(seconds), "--rate", str(rate)) as process:
             cpu = _driver_cpu(process, Lake(lake), seconds)
             said = process.communicate()[0].strip()
     if not said:
@@ -224,7 +224,7 @@ def measure_millrace(code: Code, seconds: float, rate: float) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _millrace(code: Code, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def running_millrace(code: Code, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """``millrace`` of a checkout, in a process group of its own; nothing of it is left afterwards."""
     environment = {**os.environ, "PYTHONPATH": str(code.root), PARENT_VARIABLE: str(os.getpid()), **code.environment}
     process = subprocess.Popen(

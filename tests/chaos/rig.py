@@ -11,7 +11,7 @@ import random
 import resource
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 from websockets.asyncio.client import ClientConnection, connect
@@ -47,15 +47,16 @@ WAYS = ("single", "ndjson", "stream")
 MOST = 50  # events of one request, or under way on one connection
 
 
-class Rig:
-    """The collector and its senders.
+class Senders:
+    """Senders of one source, which note what they were told.
 
-    Each key has one sender and a way of its own into the collector. It sends one or several events at a time, those
+    Each key has one sender and one of :data:`WAYS` into the collector. It sends one or several events at a time, those
     that were not acknowledged again, and only then the next: so the order of first appearance within a key is known
     whatever happens.
 
     Args:
-        ways: of :data:`WAYS`; the keys take turns.
+        port: of the collector, or of a link to it.
+        pause_s: of each sender after what was acknowledged.
 
     Attributes:
         acknowledged: numbers of the events whose senders were told that they are safe, in any order.
@@ -64,46 +65,15 @@ class Rig:
         refused: requests that were told to come back later.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        bootstrap: str,
-        topic: str,
-        *,
-        ways: Sequence[str] = WAYS,
-        file_bytes: int = 0,
-        log_bytes: int = LOG_BYTES,
-    ) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self._arguments = [str(folder), bootstrap, topic, str(self.port), str(log_bytes), str(file_bytes)]
-        self._ways = ways
-        self.child: asyncio.subprocess.Process | None = None
+    def __init__(self, port: int, *, pause_s: float = 0.0) -> None:
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self._pause_s = pause_s
         self.acknowledged: list[int] = []
         self.sent: Counter[int] = Counter()
         self.by_way: Counter[str] = Counter()
         self.refused = 0
         self._stopping = False
-
-    async def start(self) -> None:
-        self.child = await asyncio.create_subprocess_exec(sys.executable, "-c", NODE, *self._arguments)
-
-    @property
-    def resident_mb(self) -> float:
-        """Memory of the collector."""
-        assert self.child is not None
-        status = Path(f"/proc/{self.child.pid}/status").read_text()
-        return int(status.partition("VmRSS:")[2].split()[0]) / 1024
-
-    async def kill(self) -> None:
-        if self.child is not None and self.child.returncode is None:
-            self.child.kill()
-            await self.child.wait()
-
-    def allow(self) -> None:
-        """The disk has room again."""
-        assert self.child is not None
-        resource.prlimit(self.child.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
     async def more(self, count: int) -> None:
         """Return when so many more events were acknowledged."""
@@ -121,7 +91,7 @@ class Rig:
                 await asyncio.gather(*senders)
 
     async def _send(self, key: int) -> None:
-        way, chance, number = self._ways[key % len(self._ways)], random.Random(key), key
+        way, chance, number = WAYS[key % len(WAYS)], random.Random(key), key
         async with self._sender(way) as send:
             while not self._stopping:
                 end = number + KEYS * (1 if way == "single" else chance.randint(1, MOST))
@@ -135,6 +105,7 @@ class Rig:
                     if left:
                         await asyncio.sleep(0.02)
                 number = end
+                await asyncio.sleep(self._pause_s)
 
     @contextlib.asynccontextmanager
     async def _sender(self, way: str) -> AsyncIterator[Callable[[list[int]], Awaitable[int]]]:
@@ -157,6 +128,51 @@ class Rig:
             return 0
         self.refused += status in (429, 503)
         return len(numbers) if status == 202 else 0
+
+
+class Rig(Senders):
+    """The collector in a process of its own, and its senders.
+
+    Args:
+        folder: of the collector's log.
+        bootstrap: of its broker.
+        topic: that it fills.
+        file_bytes: no file of its may grow beyond this; 0: any size.
+        log_bytes: bound of its log.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        bootstrap: str,
+        topic: str,
+        *,
+        file_bytes: int = 0,
+        log_bytes: int = LOG_BYTES,
+    ) -> None:
+        super().__init__(free_port())
+        self._arguments = [str(folder), bootstrap, topic, str(self.port), str(log_bytes), str(file_bytes)]
+        self.child: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        self.child = await asyncio.create_subprocess_exec(sys.executable, "-c", NODE, *self._arguments)
+
+    @property
+    def resident_mb(self) -> float:
+        """Memory of the collector."""
+        assert self.child is not None
+        status = Path(f"/proc/{self.child.pid}/status").read_text()
+        return int(status.partition("VmRSS:")[2].split()[0]) / 1024
+
+    async def kill(self) -> None:
+        if self.child is not None and self.child.returncode is None:
+            self.child.kill()
+            await self.child.wait()
+
+    def allow(self) -> None:
+        """The disk has room again."""
+        assert self.child is not None
+        resource.prlimit(self.child.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
 class Stream:

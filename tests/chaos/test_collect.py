@@ -1,7 +1,7 @@
 """Collector and broker killed, the link cut, the disk full: what was acknowledged is kept, counts once, and in order.
 
 Senders take turns at the ways in: an event a request, up to 50 a request, up to 50 under way on a WebSocket. Two
-kills of the collector and a full disk run with the other tests, and look into Kafka; ``make chaos`` runs twenty of
+kills of the collector and a full disk run with the other tests, and look into Kafka; ``-m chaos`` runs twenty of
 each (and eight kills with the plain Kafka client) and looks into bronze and a product (:mod:`tests.chaos.bronze` says
 what is asserted there). A failure is repeated with CHAOS_SEED=N, which a test prints with what it found.
 """
@@ -27,7 +27,9 @@ import pytest
 from ingest.broker import EmbeddedBroker
 from jobs.local.stack import free_port
 from lakehouse.contract.envelope import Envelope
+from tests.chaos.agent import fill
 from tests.chaos.bronze import check_bronze
+from tests.chaos.installation import Advertising
 from tests.chaos.proxy import Link
 from tests.chaos.rig import KEYS, Rig
 from tests.ingest.conftest import consume, event, eventually
@@ -129,24 +131,6 @@ async def test_the_link_is_cut(
         await asyncio.to_thread(own.kill)
 
 
-class Advertising(EmbeddedBroker):
-    """A broker that tells its clients another port than its own."""
-
-    def __init__(self, folder: Path, port: int) -> None:
-        super().__init__(folder, heap_mb=192, die_with_parent=True)
-        self._outer = port
-
-    def _write_properties(self, identity: object) -> None:
-        super()._write_properties(identity)  # type: ignore[arg-type]
-        path = self.folder / "server.properties"
-        lines = path.read_text().splitlines()
-        lines = [
-            f"advertised.listeners=PLAINTEXT://127.0.0.1:{self._outer}" if line.startswith("advertised.") else line
-            for line in lines
-        ]
-        path.write_text("\n".join(lines) + "\n")
-
-
 @pytest.mark.parametrize("kills", [MANY])
 async def test_the_broker_is_killed(request: pytest.FixtureRequest, tmp_path: Path, kills: int) -> None:
     chance = dice("broker")
@@ -196,15 +180,6 @@ def small_disk(folder: Path) -> Iterator[Path]:
         yield folder
     finally:
         subprocess.run([umount, "--lazy", folder], check=True)
-
-
-def fill(path: Path) -> None:
-    """Write until nothing more goes."""
-    with path.open("wb", buffering=0) as ballast:
-        for size in (65_536, 4_096, 64):
-            with contextlib.suppress(OSError):
-                while ballast.write(bytes(size)):
-                    pass
 
 
 @pytest.mark.chaos

@@ -99,6 +99,8 @@ def check(tree: exp.Expr) -> None:
             raise FilterError(f"it has more than {MAX_NODES} parts")
         if type(node) not in ALLOWED:
             raise FilterError(f"{_named(node)} is not taken in a filter", "docs/reference/protocol.md lists what is")
+        if problems := node.error_messages():  # of a unary operator without a value, for one
+            raise FilterError(f"not SQL: {problems[0]}")
         if isinstance(node, exp.Column) and node.table:
             raise FilterError(f"{node.sql()} is qualified", f"Write {node.name}")
         known = _ARGUMENTS.get(type(node), _PLAIN)

@@ -249,3 +249,10 @@ def test_what_is_too_large_is_passed_over_and_named() -> None:
     assert parser.feed(b"data: " + b"y" * 100) == []
     assert parser.feed(b"y" * 100) == []
     assert parser.feed(b"\n\ndata: c\n\n") == [Event(b"", id="1", oversize=True), Event(b"c", id="1")]
+
+
+@pytest.mark.parametrize("at", range(1, 8))
+def test_what_is_too_large_is_named_wherever_a_chunk_ends(at: int) -> None:
+    parser = EventStreamParser(max_bytes=10)
+    text = b"data: " + b"x" * 50 + b"\n\n"
+    assert parser.feed(text[:at]) + parser.feed(text[at:]) == [Event(b"", oversize=True)]

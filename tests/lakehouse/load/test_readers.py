@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import gzip
 import io
 import json
 import random
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -99,6 +101,7 @@ def test_a_bad_row_costs_one_row() -> None:
         (HEADER.decode().encode("utf-16"), "csv", "UTF-16 text; give --encoding"),
         (b"", "csv", "no header"),
         (b"a,A\n", "csv", "the same name"),
+        (b"a,b\0\n1,2\n", "csv", "a NUL character"),
         (b' [{"a":1}]', "jsonl", "a JSON array"),
         ('{"a":1}'.encode("utf-16"), "jsonl", "UTF-16 text"),
         (gzip.compress(random.Random(1).randbytes(5_000).hex().encode())[:-900], "jsonl", "cut off after"),
@@ -208,3 +211,17 @@ def test_feed_generator_rows_survive_every_format() -> None:
 
 def _lines(made: list[dict[str, Any]]) -> bytes:
     return b"".join(json.dumps(row).encode() + b"\n" for row in made)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv"])
+@pytest.mark.parametrize("first", [b"", b"a,b\n"])
+def test_a_packed_file_that_grows_a_thousandfold_takes_little_memory(kind: str, first: bytes) -> None:
+    packed = gzip.compress(first + bytes(50_000_000))
+    assert len(packed) < 100_000
+    tracemalloc.start()
+    with contextlib.suppress(BadFile):
+        for _ in readers.read(OpenFile("f", io.BytesIO(packed), kind), SOURCE, FilePosition("f")):
+            pass
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 128_000_000

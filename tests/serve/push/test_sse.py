@@ -147,18 +147,20 @@ def test_what_asks_for_events() -> None:
     assert not wants_events(b"GET", b"/v1/tables", {"accept": "text/event-stream"})
 
 
-async def test_a_connection_without_a_request_is_closed_and_one_with_a_request_is_not(
+async def test_a_connection_whose_request_does_not_come_in_is_closed_and_one_with_a_request_is_not(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve.push.sse.FIRST_REQUEST_S", 0.2)
+    monkeypatch.setattr("serve.push.sse.REQUEST_S", 0.2)
     top_topics(root)
     async with serving(root, heartbeat_ms=100) as url, subscribed(url, "top_topics") as good:
         host, port = url.removeprefix("http://").split(":")
-        for head in (b"", b"GET /healthz HTTP/1.1\r\nHost:"):
+        whole, part = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n", b"GET /healthz HTTP/1.1\r\nHost:"
+        body = b"POST /v1/sql HTTP/1.1\r\nHost: localhost\r\nContent-Length: 20\r\n\r\n{"
+        for sent, answers in ((b"", 0), (part, 0), (whole + part, 1), (body, 0), (whole + body, 1)):
             reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(head)
+            writer.write(sent)
             async with asyncio.timeout(60):
-                assert await reader.read() == b""
+                assert (await reader.read()).count(b"HTTP/1.1 200") == answers
             writer.close()
             await writer.wait_closed()
         for _ in range(5):
