@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lakehouse.contract import faults
+from tests import crash_points
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
@@ -31,7 +31,7 @@ def test_the_list_is_what_the_code_passes() -> None:
         for file in (ROOT / package).rglob("*.py")
         for name in re.findall(r'crash_point\("([^"]+)"\)', file.read_text(encoding="utf-8"))
     ]
-    lists = [value for name, value in vars(faults).items() if name.endswith("CRASH_POINTS")]
+    lists = [value for name, value in vars(crash_points).items() if name.endswith("CRASH_POINTS")]
     assert sorted(found) == sorted(point for points in lists for point in points)
 
 

@@ -22,10 +22,10 @@ from pyspark.sql import SparkSession
 
 from ingest.broker import EmbeddedBroker
 from jobs.local.broker import ensure_topics
-from lakehouse.contract.faults import ADDED_CRASH_POINTS, CRASH_POINTS, REBUILD_CRASH_POINTS
 from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.load.commit import write_rows
 from lakehouse.replay import digest, verify
+from tests.crash_points import ADDED_CRASH_POINTS, CRASH_POINTS, REBUILD_CRASH_POINTS
 from tests.lakehouse.derived.test_added import CITIES, Queries, by_city
 from tests.lakehouse.lakes import Sent, Site, assert_exact, click, eventually, mixture, sent, site
 from tests.lakehouse.test_evolution import redeclared

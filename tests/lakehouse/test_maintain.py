@@ -22,7 +22,6 @@ from deltalake import CommitProperties, DeltaTable, write_deltalake
 from lakehouse.bronze.readers import note_reader, reader_file, readers_of, unread_since
 from lakehouse.bronze.table import Progress, create, progress
 from lakehouse.contract.deltalog import DeltaLog
-from lakehouse.contract.faults import CARE_CRASH_POINTS
 from lakehouse.contract.lake import LOADS, PROPERTY_POSITIONS, Lake, TableRef
 from lakehouse.contract.pipeline import Product, Source
 from lakehouse.contract.storage import LakePath, StorePath, write_whole
@@ -53,6 +52,7 @@ from lakehouse.maintain.care import (
     vacuum_table,
 )
 from lakehouse.maintain.caretaker import Caretaker
+from tests.crash_points import CARE_CRASH_POINTS
 from tests.lakehouse.lakes import T0, bronze_rows, eventually, pipeline_in
 from tests.s3 import S3Server
 

@@ -23,11 +23,11 @@ from pyspark.sql import SparkSession
 from ingest.broker import EmbeddedBroker
 from jobs.local.broker import ensure_topics
 from lakehouse.bronze.table import progress
-from lakehouse.contract.faults import CRASH_POINTS
 from lakehouse.errors import QueryFailed, TableBusy, TopicReplaced
 from lakehouse.lock import WriterLocks
 from lakehouse.replay import digest, verify
 from lakehouse.session import JVM_OPTIONS
+from tests.crash_points import CRASH_POINTS
 from tests.lakehouse.lakes import (
     Sent,
     Site,

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lakehouse.bronze.seen import RunIndex
-from lakehouse.contract.faults import SEEN_CRASH_POINTS
+from tests.crash_points import SEEN_CRASH_POINTS
 
 ROOT = Path(__file__).parents[3]
 SCHEMA = pa.schema(

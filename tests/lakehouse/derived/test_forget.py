@@ -14,10 +14,10 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 
 from lakehouse.bronze.readers import note_reader
-from lakehouse.contract.faults import FORGET_CRASH_POINTS
 from lakehouse.contract.lake import PROPERTY_PIPELINE, Lake
 from lakehouse.contract.pipeline.added import OWNER, Declared, QuerySpec, State
 from lakehouse.derived.derivations import forget, query_name
+from tests.crash_points import FORGET_CRASH_POINTS
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = """

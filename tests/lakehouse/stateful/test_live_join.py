@@ -16,12 +16,12 @@ from deltalake import DeltaTable
 from pyspark.sql import SparkSession
 
 from ingest.simulate.scenes import SCENES
-from lakehouse.contract.faults import JOIN_BUILD_CRASH_POINTS, JOIN_CRASH_POINTS
 from lakehouse.errors import BadProduct, QueryFailed
 from lakehouse.stateful import live_join
 from lakehouse.stateful.join import Join
 from lakehouse.stateful.join_index import JoinIndex
 from lakehouse.stateful.report import remembered
+from tests.crash_points import JOIN_BUILD_CRASH_POINTS, JOIN_CRASH_POINTS
 from tests.lakehouse.examples.play import START_MS, Event, Example
 from tests.lakehouse.examples.test_ads import click_through, rates, time_to_click
 

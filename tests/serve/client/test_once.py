@@ -21,8 +21,8 @@ import pytest
 from docs.examples.royalties.pay import SHARE
 from docs.examples.royalties.payments import PaymentService
 from lakehouse.contract import lake
-from lakehouse.contract.faults import ONCE_CRASH_POINTS
 from serve.client import Change, ClientError, Declined, ExactlyOnce, SeenItem, SqliteSeen
+from tests.crash_points import ONCE_CRASH_POINTS
 from tests.serve.conftest import serving, wait_until
 from tests.serve.lakes import Product
 
