@@ -15,7 +15,7 @@ from typing import Any
 from ingest.log.records import SEGMENT_MAGIC, Damage, LogFrame, scan
 from lakehouse.contract.envelope import Envelope
 from lakehouse.contract.errors import EnvironmentProblem
-from lakehouse.contract.storage import try_lock
+from lakehouse.contract.storage import sync_folder, try_lock
 
 logger = logging.getLogger(__name__)
 
@@ -249,7 +249,7 @@ class SegmentWriter:
             if number < len(parts) - 1 and parts[number + 1].segment is not part.segment:
                 os.close(self._open.pop(part.segment.number))
         if self._created:
-            self._sync_folder()
+            sync_folder(self._folder)
             self._created = False
         self._newest = max(self._newest, *(part.segment.number for part in parts)) if parts else self._newest
         self._remove_older()
@@ -267,13 +267,6 @@ class SegmentWriter:
     def close(self) -> None:
         while self._open:
             os.close(self._open.popitem()[1])
-
-    def _sync_folder(self) -> None:
-        handle = os.open(self._folder, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _write_all(handle: int, data: bytes, offset: int) -> int:

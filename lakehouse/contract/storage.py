@@ -282,7 +282,7 @@ def write_whole(path: LakePath, data: bytes, mode: int = 0o644, *, durable: bool
     else:
         _draft(path, data, mode, durable=durable).replace(path)
         if durable:
-            _sync(path.parent)
+            sync_folder(path.parent)
 
 
 def create_whole(path: LakePath, data: bytes, mode: int = 0o644) -> bool:
@@ -302,8 +302,9 @@ def create_whole(path: LakePath, data: bytes, mode: int = 0o644) -> bool:
     return True
 
 
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def sync_folder(folder: Path) -> None:
+    """Return when names of files in a local folder that were made or replaced are on the disk."""
+    handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
     finally:

@@ -26,6 +26,7 @@ from lakehouse.bronze.seen.entries import Entries, merged
 from lakehouse.bronze.seen.journal import Journal
 from lakehouse.bronze.seen.run import Damaged, Run
 from lakehouse.contract.faults import crash_point
+from lakehouse.contract.storage import sync_folder
 
 log = logging.getLogger(__name__)
 
@@ -226,13 +227,10 @@ class RunIndex(SeenIndex):
             file.flush()
             os.fsync(file.fileno())
         part.rename(self.folder / _MANIFEST)
-        handle = os.open(self.folder, os.O_RDONLY)
         try:
-            os.fsync(handle)
+            sync_folder(self.folder)
         except OSError:
             log.exception("%s: the folder could not be made durable", self.folder)  # at worst the index is made anew
-        finally:
-            os.close(handle)
 
     def _tidy(self, journal: str) -> None:
         """Remove what is not, or no longer, of the index."""
