@@ -8,7 +8,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 READY  := $(VENV)/.installed
 ARGS   ?=
 
-.PHONY: demo test check bench bench-log bench-lakehouse bench-fanout bench-lookup bench-sketches bench-collect bench-publishers bench-control report soak \
+.PHONY: demo test check bench bench-log bench-lakehouse bench-s3 bench-fanout bench-lookup bench-sketches bench-collect bench-publishers bench-control report soak \
   fuzz cluster crashes chaos setup java lock docs wheel clean
 .DEFAULT_GOAL := help
 
@@ -36,6 +36,9 @@ bench-log: setup
 
 bench-lakehouse: setup
 	@$(PY) -m tests.bench.bench_lakehouse $(ARGS)
+
+bench-s3: setup
+	@$(PY) -m tests.bench.bench_s3 $(ARGS)
 
 bench-fanout: setup
 	@$(PY) -m tests.bench.bench_fanout $(ARGS)

@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 _CLOSE_S = 10.0
 _FILE_POLL_S = 1.0
 _WATCH_S = 0.02  # between looks at a table that a sender waits for; a look reads one file name
+_REMOTE_WATCH_S = 0.2  # … where it is two requests
 MAX_WAITERS = 1_000  # senders that wait for an answer at a time; each costs a timer and a request
 _GC_YOUNG = 50_000  # default 700: a batch has more events, and all of them live until Kafka has them
 _GC_OLDER = 50
@@ -112,8 +113,11 @@ class CollectorNode:
         for source in declared.values():
             self._sources.add(source)
         gate = SenderGate(keys, max_connections=collect.max_connections)
-        self._requests = RequestIntake(self._sources.intakes, self._not_ready, gate, Signer.of_lake(lake.shared))
-        self._tables = ProductTables(lake, _WATCH_S, border_of(pipeline, settings.tenant))
+        signer = Signer.of_lake(lake.shared, lake.state if lake.remote else None)
+        self._requests = RequestIntake(self._sources.intakes, self._not_ready, gate, signer)
+        self._tables = ProductTables(
+            lake, _REMOTE_WATCH_S if lake.remote else _WATCH_S, border_of(pipeline, settings.tenant)
+        )
         answers = Answers(self._sources.get, recent, self._tables, MAX_WAITERS)
         self._responder = Responder(answers, pipeline, self._requests)
         self._streams = Streams(self._requests, pipeline, self._tables, collect.max_connections, self._until_ready)

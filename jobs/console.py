@@ -26,6 +26,7 @@ from lakehouse.contract.envelope import LOG_FIELDS
 from lakehouse.contract.errors import ConfigError, MillraceError
 from lakehouse.contract.java import LOG_VARIABLE
 from lakehouse.contract.settings import Settings, load_settings
+from lakehouse.contract.storage import is_away
 
 if TYPE_CHECKING:
     from lakehouse.contract.pipeline import Pipeline
@@ -239,6 +240,12 @@ class OneAMinute(logging.Filter):
         return True
 
 
+def _not_of_an_outage(record: logging.LogRecord) -> bool:
+    """An object store that is away says so once. Whoever waits for it says nothing more."""
+    error = record.exc_info[1] if record.exc_info else None
+    return error is None or not is_away(error)
+
+
 def log_to_stderr() -> None:
     """Log from INFO on; libraries that say much from WARNING on. ``MILLRACE_LOG=json`` makes each line a JSON object.
 
@@ -254,3 +261,4 @@ def log_to_stderr() -> None:
     for noisy in ("py4j", "kafka", "alembic.runtime.plugins"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     handler.addFilter(OneAMinute("kafka"))
+    handler.addFilter(_not_of_an_outage)

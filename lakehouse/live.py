@@ -163,7 +163,9 @@ class LiveProducts(BronzeFollower):
 
     def _follow(self) -> None:
         with self._writing:
-            newest, handed = newest_version(self._bronze, self.position), self._handed
+            handed = self._handed
+            # What was handed over is there. Versions behind it are found in the next turn.
+            newest = newest_version(self._bronze, self.position) if handed is None else handed[0]
         if newest > self.position:
             self._move(newest, handed)
             self._care()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import math
 import os
 import secrets
 import threading
@@ -38,8 +39,8 @@ GRACE_S = 5.0
 _AGAIN_S = 0.05
 _FORGOTTEN_S = 3_600.0
 _MOST_BYTES = 64
-_KEPT = 100  # objects of earlier holders
-_STALE_S = 0.5  # in less, nobody takes and releases a lock in a store a hundred times
+_KEPT = 1_000  # objects of earlier holders; twice as many at the most
+_STALE_S = 5.0  # in less, nobody takes and releases a lock in a store so often
 _RELEASED = ".released"
 
 Advance = Callable[[bytes], bytes]
@@ -113,12 +114,14 @@ class _StoreLock(Lock):
     """Each holder makes an object of the next number below ``path``, and one beside it when it lets go.
 
     No object is ever written twice. So it needs no more of a store than Delta does: that of several processes which
-    create an object, one succeeds.
+    create an object, one succeeds. Who let go last takes it again with one request, unless another one was quicker.
     """
 
     def __init__(self, path: StorePath) -> None:
         self._path = path
         self._held = 0  # number of the object that this process made last
+        self._value = b""  # that it stored there
+        self._released_at = -math.inf
 
     def wait(self, advance: Advance) -> bytes:
         while (value := self.take(advance)) is None:
@@ -127,34 +130,59 @@ class _StoreLock(Lock):
 
     def take(self, advance: Advance = bytes) -> bytes | None:
         session = _session(self._path.parent.parent / "sessions")
+        since = self._released_at
+        if time.monotonic() - since < _STALE_S / 2:
+            self._released_at = -math.inf
+            if (value := self._taken(session, self._held, self._value, since, advance)) is not None:
+                return value
         looked = time.monotonic()
-        newest = self._newest()
+        newest = max(self._numbers(_numbered(self._held - 1) if self._held else ""), default="")
         number, found = 0, b""
         if newest:
             number = int(newest.removesuffix(_RELEASED))
-            holder = json.loads((self._path / _numbered(number)).read_bytes())
-            if not newest.endswith(_RELEASED) and session.lives(holder["session"]):
+            place = self._path / _numbered(number)
+            holder = json.loads(place.read_bytes())
+            if not newest.endswith(_RELEASED) and session.holds(holder["session"], place):
                 return None
             found = bytes.fromhex(holder["value"])
-        value = advance(found)
+        return self._taken(session, number, found, looked, advance)
+
+    def _taken(self, session: _Session, number: int, found: bytes, since: float, advance: Advance) -> bytes | None:
+        """Take it behind a number, which was the newest at a moment (monotonic); None if another one was quicker."""
+        value, mine = advance(found), self._path / _numbered(number + 1)
         entry = {"session": session.name, "value": value.hex(), "nonce": secrets.token_hex(4)}
-        if not (self._path / _numbered(number + 1)).create(json.dumps(entry).encode()):
+        session.held.add(mine)
+        try:
+            taken = mine.create(json.dumps(entry).encode())
+            if taken and time.monotonic() - since > _STALE_S:
+                # Others may have gone on meanwhile, and have removed what stood at this number.
+                taken = max(self._numbers()) == mine.name
+        except BaseException:
+            session.held.discard(mine)
+            raise
+        if not taken:
+            session.held.discard(mine)
             return None
-        if time.monotonic() - looked > _STALE_S and self._newest() != _numbered(number + 1):
-            return None  # others went on meanwhile, and have removed what stood at this number
-        self._held = number + 1
-        if number > _KEPT:
-            for suffix in ("", _RELEASED):
-                (self._path / f"{_numbered(number - _KEPT)}{suffix}").unlink()
+        self._held, self._value = number + 1, value
+        if number % _KEPT == 0:
+            for name in self._numbers():
+                if int(name.removesuffix(_RELEASED)) <= number - _KEPT:
+                    (self._path / name).unlink()
         return value
 
     def release(self) -> None:
-        (self._path / f"{_numbered(self._held)}{_RELEASED}").write_bytes(b"")
+        place = self._path / _numbered(self._held)
+        _session(self._path.parent.parent / "sessions").held.discard(place)
+        try:
+            (self._path / f"{place.name}{_RELEASED}").write_bytes(b"")
+        except OSError as error:  # this process may take it again; for others it is free when this process ends
+            log.debug("%s cannot be let go: %s", place, error)
+        else:
+            self._released_at = time.monotonic()
 
-    def _newest(self) -> str:
+    def _numbers(self, after: str = "") -> list[str]:
         # Some servers list an object that is being written, under a name that is longer.
-        names = (name for name in self._path.names() if name.removesuffix(_RELEASED).isdecimal())
-        return max(names, default="")
+        return [name for name in self._path.names(after) if name.removesuffix(_RELEASED).isdecimal()]
 
 
 def _numbered(number: int) -> str:
@@ -162,17 +190,24 @@ def _numbered(number: int) -> str:
 
 
 class _Session:
-    """This process, to the others that share an object store."""
+    """This process, to the others that share an object store.
+
+    Attributes:
+        held: objects of locks that this process holds.
+    """
 
     def __init__(self, folder: StorePath) -> None:
         self.name = secrets.token_hex(8)
+        self.held: set[StorePath] = set()
         self._folder = folder
         self._renew()
         threading.Thread(target=self._keep, name="lock session", daemon=True).start()
 
-    def lives(self, name: str) -> bool:
-        """Whether the process of a session may still hold its locks."""
-        return name == self.name or time.time() < self._until(name) + GRACE_S
+    def holds(self, name: str, place: StorePath) -> bool:
+        """Whether the process of a session may still hold the lock that it took at a place."""
+        if name == self.name:
+            return place in self.held
+        return time.time() < self._until(name) + GRACE_S
 
     def _until(self, name: str) -> float:
         try:
@@ -196,7 +231,7 @@ class _Session:
             try:
                 self._renew()
             except Exception as error:  # noqa: BLE001 - as above; the next try may succeed
-                log.warning("the session of this process's locks cannot be renewed: %s", error)
+                log.debug("the session of this process's locks cannot be renewed: %s", error)
 
 
 @cache

@@ -41,10 +41,11 @@ from lakehouse.contract.pipeline import Pipeline, Product, Source, View
 from lakehouse.contract.pipeline.expectations import WARN
 from lakehouse.contract.pipeline.files import PipelineFiles
 from lakehouse.contract.settings import Settings
+from lakehouse.contract.storage import is_away
 from lakehouse.counts import RUNNING, count_batch
 from lakehouse.derived.added import AddedQueries, said
 from lakehouse.derived.derivations import Derivations
-from lakehouse.errors import BronzeGap, LakehouseError, QueryFailed, TopicReplaced
+from lakehouse.errors import BronzeGap, LakehouseError, QueryFailed, TableBusy, TopicReplaced
 from lakehouse.events import SMALL_BATCH, LocalEvents, SparkEvents, as_bronze, compiled_session, materialized
 from lakehouse.live import LiveOptions, LiveProducts
 from lakehouse.lock import WriterLocks
@@ -55,6 +56,7 @@ log = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
 _RETRY_S = 30.0  # after a source that was added could not start
+_AWAY_RETRY_S = 2.0  # after the object store stopped a part
 _RAISED = re.compile(r"[A-Za-z_][\w.]*(?:Error|Exception)\b.*: ")  # the last line of a Python traceback, a Java cause
 _BEGAN_ANEW = re.compile(r"Partition (?P<topic>\S+)-\d+ offset was changed from \d+ to \d+")  # Spark, of an end
 _CONDITION = re.compile(r"\[[A-Z][A-Z0-9_.]+\]|Error|Exception")
@@ -163,6 +165,7 @@ class PipelineQueries:
         self._parts: dict[str, _RunningPart] = {}
         self._refused: dict[str, object] = {}  # declarations in whose place an earlier one runs
         self._told: dict[str, str] = {}
+        self._away: set[str] = set()  # parts that the object store stopped
         self._derivations: Derivations | None = None
         self._added: AddedQueries | None = None
         self._pipeline: Pipeline | None = None
@@ -206,17 +209,24 @@ class PipelineQueries:
         self._apply(self._pipeline)
 
     def check(self) -> None:
-        """Raise why a part ended; a source that was added is stopped alone, and tried again later."""
+        """Raise why a part ended.
+
+        A source that was added is stopped alone, and tried again later. So is a part that the object store stopped:
+        what it had in hand is done again, as after a restart.
+        """
         for name, running in list(self._parts.items()):
             stopped = next((one for one in running.running if not one.is_active), None)
             if stopped is None:
                 continue
             error = _why(stopped)
-            if not running.part.alone:
+            away = stopped.error is not None and is_away(stopped.error)
+            if not running.part.alone and not away:
                 raise error
             self._end(name)
             self._tell(name, f"has stopped: {error}")
-            self._due = time.monotonic() + _RETRY_S
+            if away:
+                self._away.add(name)
+            self._due = time.monotonic() + (_AWAY_RETRY_S if away else _RETRY_S)
 
     def _apply(self, pipeline: Pipeline) -> None:
         wanted = self._wanted(pipeline)
@@ -270,9 +280,13 @@ class PipelineQueries:
         try:
             self._parts[name] = self._started(part)
         except Exception as error:
-            if strict and not part.alone:
+            if (strict and not part.alone) or (name in self._away and isinstance(error, TableBusy)):
                 raise
             log.debug("%s", name, exc_info=True)
+            if is_away(error) and not strict:
+                self._away.add(name)
+                self._due = time.monotonic() + _AWAY_RETRY_S
+                return
             self._tell(name, f"cannot start: {said(error)}")
             if before is None:
                 self._due = time.monotonic() + _RETRY_S
@@ -283,6 +297,7 @@ class PipelineQueries:
         else:
             self._refused.pop(name, None)
             self._told.pop(name, None)
+            self._away.discard(name)
             if not strict:
                 log.info("%s runs", name)
 

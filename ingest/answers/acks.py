@@ -12,9 +12,11 @@ import binascii
 import dataclasses
 import hashlib
 import hmac
+import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import orjson
 
@@ -24,10 +26,14 @@ from ingest.errors import RequestRefused
 from ingest.kafka import SendOutcome
 from ingest.log.segments import Fate, LoggedEvent
 from lakehouse.contract.envelope import Envelope
-from lakehouse.contract.storage import LakePath, shared_secret
+from lakehouse.contract.errors import EnvironmentProblem
+from lakehouse.contract.storage import LakePath, is_away, shared_secret, write_whole
 
 REMEMBERED = 100_000
+logger = logging.getLogger(__name__)
+
 KEY_BYTES = 32
+_KEY_FILE = "ack.key"
 
 _MAC_BYTES = 16
 _MAX_CHARS = 4_096  # of a token: source, tenant and id are bounded
@@ -117,10 +123,22 @@ class AckState:
 def ack_state(token: Token, recent: RecentEvents, lake: LakeState, products: Sequence[str]) -> AckState:
     """What became of the token's event. Reads the lake, so it blocks.
 
+    If the lake is away, what this node knows by itself is the answer; its error is raised if that is nothing.
+
     Args:
         products: names of the products of its source.
     """
     remembered = recent.get(token)
+    try:
+        return _looked_up(token, remembered, lake, products)
+    except Exception as error:
+        if remembered is None or not is_away(error):
+            raise
+        coordinates = _coordinates(remembered)
+        return AckState("logged" if coordinates is None else "queued", coordinates)
+
+
+def _looked_up(token: Token, remembered: Fate | None, lake: LakeState, products: Sequence[str]) -> AckState:
     if remembered is not None and remembered.failed:
         return AckState("rejected", reason=remembered.failed)
     coordinates = _coordinates(remembered)
@@ -171,13 +189,30 @@ class Signer:
         self._keyed = hashlib.blake2b(key=key, digest_size=_MAC_BYTES)  # copied for each token
 
     @classmethod
-    def of_lake(cls, state: LakePath) -> Signer:
+    def of_lake(cls, state: LakePath, copies: Path | None = None) -> Signer:
         """The signer with the key in ``state/ack.key``, which is created if absent; several nodes may do so at once.
+
+        Args:
+            copies: folder of this machine, for a key of an object store. A node that starts while the store is away
+                takes the copy, or makes a key that only this node knows.
 
         Raises:
             EnvironmentProblem: other users may read the key, or its size is wrong.
         """
-        return cls(shared_secret(state / "ack.key", KEY_BYTES))
+        try:
+            key = shared_secret(state / _KEY_FILE, KEY_BYTES)
+        except EnvironmentProblem as problem:
+            if copies is None or not is_away(problem):
+                raise
+            known = (copies / _KEY_FILE).exists()
+            logger.warning(
+                "acknowledgement tokens are signed with %s",
+                "this machine's copy of the lake's key" if known else "a key that other nodes do not have",
+            )
+            return cls(shared_secret(copies / _KEY_FILE, KEY_BYTES))
+        if copies is not None:
+            write_whole(copies / _KEY_FILE, key, 0o600)
+        return cls(key)
 
     def __repr__(self) -> str:
         return "Signer(key=…)"

@@ -50,6 +50,7 @@ from ingest.errors import RETRY_AFTER_S, IngestError, RequestRefused, problem_bo
 from ingest.intake import RequestIntake, first_key
 from lakehouse.contract.pipeline import Pipeline, Source
 from lakehouse.contract.pipeline.source import AnswerSpec, Template
+from lakehouse.contract.storage import is_away
 from lakehouse.contract.tomlfile import duration_ms
 
 logger = logging.getLogger(__name__)
@@ -226,6 +227,13 @@ def unavailable(detail: str, **members: Any) -> Response:
     return refuse(RequestRefused(detail, 503, code="not-ready", retry_after=RETRY_AFTER_S, **members))
 
 
+async def lake_away(_: Request, error: Exception) -> Response:
+    """The answer to what needs the lake while its object store is away; other errors go on."""
+    if not is_away(error):
+        raise error
+    return unavailable("the object store of the lake does not answer; events are taken and safe meanwhile")
+
+
 def _too_many_waiters(most: int) -> RequestRefused:
     text = f"{most} senders are waiting for an answer, which is the limit"
     return RequestRefused(text, 503, code="too-many-waiters", retry_after=RETRY_AFTER_S)
@@ -335,6 +343,15 @@ class Answers:
         return await self._read(token, spec)
 
     async def _answer(self, token: Token, spec: AnswerSpec) -> EventAnswer:
+        while True:
+            try:
+                return await self._found(token, spec)
+            except Exception as error:
+                if not is_away(error):
+                    raise
+                await asyncio.sleep(_BRONZE_POLL_S)
+
+    async def _found(self, token: Token, spec: AnswerSpec) -> EventAnswer:
         at = await self._coordinates(token)
         if isinstance(at, str):
             return EventAnswer(spec.product, refused=at)

@@ -29,7 +29,7 @@ from lakehouse.contract.deltalog import DeltaLog, TableGone
 from lakehouse.contract.lake import COMMIT_THROUGH, Lake, TableRef
 from lakehouse.contract.pipeline.tenants import UNDECLARED, TenantBorder
 from lakehouse.contract.rows import KeyedRows, UnknownColumn
-from lakehouse.contract.storage import LakePath
+from lakehouse.contract.storage import LakePath, is_away
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ class LakeState:
     def __init__(self, lake: Lake) -> None:
         self._lake = lake
         self._progress: dict[LakePath, _TableProgress] = {}
+        self._products: dict[str, TableRef] = {}
         self._lock = threading.Lock()
 
     def in_bronze(self, source: str, at: Coordinates) -> bool:
@@ -78,12 +79,12 @@ class LakeState:
 
     def product_version(self, name: str, at: Coordinates) -> int | None:
         """Current version of the product if it holds the event at these coordinates, else None."""
-        table = find_product(self._lake, name)
+        table = self._product(name)
         return None if table is None else self._of(table).holds(at)
 
     def progress(self, name: str) -> tuple[int, dict[str, int]]:
         """Current version of a product (-1 if absent), and its next offset by ``TOPIC/PARTITION``."""
-        table = find_product(self._lake, name)
+        table = self._product(name)
         return (-1, {}) if table is None else self._of(table).now()
 
     def find_event(self, source: str, tenant: str, event_id: str, received_at: int) -> BronzeEvent | None:
@@ -119,6 +120,12 @@ class LakeState:
         wanted = {"event_id": event_id, "source": source, "tenant": tenant}
         row = self._first_row(self._lake.quarantine(), ["reason"], wanted)
         return None if row is None else str(row["reason"])
+
+    def _product(self, name: str) -> TableRef | None:
+        """The table of a product; where it is does not change once it is there."""
+        if name not in self._products and (found := find_product(self._lake, name)) is not None:
+            self._products[name] = found
+        return self._products.get(name)
 
     def _of(self, table: TableRef) -> _TableProgress:
         with self._lock:
@@ -239,7 +246,8 @@ class ProductWatch:
                 try:
                     version, offsets = await asyncio.to_thread(self._lake.progress, product)
                 except (OSError, ValueError) as error:  # the table is being created or dropped
-                    logger.warning("the log of %s cannot be read: %s", product, error)
+                    level = logging.DEBUG if is_away(error) else logging.WARNING
+                    logger.log(level, "the log of %s cannot be read: %s", product, error)
                 else:
                     for reached, future in list(waiting):
                         if not future.done() and reached(version, offsets):

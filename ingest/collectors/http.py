@@ -32,6 +32,7 @@ from typing import Any
 from urllib.parse import parse_qsl, unquote
 
 import uvicorn
+from deltalake.exceptions import DeltaError
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -40,7 +41,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ingest import intake
-from ingest.answers.respond import Responder, json_response, refuse, unavailable
+from ingest.answers.respond import Responder, json_response, lake_away, refuse, unavailable
 from ingest.border.access import ApiKey, SenderGate
 from ingest.border.cloudevents import BATCHED, STRUCTURED
 from ingest.collectors.wire import CollectorHttpProtocol
@@ -85,7 +86,7 @@ def make_app(requests: RequestIntake, stats: NodeStats, responder: Responder) ->
             Route("/readyz", readyz),
             Route("/metrics", metrics),
         ],
-        exception_handlers={IngestError: _refused},
+        exception_handlers={IngestError: _refused, OSError: lake_away, DeltaError: lake_away},
     )
 
 

@@ -27,6 +27,7 @@ from deltalake import (
     WriterProperties,
     write_deltalake,
 )
+from deltalake.exceptions import CommitFailedError
 from deltalake.transaction import AddAction, RemoveAction
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
@@ -136,6 +137,7 @@ class BronzeWriter:
         self._clock = clock
         self._table = table
         self._delta = DeltaTable(str(table.path))
+        self._log = DeltaLog(table.path)
         self._done = done
         self._now = now
         self._may_overlap = True
@@ -181,14 +183,15 @@ class BronzeWriter:
             whole = whole.append_column("date", pa.repeat(at.cast(pa.date32()), rows.num_rows))
             whole = whole.select(COLUMNS.names).cast(COLUMNS)
             reached = self._reached(ends, bronze_at)
-            write_deltalake(
-                self._delta,
-                whole,
-                mode="append",
-                writer_properties=_PROPERTIES,
-                commit_properties=_properties(reached),
-                post_commithook_properties=_NO_HOOKS,
-            )
+            with self._heard(reached):
+                write_deltalake(
+                    self._delta,
+                    whole,
+                    mode="append",
+                    writer_properties=_PROPERTIES,
+                    commit_properties=_properties(reached),
+                    post_commithook_properties=_NO_HOOKS,
+                )
             return self._committed(reached, ends), whole
 
     def append_frame(self, rows: DataFrame, ends: Mapping[str, int]) -> Commit:
@@ -207,14 +210,15 @@ class BronzeWriter:
                 AddAction(f"{folder}/{name}", size, {"date": day}, bronze_at // 1000, True, "{}")
                 for name, size in file_sizes(self._table.path / folder, "part-*.parquet").items()
             ]
-            self._delta.create_write_transaction(
-                added,
-                mode="append",
-                schema=self._delta.schema(),
-                partition_by=["date"],
-                commit_properties=_properties(reached),
-                post_commithook_properties=_NO_HOOKS,
-            )
+            with self._heard(reached):
+                self._delta.create_write_transaction(
+                    added,
+                    mode="append",
+                    schema=self._delta.schema(),
+                    partition_by=["date"],
+                    commit_properties=_properties(reached),
+                    post_commithook_properties=_NO_HOOKS,
+                )
             self._delta.update_incremental()
             return self._committed(reached, ends)
 
@@ -229,16 +233,26 @@ class BronzeWriter:
     def _reached(self, ends: Mapping[str, int], bronze_at: int) -> Progress:
         done = self._done.offsets
         offsets = {**done, **{place: max(end, done.get(place, 0)) for place, end in ends.items()}}
-        self._delta.update_incremental()
         self._check_alone()
         crash_point("bronze.before_append")
         return replace(self._done, offsets=offsets, bronze_at=bronze_at)
 
+    @contextmanager
+    def _heard(self, reached: Progress) -> Iterator[None]:
+        """A commit. One that the table holds has succeeded, whatever was heard of it: a store's answer may be lost."""
+        try:
+            yield
+        except CommitFailedError:
+            if progress(self._table) != reached:
+                raise
+            self._delta.update_incremental()
+
     def _check_alone(self) -> None:
         """Raises TableBusy: another driver has appended, although this one holds the writer's lock."""
-        if self._delta.version() == self._version:
+        if not self._log.has(self._version + 1):
             return
-        for version, info in DeltaLog(self._table.path).infos(newest_first=True):
+        self._delta.update_incremental()
+        for version, info in self._log.infos(newest_first=True):
             if version <= self._version:
                 break
             taken = Progress.from_metadata(info.get("userMetadata") or "")

@@ -160,6 +160,12 @@ class _StoreFiles:
     def __init__(self, folder: StorePath) -> None:
         self._folder = folder
 
+    def read_stamped(self, name: str) -> tuple[bytes, Stamp]:
+        return (self._folder / name).read_stamped()
+
+    def stamps(self, after: str) -> dict[str, Stamp]:
+        return self._folder.stamps(after)
+
     def exists(self) -> bool:
         return self._folder.is_dir()
 
@@ -239,11 +245,15 @@ class DeltaLog:
             TableUnreadable: it has deletion vectors.
             ValueError: it is not JSON. Some file systems show a file before all of it is written.
         """
+        return self.parsed(version, self._content(version))
+
+    def parsed(self, version: int, content: bytes) -> Commit:
+        """The commit in the content of its file; see :meth:`read`."""
         added: list[AddedFile] = []
         removed: list[RemovedFile] = []
         info: Mapping[str, Any] = {}
         metadata: Mapping[str, Any] | None = None
-        for line in self._lines(version):
+        for line in filter(None, content.splitlines()):
             action = orjson.loads(line)
             if (add := action.get("add")) is not None:
                 if add.get("deletionVector"):
@@ -266,7 +276,7 @@ class DeltaLog:
             TableGone: the log has no such commit, or not any more.
             ValueError: see :meth:`read`.
         """
-        for line in self._lines(version):
+        for line in self._content(version).splitlines():
             if b'"commitInfo"' in line and (info := orjson.loads(line).get("commitInfo")) is not None:
                 return dict(info)
         return {}
@@ -298,12 +308,11 @@ class DeltaLog:
         except (DeltaError, OSError) as error:
             raise TableGone(self.table.name, f"there is no table: {str(error).splitlines()[0]}") from None
 
-    def _lines(self, version: int) -> list[bytes]:
+    def _content(self, version: int) -> bytes:
         try:
-            content = self.files.read(_named(version))
+            return self.files.read(_named(version))
         except (FileNotFoundError, NotADirectoryError):
             raise TableGone(self.table.name, f"the log has no version {version}") from None
-        return [line for line in content.splitlines() if line]
 
     def _numbers(self, pattern: re.Pattern[str], after: str = "") -> Iterator[int]:
         try:
@@ -334,22 +343,24 @@ class LogFollower:
 
     def __init__(self, table: LakePath) -> None:
         self.log = DeltaLog(table)
-        self.remote = isinstance(table, StorePath)
+        self._store = self.log.files if isinstance(self.log.files, _StoreFiles) else None
+        self.remote = self._store is not None
         self._handle: int | None = None
-        self._last: tuple[int, Stamp | None] | None = None
+        self._last: tuple[int, Stamp] | None = None
 
     def open(self) -> bool:
         """Hold the log as it is now; False if it has no commit yet."""
         self.close()
-        if not self.remote:
-            try:
-                self._handle = os.open(str(self.log.folder), os.O_RDONLY | os.O_DIRECTORY)
-            except (FileNotFoundError, NotADirectoryError):
-                return False
-        newest = self.log.newest()
-        if self.remote and newest >= 0:
-            self._last = newest, self.log.stamp(newest)
-        return newest >= 0
+        if self._store is not None:
+            stamps = self._store.stamps("")
+            if name := max(filter(_COMMIT.fullmatch, stamps), default=""):
+                self._last = int(name.partition(".")[0]), stamps[name]
+            return bool(name)
+        try:
+            self._handle = os.open(str(self.log.folder), os.O_RDONLY | os.O_DIRECTORY)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return self.log.newest() >= 0
 
     def close(self) -> None:
         """Let go of the log."""
@@ -358,31 +369,45 @@ class LogFollower:
             os.close(self._handle)
             self._handle = None
 
-    def read(self, version: int) -> Commit:
-        """The commit, certainly of the log that is held.
+    def look(self, version: int) -> Commit | None:
+        """The commit, certainly of the log that is held; None if there is none yet.
+
+        None costs one `stat`, or one request. A commit of an object store costs two.
 
         Raises:
-            TableGone: there is no such commit, or the table was dropped or replaced.
+            TableGone: the table was dropped or replaced.
             TableUnreadable, ValueError: see :meth:`DeltaLog.read`.
         """
-        if self.remote:
-            stamp = self.log.stamp(version)
-            commit = self.log.read(version)
-            self._check_last()
-            self._last = version, stamp
-            return commit
+        if self._store is None:
+            return self.read(version) if self.log.has(version) else None
+        try:
+            content, stamp = self._store.read_stamped(_named(version))
+        except FileNotFoundError:
+            return None
+        commit = self.log.parsed(version, content)
+        if self._last is not None:
+            self._check_last(self.log.stamp(self._last[0]))
+        self._last = version, stamp
+        return commit
+
+    def read(self, version: int) -> Commit:
+        """As :meth:`look`. Raises TableGone also if there is no such commit."""
+        if self._store is not None:
+            if (found := self.look(version)) is None:
+                raise TableGone(self.log.table.name, f"the log has no version {version}")
+            return found
         commit = self.log.read(version)
         self.check()
         return commit
 
     def check(self) -> None:
-        """Two `stat` calls; in an object store nothing, since :meth:`check_gap` and :meth:`read` notice.
+        """Two `stat` calls; in an object store nothing, since :meth:`check_gap` and :meth:`look` notice.
 
         Raises:
             TableGone: the table was dropped or replaced.
         """
         if self._handle is None:
-            assert self.remote, "open() comes first"
+            assert self._store is not None, "open() comes first"
             return
         try:
             now = os.stat(str(self.log.folder))  # noqa: PTH116 - as above
@@ -393,24 +418,31 @@ class LogFollower:
             raise TableGone(self.log.table.name, "the table was replaced")
 
     def check_gap(self, version: int) -> None:
-        """Lists the log.
+        """Lists the log; in an object store from the commit that was read last, with one request.
 
         Raises:
             TableGone: the log has later versions but not this one: it was cleaned up before it was read. Or, in an
                 object store, the table was dropped or replaced.
         """
-        newest = self.log.newest(known=version - 1)
-        if newest > version and not self.log.has(version):
+        if self._store is None:
+            newest = self.log.newest(known=version - 1)
+            missing = newest > version and not self.log.has(version)
+        else:
+            last = version if self._last is None else self._last[0]
+            start = min(version, last)
+            stamps = self._store.stamps(_named(start - 1) if start > 0 else "")
+            newest = max((int(match[1]) for match in map(_COMMIT.fullmatch, stamps) if match), default=-1)
+            missing = newest > version and _named(version) not in stamps
+            if self._last is not None:
+                self._check_last(stamps.get(_named(last)), newest)
+        if missing:
             raise TableGone(self.log.table.name, f"the log goes on at {newest} without version {version}")
-        if self.remote:
-            self._check_last()
 
-    def _check_last(self) -> None:
-        if self._last is None:
-            return
+    def _check_last(self, found: Stamp | None, newest: int | None = None) -> None:
+        """Compare what stands where the last commit was read; ``newest``: of the log, if known."""
+        assert self._last is not None
         version, stamp = self._last
-        found = self.log.stamp(version)
-        if found is None and self.log.newest() < version:
+        if found is None and (self.log.newest() if newest is None else newest) < version:
             raise TableGone(self.log.table.name, "the table was dropped")
         if found is not None and found != stamp:
             raise TableGone(self.log.table.name, "the table was replaced")

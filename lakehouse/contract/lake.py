@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -202,13 +202,17 @@ class Lake:
         """Rejected events of every source."""
         return self.table("silver", QUARANTINE)
 
-    def tables(self) -> list[TableRef]:
-        """All tables that exist, in order of layer and name."""
+    def tables(self, layers: Sequence[str] = LAYERS, but: Collection[str] = ()) -> list[TableRef]:
+        """All tables that exist, in order of layer and name. In an object store a request a layer and a table.
+
+        Args:
+            but: names to leave out.
+        """
         return [
             TableRef(layer, folder.name, folder)
-            for layer in LAYERS
-            for folder in sorted(_folders(self.root / layer))
-            if DeltaLog(folder).exists()
+            for layer in layers
+            for folder in sorted(_folders(self.root / layer), key=str)
+            if folder.name not in but and DeltaLog(folder).exists()
         ]
 
     def find(self, name: str) -> TableRef:

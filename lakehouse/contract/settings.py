@@ -326,7 +326,7 @@ def leaves(node: Any, at: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted key and value of every setting."""
     for one in dataclasses.fields(node):
         value = getattr(node, one.name)
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(value) and not isinstance(value, StorePath):
             yield from leaves(value, f"{at}{one.name}.")
         else:
             yield f"{at}{one.name}", value

@@ -1,9 +1,9 @@
 """Where a lake lies: in a folder of this machine, or below a prefix of an object store.
 
 A path of an object store is a :class:`StorePath`. It has the operations of ``pathlib.Path`` that tables and small state
-need, with the same errors. The stores are those of obstore, which delta-rs reaches by the same code: ``s3://``,
-``abfss://`` and ``gs://``. Credentials and endpoint come from the environment (``AWS_ACCESS_KEY_ID``,
-``AWS_ENDPOINT_URL``, …), for both alike.
+need, with the same errors; a store that does not answer within ten seconds raises OSError, and that is logged once. The
+stores are those of obstore, which delta-rs reaches by the same code: ``s3://``, ``abfss://`` and ``gs://``. Credentials
+and endpoint come from the environment (``AWS_ACCESS_KEY_ID``, ``AWS_ENDPOINT_URL``, …), for both alike.
 
 A PUT is whole or not at all, and one that must create an object is refused if the object exists. Everything here blocks
 for one request, or for one a thousand objects that are listed.
@@ -11,17 +11,21 @@ for one request, or for one a thousand objects that are listed.
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import logging
 import os
 import re
 import secrets
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 from functools import cache
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem
 
@@ -29,11 +33,22 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.dataset as ds
     import pyarrow.parquet as pq
+    from obstore import ObjectMeta
     from obstore.store import ObjectStore
 
 _URL = re.compile(r"(?P<store>(?P<scheme>[a-z][a-z0-9]*)://[^/]+)(?P<key>/.*)?")
 _SCHEMES = ("s3", "s3a", "abfss", "abfs", "gs")
 _SPARK_SCHEMES = {"s3": "s3a"}
+_RETRIES: Any = {
+    "max_retries": 20,
+    "retry_timeout": timedelta(seconds=10),
+    "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=1), "base": 2},
+}
+_FAILED_REQUEST = re.compile(r"Error performing (?P<request>[A-Z]+ \S+).*?(?: - (?P<why>[^\n]{0,120}))?$", re.MULTILINE)
+_AWAY = re.compile(r"the object store does not do it: |Error performing [A-Z]+ |Generic \w+ error|\bfs\.s3a\.")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +113,7 @@ class StorePath:
         """Whether there are objects below this prefix."""
         import obstore
 
-        found = obstore.list(self._store, self._key + "/", chunk_size=1)
-        return any(len(some) for some in found)
+        return _ask(lambda: any(len(page) for page in obstore.list(self._store, self._key + "/", chunk_size=1)))
 
     def exists(self) -> bool:
         """Whether there is an object of this name, or one below it."""
@@ -110,17 +124,23 @@ class StorePath:
         import obstore
 
         try:
-            found = obstore.head(self._store, self._key)
+            return _stamped(_ask(obstore.head, self._store, self._key))
         except FileNotFoundError:
             return None
-        written: datetime = found["last_modified"]
-        return Stamp(str(found["e_tag"]), int(written.timestamp() * 1e9))
+
+    def read_stamped(self) -> tuple[bytes, Stamp]:
+        """The object and its stamp, in one request. Raises FileNotFoundError."""
+        import obstore
+
+        def read() -> tuple[bytes, Stamp]:
+            found = obstore.get(self._store, self._key)
+            return bytes(found.bytes()), _stamped(found.meta)
+
+        return _ask(read)
 
     def read_bytes(self) -> bytes:
         """The object. Raises FileNotFoundError."""
-        import obstore
-
-        return bytes(obstore.get(self._store, self._key).bytes())
+        return self.read_stamped()[0]
 
     def read_text(self, encoding: str = "utf-8", errors: str = "strict") -> str:
         """The object as text. Raises FileNotFoundError."""
@@ -130,7 +150,7 @@ class StorePath:
         """Write the object, whole or not at all."""
         import obstore
 
-        obstore.put(self._store, self._key, data)
+        _ask(obstore.put, self._store, self._key, data)
 
     def create(self, data: bytes) -> bool:
         """Write the object unless there is one of this name; False if there is."""
@@ -138,7 +158,7 @@ class StorePath:
         from obstore.exceptions import AlreadyExistsError
 
         try:
-            obstore.put(self._store, self._key, data, mode="create")
+            _ask(obstore.put, self._store, self._key, data, mode="create")
         except AlreadyExistsError:
             # A request that is repeated because its answer was lost finds its own object.
             return self.read_bytes() == data
@@ -148,27 +168,25 @@ class StorePath:
         """Bytes of the objects directly below, by name."""
         import obstore
 
-        found = obstore.list_with_delimiter(self._store, self._key + "/")["objects"]
+        found = _ask(obstore.list_with_delimiter, self._store, self._key + "/")["objects"]
         return {each["path"].rpartition("/")[2]: int(each["size"]) for each in found}
 
     def contents_stamp(self) -> int:
         """Changes with the objects below; 0: there are none."""
-        import obstore
-
-        found = [(each["path"], each["e_tag"]) for some in obstore.list(self._store, self._key + "/") for each in some]
+        found = [(name, each["e_tag"]) for name, each in self._below()]
         return hash(tuple(found)) if found else 0
 
     def upload(self, file: Path) -> None:
         """Write the object from a local file, in parts if it is large."""
         import obstore
 
-        obstore.put(self._store, self._key, file)
+        _ask(obstore.put, self._store, self._key, file)
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Remove the object. A store does not say whether there was one."""
         import obstore
 
-        obstore.delete(self._store, self._key)
+        _ask(obstore.delete, self._store, self._key)
 
     # --- prefixes
 
@@ -179,18 +197,28 @@ class StorePath:
         """Objects and prefixes directly below."""
         import obstore
 
-        found = obstore.list_with_delimiter(self._store, self._key + "/")
+        found = _ask(obstore.list_with_delimiter, self._store, self._key + "/")
         for key in [*found["common_prefixes"], *(each["path"] for each in found["objects"])]:
             yield self / key.rstrip("/").rpartition("/")[2]
 
     def names(self, after: str = "") -> Iterator[str]:
         """Names of the objects below, in order, from behind ``after``; those of deeper prefixes with a slash."""
+        return (name for name, _ in self._below(after))
+
+    def stamps(self, after: str = "") -> dict[str, Stamp]:
+        """As :meth:`names`, with the objects' stamps."""
+        return {name: _stamped(found) for name, found in self._below(after)}
+
+    def _below(self, after: str = "") -> list[tuple[str, ObjectMeta]]:
         import obstore
 
         start = f"{self._key}/"
-        for some in obstore.list(self._store, start, offset=start + after if after else None):
-            for found in some:
-                yield found["path"].removeprefix(start)
+
+        def listed() -> list[tuple[str, ObjectMeta]]:
+            pages = obstore.list(self._store, start, offset=start + after if after else None)
+            return [(found["path"].removeprefix(start), found) for page in pages for found in page]
+
+        return _ask(listed)
 
     def glob(self, pattern: str) -> Iterator[StorePath]:
         """Objects directly below, by the pattern of their names."""
@@ -202,7 +230,7 @@ class StorePath:
 
         keys = [f"{self._key}/{name}" for name in self.names()]
         if keys:
-            obstore.delete(self._store, keys)
+            _ask(obstore.delete, self._store, keys)
 
     @property
     def _store(self) -> ObjectStore:
@@ -221,7 +249,70 @@ def _opened(bucket: str) -> ObjectStore:
     if bucket.startswith("s3"):
         options["conditional_put"] = "etag"
         bucket = bucket.replace("s3a://", "s3://")
-    return from_url(bucket, **options)
+    return from_url(bucket, retry_config=_RETRIES, **options)
+
+
+class _Outage:
+    """Says once that the store does not answer, and once that it does again."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._since: float | None = None
+
+    def failed(self, why: str) -> None:
+        with self._lock:
+            if self._since is None:
+                self._since = time.monotonic()
+                log.warning("the object store cannot be used: %s. What needs it is tried again until it answers", why)
+
+    def answered(self) -> None:
+        if self._since is not None:
+            with self._lock:
+                since, self._since = self._since, None
+            if since is not None:
+                log.warning("the object store answers again, after %.0f s", time.monotonic() - since)
+
+
+_outage = _Outage()
+
+
+def _ask(request: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
+    """Ask the store. Its errors have no common base with those of files: here they become one."""
+    from obstore.exceptions import AlreadyExistsError, BaseError
+
+    try:
+        found = request(*args, **kwargs)
+    except AlreadyExistsError:
+        _outage.answered()
+        raise
+    except BaseError as error:
+        why = _gist(str(error))
+        _outage.failed(why)
+        raise OSError(errno.EIO, f"the object store does not do it: {why}") from None
+    except FileNotFoundError:
+        _outage.answered()
+        raise
+    _outage.answered()
+    return found
+
+
+def _gist(text: str) -> str:
+    """What is worth reading of a store's error: the request, and the answer."""
+    found = _FAILED_REQUEST.search(text)
+    code = re.search(r"<Code>(\w+)</Code>", text)
+    said = f"{found['request']}: {found['why'] or 'no answer'}" if found else text.strip().partition("\n")[0][:200]
+    return f"{said} ({code[1]})" if code else said
+
+
+def is_away(error: BaseException) -> bool:
+    """Whether an object store did not do what it was asked for, by obstore, delta-rs or Hadoop's S3A."""
+    return _AWAY.search(str(error)) is not None
+
+
+def _stamped(found: ObjectMeta) -> Stamp:
+    written: datetime = found["last_modified"]
+    # A listing says milliseconds, and the object itself whole seconds.
+    return Stamp(str(found["e_tag"]).strip('"'), int(written.timestamp()) * 1_000_000_000)
 
 
 def lake_path(text: str | Path | StorePath) -> LakePath:

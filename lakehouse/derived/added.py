@@ -23,6 +23,7 @@ from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline
 from lakehouse.contract.pipeline.added import OWNER, Declared, QuerySpec, State
 from lakehouse.contract.settings import Settings
+from lakehouse.contract.storage import is_away
 from lakehouse.derived.derivations import Derivations, forget, query_name
 from lakehouse.live import LiveOptions, LiveProducts
 from lakehouse.lock import WriterLocks
@@ -139,7 +140,7 @@ class AddedQueries:
                 self._derivations.add(spec.view())
         except Exception as error:  # noqa: BLE001 - whatever it is, it is this query's alone, and is told
             locks.__exit__(None, None, None)
-            if not self._stop.is_set():
+            if not self._stop.is_set() and not is_away(error):
                 self._fail(spec, said(error))
             return
         self._running[spec.name] = _Running(spec, locks, live)
@@ -183,6 +184,8 @@ class AddedQueries:
             return
         error = running.live.error
         self._end(running.spec.name)
+        if error is not None and is_away(error):
+            return  # it begins again when the store answers
         self._fail(running.spec, said(error) if error is not None else "it was stopped from outside")
 
     def _end(self, name: str) -> None:

@@ -7,6 +7,7 @@ otherwise or the driver starts again; the others go on.
 
 from __future__ import annotations
 
+import errno
 import logging
 import shutil
 import threading
@@ -24,7 +25,7 @@ from lakehouse.contract.pipeline.added import MAX_COLUMNS, OWNER, Declared, Quer
 from lakehouse.contract.pipeline.folder import Alert, in_order
 from lakehouse.contract.pipeline.tenants import border_of
 from lakehouse.contract.settings import Settings
-from lakehouse.contract.storage import remove_tree
+from lakehouse.contract.storage import is_away, remove_tree
 from lakehouse.derived.alerts import AlertBook, Watcher
 from lakehouse.derived.follow import Follower
 from lakehouse.derived.views import ViewEngine, ViewKeeper
@@ -256,6 +257,8 @@ class Derivations:
         self._told.pop(name, None)
 
     def _fail(self, name: str, error: QueryError) -> None:
+        if is_away(error):
+            raise OSError(errno.EIO, str(error))  # everything is taken up again when the store answers
         log.error("%s failed: %s", name, error)
         self._failed.add(name)
         self._tell(name, State("failed", str(error)))

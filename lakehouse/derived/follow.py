@@ -92,10 +92,9 @@ class Follower:
 
         If files of that version were removed meanwhile, go to the newest.
         """
-        if not self._follower.log.has(self.version + 1):
-            return False
         try:
-            commit = self._follower.read(self.version + 1)
+            if (commit := self._follower.look(self.version + 1)) is None:
+                return False
             facts = CommitFacts.of(self.table.name, commit)
         except (TableGone, ValueError):  # replaced, which the next turn finds; or not written to its end
             return False

@@ -14,7 +14,7 @@ from typing import Literal
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from deltalake import CommitProperties, DeltaTable, Schema, write_deltalake
+from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties, Schema, write_deltalake
 
 from lakehouse.contract import lake as names
 from lakehouse.contract.lake import TableRef
@@ -248,7 +248,7 @@ class ProductStore:
 
     def _ensure(self, schema: pa.Schema) -> DeltaTable:
         self.operator.describe(schema)
-        if not self.table.exists():
+        if self._delta is None and not self.table.exists():
             self.table.create(self._empty().schema, self._configuration())
         return self._open()
 
@@ -302,6 +302,8 @@ class ProductStore:
             predicate=predicate,
             schema_mode="overwrite" if evolve and not self._fits() else None,
             commit_properties=mark.commit_properties(),
+            # Checkpoints and cleaning are maintenance's, outside the batch.
+            post_commithook_properties=PostCommitHookProperties(create_checkpoint=False, cleanup_expired_logs=False),
         )
 
     def _fits(self) -> bool:

@@ -8,6 +8,7 @@ another schema. Then the state is loaded again and compared.
 
 from __future__ import annotations
 
+import errno
 import math
 import re
 from bisect import bisect_right
@@ -24,7 +25,7 @@ from deltalake.exceptions import DeltaError, TableNotFoundError
 from lakehouse.contract.deltalog import AddedFile, Commit, DeltaLog, TableGone, TableUnreadable
 from lakehouse.contract.lake import PROPERTY_FOLD, PROPERTY_KEY, PROPERTY_ORDER, CommitFacts
 from lakehouse.contract.rows import Fold, Key, Row, names_in
-from lakehouse.contract.storage import LakePath, parquet_file
+from lakehouse.contract.storage import LakePath, is_away, parquet_file
 from serve.core.messages import is_binary, rows_of
 from serve.core.model import DEFAULT_RETENTION_MS, TableChange, TableInfo, in_order
 from serve.errors import PositionExpired, SqlError
@@ -306,6 +307,8 @@ class TableReader:
         except (TableNotFoundError, FileNotFoundError) as error:
             raise TableGone(name, f"there is no table: {error}") from None
         except (DeltaError, OSError) as error:
+            if is_away(error):  # the table is as it was
+                raise OSError(errno.EIO, str(error).splitlines()[0]) from error
             raise TableGone(name, f"version {version} cannot be loaded: {str(error).splitlines()[0]}") from error
         described = describe(name, metadata)
         self._described = described

@@ -1,8 +1,9 @@
 """The lake's tables in memory: finds them, follows each with one tail, tells the hub, and replays older changes.
 
 A product's rows are refreshed ahead: the tail applies a commit before anybody asks. A tick of a tail is two `stat`
-calls in the event loop: is there a next version, and is the log still the same folder? A table that was dropped and
-built again starts over under the same name. Files are read off the loop and the state is changed on it, so that readers
+calls in the event loop: is there a next version, and is the log still the same folder? In an object store it is one
+request in a thread, the rarer the longer a table stands still. A table that was dropped and built again starts over
+under the same name. Files are read off the loop and the state is changed on it, so that readers
 on the loop see whole versions only. Nothing is written here.
 
 A subscriber whose position is older than the ring is replayed from the Delta log, also one that another process served
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +31,7 @@ from lakehouse.contract.pipeline import Source
 from lakehouse.contract.pipeline.added import Declared, QuerySpec
 from lakehouse.contract.pipeline.product import EVERYTHING, ChannelSpec
 from lakehouse.contract.pipeline.tenants import TenantBorder
-from lakehouse.contract.storage import LakePath
+from lakehouse.contract.storage import LakePath, is_away
 from serve.core.channel import NOT_SERVED, channel_problem, finished, opened_view
 from serve.core.hub import Hub
 from serve.core.messages import Message, change_messages
@@ -48,7 +50,7 @@ BRONZE = LAYERS[0]
 WARM_VERSIONS = 64
 _SCAN_S = 0.5
 _WANTED_MS = 60_000  # a bronze table is followed for so long after its last subscriber
-_REMOTE_SCAN_S = 5.0
+_REMOTE_SCAN_S = 10.0
 _UNREADABLE_RETRY_S = 5.0
 _FAILED_RETRY_S = 1.0
 _FIRST_LOOK_S = 5.0
@@ -56,8 +58,9 @@ _AHEAD_MS = 5_000
 _WINDOW_LOOK_S = 0.01
 _LONGEST_LOOK_S = 0.25
 _REPLAYS = 4  # at a time; others wait
-# In an object store, where each look is a request: seconds between two, and how long a table counts as busy.
-_REMOTE_BUSY_S, _REMOTE_IDLE_S, _REMOTE_QUIET_AFTER_S, _REMOTE_GAP_CHECK_S = 0.1, 1.3, 5.0, 15.0
+# In an object store each look is a request: seconds between two, a share of the time since the last commit.
+_REMOTE_SHARE, _REMOTE_LEAST_S, _REMOTE_MOST_S = 0.05, 0.1, 2.0
+_REMOTE_GAP_CHECK_S = 15.0
 _GAP_CHECK_S = 2.0  # how often to check whether a missing version was cleaned up
 _HALF_WRITTEN_TRIES = 40
 _AGAIN_S = 0.5
@@ -128,11 +131,13 @@ class Tail:
 
     async def _open(self) -> TableState:
         while True:
-            if await self._call(self._follower.open):
-                try:
+            try:
+                if await self._call(self._follower.open):
                     return await self._call(self._load)
-                except TableGone as gone:  # being built or dropped at this moment
-                    log.info("waiting for a table: %s", gone)
+            except TableGone as gone:  # being built or dropped at this moment
+                log.info("waiting for a table: %s", gone)
+            except OSError as error:
+                self._say_later("it cannot be opened yet", error)
             await asyncio.sleep(max(self._poll, 0.1))
 
     def _load(self) -> TableState:
@@ -154,7 +159,7 @@ class Tail:
                 commit = await self._next_commit(state.version + 1)
                 return await self._call(self._reader.prepare, state, commit)
             except OSError as error:
-                log.warning("%s: version %d cannot be read yet: %s", self.folder.name, state.version + 1, error)
+                self._say_later(f"version {state.version + 1} cannot be read yet", error)
                 await asyncio.sleep(_AGAIN_S)
 
     async def _next_commit(self, version: int) -> Commit:
@@ -165,11 +170,11 @@ class Tail:
         look_at = loop.time() + gap_check_s
         tries = 0
         while True:
-            there = await self._call(follower.log.has, version) if follower.remote else follower.log.has(version)
-            if there:
-                self._seen_at = loop.time()
+            if follower.remote or follower.log.has(version):
                 try:
-                    return await self._call(follower.read, version)
+                    if (commit := await self._call(follower.look, version)) is not None:
+                        self._seen_at = loop.time()
+                        return commit
                 except ValueError:  # some file systems show a file before all of it is written
                     tries += 1
                     if tries > _HALF_WRITTEN_TRIES:
@@ -181,10 +186,13 @@ class Tail:
                 await self._call(follower.check_gap, version)
 
     def _pause(self, now: float) -> float:
-        """Seconds to the next look. A look at an object store is a request: rare for a table that does not change."""
+        """Seconds to the next look."""
         if not self._follower.remote:
             return to_next_beat(now, self._poll)
-        return _REMOTE_BUSY_S if now - self._seen_at < _REMOTE_QUIET_AFTER_S else _REMOTE_IDLE_S
+        return min(_REMOTE_MOST_S, max(_REMOTE_LEAST_S, _REMOTE_SHARE * (now - self._seen_at)))
+
+    def _say_later(self, what: str, error: OSError) -> None:
+        log.log(logging.DEBUG if is_away(error) else logging.WARNING, "%s: %s: %s", self.folder.name, what, error)
 
     async def _call(self, function: Callable[..., _T], *arguments: object) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
@@ -469,7 +477,10 @@ class Tables:
             if changed is not None:
                 await self._redeclare(*changed)
             await loop.run_in_executor(self._executor, self._enter_queries)
-        for table in await loop.run_in_executor(self._executor, self.lake.tables):
+        unserved = {name for name, problem in self.problems.items() if problem == NOT_SERVED}
+        layers = LAYERS if self._used else LAYERS[1:]
+        look = functools.partial(self.lake.tables, layers, self._tails.keys() | unserved)
+        for table in await loop.run_in_executor(self._executor, look):
             if not self._hub.specs.get(table.name, EVERYTHING).served:
                 self.problems[table.name] = NOT_SERVED
             elif table.name not in self._tails and (table.layer != BRONZE or table.name in self._used):

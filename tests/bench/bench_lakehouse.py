@@ -45,8 +45,10 @@ from ingest.broker import EmbeddedBroker
 from ingest.kafka import ensure_topics
 from jobs.local.stack import DRIVER
 from lakehouse.contract import lake as names
+from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, load_pipeline
+from lakehouse.contract.storage import LakePath
 from tests.bench.cpu import cpu_s
 from tests.bench.lakehouse_cases import CASES
 
@@ -94,7 +96,7 @@ class Site:
     bootstrap: str
     sent: list[Sent] = field(default_factory=list)
 
-    def products(self) -> list[Path]:
+    def products(self) -> list[LakePath]:
         """Folders of the products."""
         return [self.lake.table(p.layer, p.name).path for p in self.pipeline.products.values()]
 
@@ -123,7 +125,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         broker = EmbeddedBroker(folder / "broker", die_with_parent=True)
         bootstrap = broker.start()
         try:
-            site = _site(folder, options.case, "filled", bootstrap)
+            site = site_at(folder, options.case, "filled", bootstrap)
             steps: dict[str, Callable[[], dict[str, Any]]] = {
                 "fill": lambda: fill(site, options.events),
                 "catch-up": lambda: catch_up(site),
@@ -230,7 +232,7 @@ def plain(site: Site, folder: Path, trickle: float) -> dict[str, Any]:
 def sustained(folder: Path, site: Site, rate: float, seconds: float, warm: int) -> dict[str, Any]:
     """Step 3."""
     err.print(f"Sustained: {rate:,.0f} events/s for {seconds:.0f} s, after {warm:,} …")
-    fresh = _site(folder, site.case, f"sustained-{time.time_ns()}", site.bootstrap)
+    fresh = site_at(folder, site.case, f"sustained-{time.time_ns()}", site.bootstrap)
     with Driver(fresh) as driver:
         for part in (min(warm, 20_000), max(0, warm - 20_000)):
             if part:
@@ -264,7 +266,7 @@ def growth(folder: Path, site: Site, rate: float) -> dict[str, Any]:
     few = rows // 1000
     if few < 100:
         raise SystemExit(f"the lake has {rows:,} rows, too few to compare with: run fill and catch-up before growth")
-    empty = _site(folder, site.case, f"empty-{time.time_ns()}", site.bootstrap)
+    empty = site_at(folder, site.case, f"empty-{time.time_ns()}", site.bootstrap)
     latency = {}
     for name, place in (("empty", empty), ("full", site)):
         err.print(f"Growth: {rate:,.0f} events/s on the {name} lake …")
@@ -289,7 +291,7 @@ def growth(folder: Path, site: Site, rate: float) -> dict[str, Any]:
 # Parts
 
 
-def _site(folder: Path, case: str, name: str, bootstrap: str) -> Site:
+def site_at(folder: Path, case: str, name: str, bootstrap: str, lake: Lake | None = None) -> Site:
     """A lake with the case's pipeline on a topic of its own; what was sent to it in an earlier run is known."""
     place = folder / f"{case}-{name}"
     made, found = CASES[case], place / "pipeline"
@@ -303,7 +305,7 @@ def _site(folder: Path, case: str, name: str, bootstrap: str) -> Site:
     source = pipeline.sources[made.source]
     ensure_topics(bootstrap, [source])
     sent = [Sent.read(file) for file in sorted(place.glob("sent-*.npz"))]
-    return Site(case, Lake(place / "lake"), place, pipeline, source.topic, bootstrap, sent)
+    return Site(case, lake or Lake(place / "lake"), place, pipeline, source.topic, bootstrap, sent)
 
 
 def feed(site: Site, events: int, rate: float = 0.0, seed: int = 1) -> Sent:
@@ -325,6 +327,7 @@ class Driver:
     def __enter__(self) -> Driver:
         command = [sys.executable, "-m", "jobs.cli", "run", "--lake", str(self._site.lake.root)]
         command += ["--pipeline", str(self._site.pipeline.path.parent), "--set", f"kafka={self._site.bootstrap}"]
+        command += ["--set", f"work={self._site.lake.state}"]
         marker = self._site.lake.state / "run" / DRIVER
         marker.unlink(missing_ok=True)
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -339,30 +342,19 @@ class Driver:
         _end(self._process)
 
 
-def _commits(table: Path) -> list[Commit]:
+def _commits(table: LakePath) -> list[Commit]:
     """When each commit that says how far it reaches was made (ms since the epoch), and how far."""
-    found = []
-    for file in sorted((table / "_delta_log").glob("[0-9]*.json")):
-        for line in file.read_text(encoding="utf-8").splitlines():
-            if line.startswith('{"commitInfo"'):
-                info = json.loads(line)["commitInfo"]
-                if names.COMMIT_THROUGH in info:
-                    found.append((float(file.stat().st_mtime * 1000), json.loads(info[names.COMMIT_THROUGH])))
-    return found
+    infos = [info for _, info in DeltaLog(table).infos() if names.COMMIT_THROUGH in info]
+    return [(float(info["timestamp"]), json.loads(info[names.COMMIT_THROUGH])) for info in infos]
 
 
 def _wait_for(site: Site, sent: Sent) -> float:
     """Wait until every product holds all that was sent; when the last of them did, ms since the epoch."""
     ends = sent.ends(site.topic)
 
-    def reached(table: Path) -> bool:
-        newest = sorted((table / "_delta_log").glob("[0-9]*.json"))[-50:]
-        for file in reversed(newest):
-            for line in file.read_text(encoding="utf-8").splitlines():
-                if line.startswith('{"commitInfo"') and names.COMMIT_THROUGH in line:
-                    through = json.loads(json.loads(line)["commitInfo"][names.COMMIT_THROUGH])
-                    return all(through.get(place, 0) >= end for place, end in ends.items())
-        return False
+    def reached(table: LakePath) -> bool:
+        through = json.loads(DeltaLog(table).newest_info(names.COMMIT_THROUGH) or "{}")
+        return all(through.get(place, 0) >= end for place, end in ends.items())
 
     _until(lambda: all(reached(table) for table in site.products()))
     return max(

@@ -67,11 +67,13 @@ class Code:
         commit: full hash, with ``-dirty`` if files differ from it; empty: not asked for.
         root: its folder.
         environment: variables added to ours.
+        lake: where to; None: a new one on this machine.
     """
 
     commit: str
     root: Path
     environment: Mapping[str, str] = field(default_factory=dict)
+    lake: Lake | None = None
 
 
 def main() -> int:
@@ -211,10 +213,10 @@ def measure_millrace(code: Code, seconds: float, rate: float) -> dict[str, Any]:
     """The demo's own figures, and the driver's CPU."""
     err.print(f"Millrace: {seconds:.0f} s at {rate:,.0f} events/s …")
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
-        lake = Path(folder) / "lake"
-        command = ["demo", "--no-browser", "--json", "--port", "0", "--lake", str(lake)]
+        lake = code.lake or Lake(Path(folder) / "lake")
+        command = ["demo", "--no-browser", "--json", "--port", "0", "--lake", str(lake.root)]
         with running_millrace(code, *command, "--seconds", str(seconds), "--rate", str(rate)) as process:
-            cpu = _driver_cpu(process, Lake(lake), seconds)
+            cpu = _driver_cpu(process, lake, seconds)
             said = process.communicate()[0].strip()
     if not said:
         raise SystemExit(f"the demo ended with status {process.returncode}")

@@ -14,11 +14,9 @@ import functools
 import json
 import os
 import random
-import shutil
 import signal
-import subprocess
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -29,6 +27,7 @@ from jobs.local.stack import free_port
 from lakehouse.contract.envelope import Envelope
 from tests.chaos.agent import fill
 from tests.chaos.bronze import check_bronze
+from tests.chaos.disk import small_disk
 from tests.chaos.installation import Advertising
 from tests.chaos.proxy import Link
 from tests.chaos.rig import KEYS, Rig
@@ -165,21 +164,6 @@ async def test_the_disk_is_full(broker: EmbeddedBroker, tmp_path: Path) -> None:
         await asyncio.to_thread(check, broker.bootstrap, "chaos-disk", rig.acknowledged)
     finally:
         await rig.kill()
-
-
-@contextlib.contextmanager
-def small_disk(folder: Path) -> Iterator[Path]:
-    """A file system of 16 MiB; the test is skipped where none may be mounted."""
-    mount, umount = shutil.which("mount"), shutil.which("umount")
-    folder.mkdir()
-    if not (mount and umount):
-        pytest.skip("there is no mount")
-    if subprocess.run([mount, "-t", "tmpfs", "-o", "size=16m", "tmpfs", folder], capture_output=True).returncode:
-        pytest.skip("mounting a tmpfs needs more rights")
-    try:
-        yield folder
-    finally:
-        subprocess.run([umount, "--lazy", folder], check=True)
 
 
 @pytest.mark.chaos

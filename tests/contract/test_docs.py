@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lakehouse.contract.settings import Settings, leaves
+from tests.bench.scale import table
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -42,3 +43,7 @@ def test_a_page_names_what_exists(page: Path) -> None:
     named = {word for word in code_of(page) if re.split(r"[./]", word)[0] in (*TOPS, *SECTIONS)}
     unknown = {word for word in named if re.search(r"\w[./]\w", word) and not exists(word)}
     assert not unknown
+
+
+def test_scale_page_has_the_table_of_the_simulation() -> None:
+    assert table() in (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")

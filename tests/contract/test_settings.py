@@ -56,9 +56,10 @@ def test_an_assignment_goes_before_the_environment() -> None:
             load_settings(environ, [wrong])
 
 
-def test_a_child_gets_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("lake", ["/a", "s3://bucket/a"])
+def test_a_child_gets_the_same_settings(monkeypatch: pytest.MonkeyPatch, lake: str) -> None:
     monkeypatch.setenv("MILLRACE_SERVE_PORT", "9000")
-    settings = load_settings(lake=Path("/a"), kafka__bootstrap="h:1", collect__port=0, spark__rehearse=False)
+    settings = load_settings(lake=lake, kafka__bootstrap="h:1", collect__port=0, spark__rehearse=False)
     lake, pipeline, *rest = child_arguments(settings)[1::2]
     assert load_settings(lake=lake, pipeline=pipeline, assignments=rest) == settings
     assert "serve.port=9000" not in rest, "it is inherited"

@@ -12,6 +12,7 @@ import pyarrow as pa
 from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
 
 from lakehouse.contract import lake
+from lakehouse.contract.storage import LakePath
 
 WINDOW = datetime(2026, 1, 1, tzinfo=UTC)
 TIME = pa.timestamp("us", "UTC")
@@ -48,19 +49,19 @@ def window(number: int) -> datetime:
 class Product:
     """One product table, made if it is absent, and its writer."""
 
-    def __init__(self, folder: Path, schema: pa.Schema, configuration: dict[str, str]) -> None:
+    def __init__(self, folder: LakePath, schema: pa.Schema, configuration: dict[str, str]) -> None:
         self.folder = folder
         self.schema = schema
         folder.parent.mkdir(parents=True, exist_ok=True)
         self.table = DeltaTable.create(
-            folder, schema, mode="ignore", configuration=configuration, raise_if_key_not_exists=False
+            str(folder), schema, mode="ignore", configuration=configuration, raise_if_key_not_exists=False
         )
         self.batch = 0
 
     @property
     def version(self) -> int:
         """Newest version."""
-        return DeltaTable(self.folder).version()
+        return DeltaTable(str(self.folder)).version()
 
     def properties(self) -> CommitProperties:
         """What a product commit carries."""
@@ -99,7 +100,7 @@ class Product:
         self.table.optimize.compact()
 
 
-def top_topics(root: Path) -> Product:
+def top_topics(root: LakePath) -> Product:
     """gold/top_topics, empty."""
     return Product(root / "gold" / "top_topics", TOPICS, {lake.PROPERTY_KEY: "window_start,rank"})
 
