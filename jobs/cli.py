@@ -12,7 +12,8 @@ from typer.core import TyperGroup
 from jobs.commands import care, collecting, control, load, machine, parts, project, query, tables
 from jobs.console import choose, print_problems
 from jobs.local.supervise import exit_status, follow_parent
-from lakehouse.contract.errors import MillraceError
+from lakehouse.contract.errors import EnvironmentProblem, MillraceError
+from lakehouse.contract.storage import is_away
 
 _SHARED = ("--lake", "--pipeline", "--set")
 _EPILOG = "Every command also takes --lake, --pipeline and --set: see millrace --help."
@@ -119,6 +120,12 @@ def main() -> None:
     except MillraceError as error:
         print_problems([error])
         sys.exit(exit_status(error))
+    except Exception as error:
+        if not is_away(error):
+            raise
+        problem = EnvironmentProblem(str(error).strip().splitlines()[0], "Start it again when the store answers")
+        print_problems([problem])
+        sys.exit(exit_status(problem))
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -206,7 +206,12 @@ class PipelineQueries:
             return
         self._due = math.inf
         changes.tell(self._pipeline)
-        self._apply(self._pipeline)
+        try:
+            self._apply(self._pipeline)
+        except Exception as error:
+            if not is_away(error):
+                raise
+            self._due = time.monotonic() + _AWAY_RETRY_S
 
     def check(self) -> None:
         """Raise why a part ended.

@@ -253,9 +253,14 @@ def _opened(bucket: str) -> ObjectStore:
 
 
 class _Outage:
-    """Says once that the store does not answer, and once that it does again."""
+    """Says once that the store cannot be used in one way, and once that it can be again.
 
-    def __init__(self) -> None:
+    Args:
+        what: ``read`` or ``written``. A store without room on its disk can be read.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
         self._lock = threading.Lock()
         self._since: float | None = None
 
@@ -263,36 +268,35 @@ class _Outage:
         with self._lock:
             if self._since is None:
                 self._since = time.monotonic()
-                log.warning("the object store cannot be used: %s. What needs it is tried again until it answers", why)
+                log.warning("the object store cannot be %s: %s. It is tried until it can be", self._what, why)
 
-    def answered(self) -> None:
+    def ended(self) -> None:
         if self._since is not None:
             with self._lock:
                 since, self._since = self._since, None
             if since is not None:
-                log.warning("the object store answers again, after %.0f s", time.monotonic() - since)
+                log.warning("the object store can be %s again, after %.0f s", self._what, time.monotonic() - since)
 
 
-_outage = _Outage()
+_READS, _WRITES = _Outage("read"), _Outage("written")
 
 
 def _ask(request: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
     """Ask the store. Its errors have no common base with those of files: here they become one."""
+    import obstore
     from obstore.exceptions import AlreadyExistsError, BaseError
 
+    outage = _WRITES if request in (obstore.put, obstore.delete) else _READS
     try:
         found = request(*args, **kwargs)
-    except AlreadyExistsError:
-        _outage.answered()
+    except (AlreadyExistsError, FileNotFoundError):
+        outage.ended()
         raise
     except BaseError as error:
         why = _gist(str(error))
-        _outage.failed(why)
+        outage.failed(why)
         raise OSError(errno.EIO, f"the object store does not do it: {why}") from None
-    except FileNotFoundError:
-        _outage.answered()
-        raise
-    _outage.answered()
+    outage.ended()
     return found
 
 

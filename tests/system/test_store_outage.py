@@ -29,7 +29,7 @@ from tests.serve.lakes import Product, top_topics, topics, window
 
 pytestmark = pytest.mark.s3
 ROOT = Path(__file__).parents[2]
-GONE, BACK = "the object store cannot be used", "the object store answers again"
+GONE, BACK = "the object store cannot be", "the object store can be"
 OUTAGE_S = float(os.environ.get("OUTAGE_S", "25"))
 
 
@@ -71,7 +71,7 @@ async def test_a_server_on_another_machine_goes_on_after_an_outage(tmp_path: Pat
         with millrace(log, store, *words):
             await followed_through_an_outage(store, product, f"http://127.0.0.1:{port}", log)
     said = log.read_text()
-    assert "Traceback" not in said and said.count(GONE) == 1 and "(SlowDown)" in said
+    assert "Traceback" not in said and said.count(GONE) == said.count(BACK) == 1 and "(SlowDown)" in said
 
 
 async def followed_through_an_outage(store: CountingProxy, product: Product, url: str, log: Path) -> None:
@@ -126,8 +126,7 @@ def test_a_driver_goes_on_after_outages(broker: EmbeddedBroker, tmp_path: Path) 
         place.send()
         with place.driver(store, "one") as (process, log):
 
-            def recovered(times: int) -> None:
-                eventually(lambda: log.read_text().count(BACK) >= times, alive=lambda: process.poll() is None)
+            def recovered() -> None:
                 eventually(place.site.arrived(), alive=lambda: process.poll() is None)
 
             eventually(place.site.arrived(), alive=lambda: process.poll() is None)
@@ -135,21 +134,21 @@ def test_a_driver_goes_on_after_outages(broker: EmbeddedBroker, tmp_path: Path) 
             place.send()
             time.sleep(OUTAGE_S)
             server.start()
-            recovered(1)
+            recovered()
             store.busy = True
             place.send()
             time.sleep(OUTAGE_S)
             store.busy = False
-            recovered(2)
+            recovered()
             fill(disk / "ballast")
             place.send()
             time.sleep(OUTAGE_S)
             (disk / "ballast").unlink()
-            recovered(3)
+            recovered()
         assert_exact(place.site.lake, place.site.pipeline, place.site.records)
         said = log.read_text()
         print(json.dumps({"seconds": OUTAGE_S, "log": said.splitlines()}))
-        assert "Traceback" not in said and said.count(GONE) == 3
+        assert "Traceback" not in said and 3 <= said.count(GONE) == said.count(BACK) <= 5, "read and written, each once"
 
 
 @pytest.mark.spark
