@@ -15,7 +15,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 from ingest.broker import EmbeddedBroker
@@ -85,6 +85,7 @@ class Installation:
         folder: of everything; the lake is below ``disk``, which is a small file system where one may be mounted.
         links: by name: ``kafka``, ``senders``, ``readers``.
         starts: of the supervisor.
+        left: processes and drafts that were there after the end.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -102,6 +103,7 @@ class Installation:
         self.links = {name: Link(outer, target) for name, (outer, target) in targets.items()}
         self.small_disk = False
         self.starts = 0
+        self.left: list[str] = []
         self._process: subprocess.Popen[bytes] | None = None
 
     @contextlib.asynccontextmanager
@@ -122,6 +124,7 @@ class Installation:
                 keeper.cancel()
                 await asyncio.gather(keeper, return_exceptions=True)
                 await asyncio.to_thread(self._stop)
+                self.left = list(self._leftovers())
 
     async def ready(self) -> None:
         """Return when collector, server and driver work."""
@@ -139,22 +142,14 @@ class Installation:
             return None
         return found.get(part)
 
-    def parts(self) -> dict[str, int]:
-        """Process id by part, the supervisor and the broker among them; of those that run."""
-        names = ("up", "collect", "lakehouse", "serve", f"inbox-{SOURCE}")
-        found = {name: pid for name in names if (pid := self.pid(name)) and Path(f"/proc/{pid}").exists()}
-        broker = self.broker.pid
-        return found | ({"broker": broker} if broker else {})
-
-    def left(self) -> list[str]:
-        """Command lines of processes that name the lake."""
-        found = []
+    def _leftovers(self) -> Iterator[str]:
+        """Processes that name the lake, and drafts of files that were never put in place."""
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 if entry.name.isdigit() and str(self.lake) in command:
-                    found.append(command)
-        return found
+                    yield f"process {entry.name}: {command}"
+        yield from (f"draft {path}" for path in (self.lake / "_millrace" / "run").glob("*.new"))
 
     def _make_folders(self, stack: contextlib.AsyncExitStack) -> None:
         for folder in (self.disk, self.inbox, self.folder / "pipeline"):
