@@ -196,6 +196,7 @@ class Stack:
         self.supervisor = Supervisor()
         self.restarts_of_broker = 0
         self._parts: dict[str, int | None] = {}
+        self._unnoted: dict[str, int | None] = {}
         self._where: dict[str, str] = {}
         self.address = Address("", "", settings.kafka.bootstrap)
 
@@ -299,9 +300,15 @@ class Stack:
         parts = {name: self.supervisor.pid(name) for name in self.supervisor.restarts}
         parts["broker"] = self._broker.pid if self._broker is not None else None
         if parts != self._parts:
+            try:
+                write_note(self._lake.state / "run" / ADDRESSES, self._where)
+                write_note(self._lake.state / "run" / PARTS, parts)
+            except OSError as error:  # on a full disk the parts go on; the next call tries again
+                if parts != self._unnoted:
+                    log.warning("cannot note which parts run: %s", error)
+                self._unnoted = parts
+                return
             self._parts = parts
-            write_note(self._lake.state / "run" / ADDRESSES, self._where)
-            write_note(self._lake.state / "run" / PARTS, parts)
 
     def log_file(self, name: str) -> Path:
         """Where a part writes what it prints."""

@@ -85,7 +85,7 @@ class Installation:
         folder: of everything; the lake is below ``disk``, which is a small file system where one may be mounted.
         links: by name: ``kafka``, ``senders``, ``readers``.
         starts: of the supervisor.
-        left: processes and drafts that were there after the end.
+        left: processes that were there after the end.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -143,13 +143,12 @@ class Installation:
         return found.get(part)
 
     def _leftovers(self) -> Iterator[str]:
-        """Processes that name the lake, and drafts of files that were never put in place."""
+        """Processes that name the lake."""
         for entry in Path("/proc").iterdir():
             with contextlib.suppress(OSError):
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 if entry.name.isdigit() and str(self.lake) in command:
                     yield f"process {entry.name}: {command}"
-        yield from (f"draft {path}" for path in (self.lake / "_millrace" / "run").glob("*.new"))
 
     def _make_folders(self, stack: contextlib.AsyncExitStack) -> None:
         for folder in (self.disk, self.inbox, self.folder / "pipeline"):

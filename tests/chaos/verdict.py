@@ -49,7 +49,7 @@ class Verdict:
         lost: events that went in and are missing somewhere; gaps that a subscriber was told.
         twice: events that count more than once somewhere.
         out_of_order: places where an event, or a subscriber's counter, came before an earlier one.
-        leaks: processes, drafts and undelivered records that are left.
+        leaks: processes that are left after the end.
         findings: the same in words.
         counts: for the report.
     """

@@ -116,3 +116,16 @@ def _until(check: object) -> None:
     while not check():  # type: ignore[operator]
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_a_disk_that_takes_no_notes_ends_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    stack = Stack(load_settings({}, lake=tmp_path))
+    run = tmp_path / "_millrace" / "run"
+    run.parent.mkdir(parents=True)
+    run.write_bytes(b"")  # no file can be written below a file
+    stack.tend()
+    stack.tend()
+    assert caplog.text.count("cannot note which parts run") == 1
+    run.unlink()
+    stack.tend()
+    assert [part.name for part in parts(Lake(tmp_path))] == ["broker"]
