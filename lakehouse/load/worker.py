@@ -127,7 +127,8 @@ class FileLoader:
         self._job = job
         self._notify = notify
         self._sealer = Sealer(job.source, tenant=job.tenant, node=job.node)
-        self._committer = None if job.trial else Committer(job.lake, job.source.name, self._sealer)
+        with at_table(job.source.name):
+            self._committer = None if job.trial else Committer(job.lake, job.source.name, self._sealer)
         self._claims = FileClaims(job)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="load-commit")
         self._chunk: list[SealedSegment] = []

@@ -1,9 +1,9 @@
 """Hours at a rate, and whether every line stays flat; ``make soak ARGS="--minutes 480"``.
 
-``millrace demo`` as it is: every ten seconds the resident memory of each process, the files and versions of each
-table, the bytes of the lake, and the latency that a subscriber saw (from the collector's clock at the newest event of a
-change until the change is here). A line is flat if the median of the run's last quarter is not above that of its
-second quarter by more than the line's tolerance. Events themselves need disk; so bytes are compared a second of
+``millrace demo`` as it is: every ten seconds the resident memory of each process, the files of each table's newest
+version, the bytes of all tables, and the latency that a subscriber saw (from the collector's clock at the newest event
+of a change until the change is here). A line is flat if the median of the run's last quarter is not above that of its
+second quarter by more than the line's tolerance. Events need disk themselves; so bytes are compared a second of
 playing. Samples and plot are in ``dist/soak``; the last line is one JSON object. Exit status 1: an event was lost or
 counted twice, or a line is not flat.
 """
@@ -24,6 +24,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from deltalake import DeltaTable
+from deltalake.exceptions import DeltaError
 from websockets.asyncio.client import connect
 from websockets.exceptions import WebSocketException
 
@@ -64,15 +66,15 @@ class Watch:
 
     async def _follow(self) -> None:
         while True:
+            await asyncio.sleep(0.5)
             address = next((part.address for part in parts(Lake(self._lake)) if part.name == "serve"), "")
+            url = f"{address.replace('http', 'ws')}/v1/subscribe?table={WATCHED}"
             with contextlib.suppress(OSError, WebSocketException):
-                url = f"{address.replace('http', 'ws')}/v1/subscribe?table={WATCHED}"
-                async with connect(url, max_size=None) if address else contextlib.nullcontext([]) as messages:
-                    async for text in messages:  # type: ignore[union-attr]
+                async with connect(url, max_size=None) as messages:
+                    async for text in messages:
                         newest = json.loads(text).get("newest_at")
                         if newest:
                             self._lags.append(time.time() * 1000 - newest)
-            await asyncio.sleep(0.5)
 
     def _note(self, panel: str, line: str, value: float) -> None:
         minutes = (time.monotonic() - self._began) / 60
@@ -89,9 +91,9 @@ class Watch:
         total = 0
         for layer in ("bronze", "silver", "gold"):
             for table in (self._lake / layer).glob("*"):
-                files, size = measured(table)
-                total += size
-                self._note("files", table.name, files)
+                total += size_of(table)
+                with contextlib.suppress(DeltaError):
+                    self._note("files", table.name, len(DeltaTable(str(table)).file_uris()))
         self._bytes.append((time.monotonic(), total))
         if len(self._bytes) > 30:  # five minutes: maintenance goes in steps
             at, before = self._bytes.pop(0)
@@ -109,15 +111,14 @@ def resident_mb(pid: int) -> float:
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
-def measured(table: Path) -> tuple[int, int]:
-    """Files below a folder, and their bytes."""
-    files, size = 0, 0
-    for folder, _, names in os.walk(table):
+def size_of(folder: Path) -> int:
+    """Bytes of the files below a folder."""
+    size = 0
+    for place, _, names in os.walk(folder):
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                size += os.stat(os.path.join(folder, name)).st_size
-                files += 1
-    return files, size
+                size += os.stat(os.path.join(place, name)).st_size
+    return size
 
 
 def quarters(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:

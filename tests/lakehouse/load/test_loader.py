@@ -14,6 +14,7 @@ import pytest
 from deltalake import DeltaTable
 
 from lakehouse.errors import CommitFailed
+from lakehouse.load.commit import Ledger
 from lakehouse.load.loader import Inbox, Load, LoaderService
 from lakehouse.load.report import FileReport, LoaderMetrics
 from lakehouse.load.worker import LoadJob
@@ -103,7 +104,8 @@ def test_a_disk_that_stays_full_is_said_so(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("owner", "method"), [(pq.ParquetWriter, "write_table"), (DeltaTable, "create_write_transaction")]
+    ("owner", "method"),
+    [(pq.ParquetWriter, "write_table"), (DeltaTable, "create_write_transaction"), (Ledger, "catch_up")],
 )
 def test_what_bronze_does_not_take_is_not_called_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: type, method: str
