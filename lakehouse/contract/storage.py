@@ -44,7 +44,9 @@ _RETRIES: Any = {
     "retry_timeout": timedelta(seconds=10),
     "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=1), "base": 2},
 }
-_FAILED_REQUEST = re.compile(r"Error performing (?P<request>[A-Z]+ \S+).*?(?: - (?P<why>[^\n]{0,120}))?$", re.MULTILINE)
+_FAILED_REQUEST = re.compile(
+    r"Error performing (?P<request>[A-Z]+ \S+).*?(?: - (?P<why>[^\n<]{0,120}).*)?$", re.MULTILINE
+)
 _AWAY = re.compile(r"the object store does not do it: |Error performing [A-Z]+ |Generic \w+ error|\bfs\.s3a\.")
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
