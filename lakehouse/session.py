@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from urllib.parse import urlsplit
 
+from pyspark import SparkConf, SparkContext
 from pyspark.find_spark_home import _find_spark_home
+from pyspark.java_gateway import launch_gateway
 from pyspark.sql import SparkSession
 
 from lakehouse.contract.classdata import recording, sharing
@@ -87,6 +91,12 @@ _TUNED = {
     ),
     "spark.delta.logStore.file.impl": "io.delta.storage.LocalLogStore",
 }
+# A JVM writes these to standard error by itself, past any log configuration: of a module that spark-submit adds, and of
+# a library that Spark contains.
+_WRITTEN_AT_EACH_START = (
+    b"WARNING: Using incubator modules: ",
+    b"Warning: Java versions > Java 11 can only operate in ",
+)
 _LOOPBACK = {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
 # The same for the files themselves. On the driver's own class path, because spark-submit uses it before any jar.
 _LOCAL_FILES = "com.globalmentor.apache.hadoop.fs.NakedLocalFileSystem"
@@ -105,8 +115,6 @@ def build_session(settings: Settings, app: str, *, record_classes: Path | None =
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # of the Python workers
     submitted = "SPARK_ENV_LOADED" in os.environ or "PYSPARK_GATEWAY_PORT" in os.environ
     builder = SparkSession.builder.appName(app)
-    if not submitted:
-        builder = builder.master(settings.spark.master).config("spark.driver.memory", settings.spark.driver_memory)
     given = _given_on_submit() if submitted else {}
     s3 = str(settings.lake).startswith("s3")
     paths = [*jar_paths("spark"), *(jar_paths("s3") if s3 else [])]
@@ -128,12 +136,43 @@ def build_session(settings: Settings, app: str, *, record_classes: Path | None =
         **({} if submitted else _one_process(settings, paths)),
         **settings.spark.conf,
     }
+    if not submitted:
+        conf = {"spark.master": master, "spark.driver.memory": settings.spark.driver_memory, **conf}
+        _start_jvm(conf)
     for key, value in conf.items():
         if key not in given:
             builder = builder.config(key, value)
     session = builder.getOrCreate()
     session.sparkContext.setLogLevel("ERROR")
     return session
+
+
+def _start_jvm(conf: Mapping[str, str]) -> None:
+    """Start the JVM unless this process has one already."""
+    if SparkContext._gateway is None:
+        with _without_noise() as stderr:
+            options = SparkConf().setAll(list(conf.items()))
+            gateway = launch_gateway(options, {"stderr": stderr})  # type: ignore[no-untyped-call]
+        SparkContext._ensure_initialized(gateway=gateway)
+
+
+@contextmanager
+def _without_noise() -> Iterator[int]:
+    """A file whose lines go to standard error, less what a JVM writes at each start."""
+    source, sink = os.pipe()
+
+    def pass_on() -> None:
+        with os.fdopen(source, "rb") as lines, os.fdopen(2, "wb", closefd=False) as stderr:
+            for line in lines:
+                if not line.startswith(_WRITTEN_AT_EACH_START):
+                    stderr.write(line)
+                    stderr.flush()
+
+    Thread(target=pass_on, name="stderr of the JVM", daemon=True).start()
+    try:
+        yield sink
+    finally:
+        os.close(sink)
 
 
 def _s3_conf(environ: Mapping[str, str]) -> dict[str, str]:
@@ -172,8 +211,6 @@ def _one_process(settings: Settings, jars: Sequence[Path]) -> dict[str, str]:
 
 def _given_on_submit() -> dict[str, str]:
     """Settings that spark-submit was given; those are not overridden."""
-    from pyspark import SparkConf, SparkContext
-
     SparkContext._ensure_initialized()
     return dict(SparkConf().getAll())
 
@@ -185,7 +222,6 @@ def _onto_class_path(jars: Sequence[str]) -> bool:
         EnvironmentProblem: the driver's class loader takes no more jars.
     """
     from py4j.protocol import Py4JError  # type: ignore[import-untyped]
-    from pyspark import SparkContext
 
     assert SparkContext._jvm is not None
     java = SparkContext._jvm.java

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,6 +22,10 @@ from lakehouse.contract.pipeline.source import column_of
 if TYPE_CHECKING:
     from jobs.local.fixtures import FixtureResult
     from jobs.local.guess import Sample
+    from jobs.local.scaffold import Choices, Scaffold
+
+_ASKED = {"event_id": "event id", "key": "key", "event_time": "event time"}
+_NONE = "none"
 
 
 def init(
@@ -49,23 +55,56 @@ def init(
     parts, share = seen.event_id(time)
     key = seen.key(parts)
     _show_fields(seen)
-    guesses = [
-        ("event id", ":".join(f"{{{leaf.dotted}}}" for leaf in parts), f"{share:.1%} of events have one of their own"),
-        ("key", f"{{{key.dotted}}}" if key else "", f"{key.filled:.1%} of events have it" if key else ""),
-        ("event time", time.sql if time else "received_at", f"{time.share:.1%} of events have it" if time else ""),
-    ]
+    guess = Choices(
+        event_id=":".join(f"{{{leaf.dotted}}}" for leaf in parts),
+        key=f"{{{key.dotted}}}" if key else "",
+        event_time=time.sql if time else "received_at",
+    )
+    sure = Choices(
+        event_id=f"{share:.1%} of events have one of their own",
+        key=f"{key.filled:.1%} of events have it" if key else "",
+        event_time=f"{time.share:.1%} of events have it" if time else "",
+    )
     table = Table("guess", "value", "how sure", box=None, pad_edge=False)
-    for what, value, sure in guesses:
-        table.add_row(what, escape(value) or "none", sure or "no field looks like one")
+    for option, what in _ASKED.items():
+        table.add_row(what, escape(getattr(guess, option)) or _NONE, getattr(sure, option) or "no field looks like one")
     err.print(table)
-    chosen = [value if yes else typer.prompt(what, value, err=True) for what, value, _ in guesses]
-    scaffold = Scaffold(folder.name, seen, time, Choices(chosen[0], chosen[2], chosen[1]))
-    for file in scaffold.write(folder):
+
+    def made_of(choices: Choices) -> Scaffold:
+        return Scaffold(folder.name, seen, time, choices)
+
+    for file in made_of(guess if yes else _asked(guess, made_of)).write(folder):
         err.print(f"wrote {file}", highlight=False)
     problems = pipeline_problems(load_pipeline(folder))
     print_problems(problems)
     err.print(f"next: millrace check {name}, millrace test {name}, millrace up --pipeline {name}", highlight=False)
     raise typer.Exit(1 if problems else 0)
+
+
+def _asked(choices: Choices, made_of: Callable[[Choices], Scaffold]) -> Choices:
+    """What the user makes of the guesses; an answer that the pipeline cannot have is asked for again."""
+    err.print("Enter takes what is in brackets", highlight=False)
+    for option, what in _ASKED.items():
+        while True:
+            answer = typer.prompt(what, getattr(choices, option) or _NONE, err=True).strip()
+            tried = dataclasses.replace(choices, **{option: "" if answer == _NONE else answer})
+            if not (problems := _problems_of(made_of(tried))):
+                break
+            for one in [one for one in problems if one.key.endswith(f".{option}")] or problems:
+                err.print(f"[red]no:[/] {escape(one.problem)}. {escape(one.remedy)}", highlight=False)
+        choices = tried
+    return choices
+
+
+def _problems_of(scaffold: Scaffold) -> list[ConfigError]:
+    from jobs.local.check import pipeline_problems
+
+    with TemporaryDirectory(prefix="millrace-init-") as draft:
+        try:
+            scaffold.write(Path(draft) / scaffold.name)
+            return pipeline_problems(load_pipeline(Path(draft) / scaffold.name))
+        except ConfigError as error:
+            return [error]
 
 
 def _show_fields(seen: Sample) -> None:

@@ -145,7 +145,7 @@ def _print_rows_of(message: Snapshot | Change, form: Format, columns: list[str])
     else:
         rows = [{"change": "upsert", **row} for row in message.upserts]
         rows += [{"change": "delete", **row} for row in message.deletes]
-    found = columns or list(dict.fromkeys(name for row in rows for name in row))
+    found = list(dict.fromkeys([*columns, *(name for row in rows for name in row)]))
     if form is Format.CSV:
         print_csv(rows, found, header=found != columns)
     elif rows:

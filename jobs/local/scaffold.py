@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from jobs.local.guess import FIXTURE_ROWS, EventTime, Leaf, Sample, Shape, is_a_time
@@ -127,7 +128,7 @@ class Scaffold:
         ]
 
     def write(self, folder: Path) -> list[Path]:
-        """Write the folder; returns its files."""
+        """Write the folder, whole or not at all; returns its files."""
         fixture = self._fixture()
         files = {
             "pipeline.toml": self._toml(),
@@ -137,9 +138,13 @@ class Scaffold:
         if self._is_timed:
             expected = zip(self.products, self._expected(fixture), strict=True)
             files |= {f"tests/sample/{product}.jsonl": _lines(rows) for product, rows in expected}
-        for name, text in files.items():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_text(text, encoding="utf-8")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=folder.parent, prefix=".init-") as drafts:
+            draft = Path(drafts) / folder.name
+            for name, text in files.items():
+                (draft / name).parent.mkdir(parents=True, exist_ok=True)
+                (draft / name).write_text(text, encoding="utf-8")
+            draft.rename(folder)
         return [folder / name for name in files]
 
     def _group_by(self) -> Leaf | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -180,6 +181,36 @@ def test_subscribe_has_a_key_a_filter_and_a_transport_and_ends_on_a_final_answer
             assert done.stderr.splitlines()[-1].startswith(f"error: {says}: ")
     finally:
         server.close()
+
+
+@pytest.mark.parametrize("form", ["csv", "table"])
+def test_subscribe_prints_rows_with_their_change(tmp_path: Path, form: str) -> None:
+    product = top_topics(tmp_path / "lake")
+    product.overwrite(topics(0, [3, 2]), [window(0)])
+    server = Spawned(tmp_path / "lake", poll_ms=5)
+    command = ["subscribe", "top_topics", "--url", server.url, "--count", "2", "--columns", "item,count"]
+    try:
+        with subprocess.Popen(
+            [sys.executable, "-m", "jobs.cli", *command, "--format", form],
+            cwd=ROOT,
+            env=os.environ | {"COLUMNS": "80"},
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process:
+            assert process.stdout is not None
+            lines = [process.stdout.readline() for _ in range(3)]
+            product.overwrite(topics(0, [3, 4]), [window(0)])
+            lines += process.stdout.readlines()
+            assert process.wait(60) == 0
+    finally:
+        server.close()
+    assert max(map(len, lines)) <= 80 + len("\n")
+    header, one, two, *rest = [line.replace(",", " ").split() for line in lines]
+    assert header == ["change", "window_start", "rank", "item", "count"]
+    at = "2026-01-01T00:00:00Z"
+    assert [one, two] == [["snapshot", at, "1", "topic", "1", "3"], ["snapshot", at, "2", "topic", "2", "2"]]
+    changed = ["upsert", at, "2", "topic", "2", "4"]
+    assert rest == ([changed] if form == "csv" else [header, changed])
 
 
 def test_kafka_status_without_a_broker(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from jobs.local.stack import free_port
+from tests.jobs.test_lineage import receiving
 from tests.recordings import RECORDINGS, generate
 from tests.serve.conftest import Spawned
 from tests.system.browser import REMEDY
@@ -88,8 +89,13 @@ def check_seen(seen: Seen, expected: Expected) -> None:
 
 
 def verify(lake: Path) -> None:
-    done = run(lake, "replay", "--verify")
+    with receiving() as receiver:
+        done = run(lake, "replay", "--verify", "--set", f"lineage={receiver.url}")
     assert done.returncode == 0, done.stdout + done.stderr
+    assert "incubator" not in done.stderr and "restricted mode" not in done.stderr
+    assert receiver.states() == [("meetup.replay", "START"), ("meetup.replay", "COMPLETE")]
+    read = {Path(one["name"]).relative_to(lake).as_posix() for one in receiver.events[0]["inputs"]}
+    assert read == {"bronze/rsvps", "gold/rsvps_by_city", "gold/top_topics", "gold/members"}
     tables = {row["table"]: row for row in json.loads(done.stdout)}
     assert tables.keys() == {"rsvps_by_city", "top_topics", "members", "quarantine"}
     assert all(row["equal"] and row["rows"][0] > 0 for row in tables.values())

@@ -484,6 +484,8 @@ class Source:
     def __post_init__(self) -> None:
         if not _TOPIC.fullmatch(self.topic):
             raise ConfigError(f"{self.topic!r} is no Kafka topic name", key="topic", remedy="Use [a-zA-Z0-9._-]")
+        if not self.event_time.strip():
+            raise ConfigError("it is empty", key="event_time", remedy="Write received_at if events say no time")
         if self.partitions < 1:
             raise ConfigError("must be at least 1", key="partitions")
         at_least("max_event_bytes", self.max_event_bytes, 1)

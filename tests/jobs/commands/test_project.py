@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import pty
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -86,21 +91,108 @@ def test_a_difference_is_shown_cell_by_cell(tmp_path: Path) -> None:
         {"problem": "different", "row": {**first, "events": 99}, "cells": {"events": [99, first["events"]]}}
     ]
     assert list(found.values()) == [[], []], "the two others are as expected"
+    assert done.stderr == "", "neither Java nor Spark writes to the console"
 
 
-def get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=10) as answer:
+class Terminal:
+    """A command in a terminal of 80 columns."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.screen = ""
+        self._side, other = pty.openpty()
+        fcntl.ioctl(other, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+        command = ["env", "--default-signal=INT", "setsid", "--ctty", sys.executable, "-m", "jobs.cli", *arguments]
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "dumb"}
+        self._process = subprocess.Popen(command, stdin=other, stdout=other, stderr=other, cwd=folder, env=environment)
+        os.close(other)
+
+    def until(self, text: str) -> str:
+        """What it shows up to this text, which is taken off."""
+        ends = time.monotonic() + 60
+        while text not in self.screen:
+            assert time.monotonic() < ends and self._read(), self.screen
+        shown, _, self.screen = self.screen.partition(text)
+        return shown
+
+    def type(self, text: str) -> None:
+        os.write(self._side, text.encode())
+
+    def end(self) -> int:
+        """Its exit status, when it has ended; ``screen`` is what it showed last."""
+        while self._read():
+            pass
+        os.close(self._side)
+        return self._process.wait(60)
+
+    def _read(self) -> bool:
+        try:
+            found = os.read(self._side, 65_536)
+        except OSError:  # so Linux says that the other side is closed
+            return False
+        self.screen += found.decode().replace("\r\n", "\n")
+        return bool(found)
+
+
+def test_init_asks_again_after_a_wrong_answer(tmp_path: Path) -> None:
+    sample(tmp_path, flights())
+    terminal = Terminal(tmp_path, "init", "flights", "--from", "sample.jsonl")
+    shown = terminal.until("event id [")
+    assert max(map(len, shown.splitlines())) <= 80
+    guesses = [line.split("  ")[0] for line in shown.splitlines()[-4:-1]]
+    assert guesses == ["event id", "key", "event time"]
+    guess = terminal.until("]: ")
+    terminal.type("{nope}\n")
+    assert "no: the schema has no field 'nope'" in terminal.until("event id [")
+    terminal.type("number\n")
+    assert "no: 'number' names no field. Write e.g. '{" in terminal.until("event id [")
+    terminal.type("\n")
+    terminal.until("key [")
+    terminal.type("none\n")
+    terminal.until("event time [")
+    for wrong, says in (("to_timestampp(x)", "Did you mean 'to_timestamp'"), ("none", "Write received_at")):
+        terminal.type(f"{wrong}\n")
+        assert says in terminal.until("event time [")
+    terminal.type("received_at\n")
+    assert terminal.end() == 0, terminal.screen
+    assert "millrace check flights" in terminal.screen
+    (source,) = load_pipeline(tmp_path / "flights").sources.values()
+    assert (source.event_id, source.key, source.event_time) == (guess, "", "received_at")
+
+
+def test_ctrl_c_at_a_question_leaves_nothing(tmp_path: Path) -> None:
+    file = sample(tmp_path, flights(5))
+    terminal = Terminal(tmp_path, "init", "flights", "--from", "sample.jsonl")
+    terminal.until("event id [")
+    terminal.type("\n")
+    terminal.until("key [")
+    terminal.type("\x03")
+    assert terminal.end() != 0
+    assert "Aborted" in terminal.screen and "Traceback" not in terminal.screen
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def get(url: str, headers: dict[str, str]) -> Any:
+    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
         return json.loads(answer.read())
+
+
+def status_of(request: urllib.request.Request) -> int:
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as refused:
+        return refused.code
 
 
 @pytest.mark.spark
 @pytest.mark.broker
-def test_a_new_pipeline_runs_on_its_own_sample(tmp_path: Path) -> None:
+def test_a_new_pipeline_runs_on_its_own_sample_below_a_control_plane(tmp_path: Path) -> None:
     rows, lake = flights(), tmp_path / "lake"
     made = millrace("init", str(tmp_path / "flights"), "--from", str(sample(tmp_path, rows)), "--yes")
     assert made.returncode == 0, made.stderr
     arguments = ["--pipeline", str(tmp_path / "flights"), "--lake", str(lake)]
-    command = [sys.executable, "-m", "jobs.cli", "up", *arguments, "--set", "serve.port=0", "--set", "collect.port=0"]
+    ports = [f"--set={part}.port=0" for part in ("serve", "collect", "control")]
+    command = [sys.executable, "-m", "jobs.cli", "up", "--control", *arguments, *ports]
     with (tmp_path / "up.log").open("wb") as log:
         stack = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
     try:
@@ -111,15 +203,19 @@ def test_a_new_pipeline_runs_on_its_own_sample(tmp_path: Path) -> None:
             time.sleep(0.3)
         where = {part.name: part.address for part in parts(Lake(lake))}
         body = "".join(json.dumps(row) + "\n" for row in [*rows, *rows[:20]]).encode()  # some are sent twice
-        headers = {"content-type": "application/x-ndjson"}
-        request = urllib.request.Request(f"{where['collect']}/v1/flights", body, headers)
-        assert urllib.request.urlopen(request, timeout=30).status == 202
+        made = millrace("key", "new", "tower", "--source", "flights", "--reader", "--json", "--lake", str(lake))
+        assert made.returncode == 0, made.stderr
+        key = {"authorization": f"Bearer {json.loads(made.stdout)['key']}"}
+        for headers, status in (({}, 401), (key, 202)):
+            headers = {"content-type": "application/x-ndjson", **headers}
+            assert status_of(urllib.request.Request(f"{where['collect']}/v1/flights", body, headers)) == status
+        assert status_of(urllib.request.Request(f"{where['serve']}/v1/tables")) == 401
         pipeline = load_pipeline(tmp_path / "flights")
         window, _, distinct = pipeline.products
         column = {window: "events", distinct: "flights"}
         while True:
             found = {
-                name: sum(row[column[name]] for row in get(f"{where['serve']}/v1/tables/{name}")["rows"])
+                name: sum(row[column[name]] for row in get(f"{where['serve']}/v1/tables/{name}", key)["rows"])
                 for name in column
                 if Lake(lake).table("gold", name).exists()
             }
@@ -130,4 +226,7 @@ def test_a_new_pipeline_runs_on_its_own_sample(tmp_path: Path) -> None:
     finally:
         stack.send_signal(signal.SIGINT)
         stack.wait(90)
+    console = (tmp_path / "up.log").read_text().splitlines()
+    assert [line for line in console if not line.startswith(("ready: ", "stopping "))] == []
+    assert "incubator" not in (lake / "_millrace" / "logs" / "lakehouse.log").read_text()
     assert os.listdir(lake)

@@ -104,6 +104,7 @@ MISTAKES = [
     ("toml", "place: STRING", "place: STRIG", 6, "Did you mean STRING"),
     ("toml", "timestamp_millis(at)", "timestamp_milis(at)", 9, "Did you mean 'timestamp_millis'"),
     ("toml", "timestamp_millis(at)", "timestamp_millis(att)", 9, "there is no column 'att'"),
+    ("toml", "timestamp_millis(at)", "", 9, "Write received_at"),
     ("toml", "{id}", "{idd}", 8, "no field 'idd'"),
     ("toml", '"rider.name"', '"rider.nam"', 10, "no field 'rider.nam'"),
     ("toml", "rider.age >= 18", "rider.agee >= 18", 13, "Did you mean 'age'"),
