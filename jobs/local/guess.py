@@ -7,6 +7,7 @@ import gzip
 import itertools
 import json
 import re
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ FIXTURE_ROWS = 20
 
 _SURE = 0.95  # a type that fewer values have is none: the field is text
 _MAP_KEYS = 30
+_LONGEST_NAME = 40
 _TRIED = 12  # fields that are tried together as an event id
 _ISO = re.compile(r"\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d(\.\d+)?)?(Z|[+-]\d\d:?\d\d)?)?")
 _WHOLE, _NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}"), re.compile(r"-?(0|[1-9][0-9]*)\.[0-9]+([eE][-+]?[0-9]+)?")
@@ -157,8 +159,10 @@ class Leaf:
 
     @property
     def name(self) -> str:
-        """For a column or a table."""
-        return re.sub(r"\W", "_", self.path[-1]).strip("_").lower() or "value"
+        """For a column or a table: short, and without letters that a table's name cannot have."""
+        plain = unicodedata.normalize("NFKD", self.path[-1]).encode("ascii", "ignore").decode()
+        name = re.sub(r"\W", "_", plain).strip("_").lower()[:_LONGEST_NAME]
+        return name if name[:1].isalpha() else f"value_{name}".rstrip("_")
 
     @property
     def told(self) -> str:

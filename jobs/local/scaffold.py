@@ -22,6 +22,7 @@ _SPANS = ((7_200, "1 minute"), (7 * 86_400, "1 hour"))  # of the sample in secon
 _TOP = 10
 _FEW, _MANY = 2, 50  # distinct values of a column to group by
 _SHORT = 40  # characters of a name; more are prose
+_LONGEST = 63  # characters of a table's name
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)  # when a fixture's event arrives that has no time of its own
 
 _TOML = """\
@@ -122,7 +123,7 @@ class Scaffold:
         )
         self.window = self._window()
         self.products = [
-            f"{name}_by_{self._group.name}" if self._group else f"{name}_by_time",
+            f"{name}_by_{self._group.name if self._group else 'time'}"[:_LONGEST],
             f"top_{self._item.name}",
             f"distinct_{self._subject.name}",
         ]
@@ -165,6 +166,7 @@ class Scaffold:
         key = [leaf for leaf in taken if leaf.dotted in Template(self._choices.key).fields]
         half = len(self._sample.rows) / 2
         able = [leaf for leaf in self._texts if leaf is not self._item and leaf.distinct <= half]
+        able = [leaf for leaf in able if _length(leaf) <= _SHORT] or able
         return next(iter(key), None) or max(able, key=lambda leaf: leaf.distinct, default=self._item)
 
     def _whole(self) -> Leaf:

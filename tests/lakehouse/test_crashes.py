@@ -23,15 +23,18 @@ from pyspark.sql import SparkSession
 from ingest.broker import EmbeddedBroker
 from jobs.local.broker import ensure_topics
 from lakehouse.contract.pipeline import load_pipeline
+from lakehouse.contract.pipeline.files import declared_pipeline
 from lakehouse.load.commit import write_rows
 from lakehouse.replay import digest, verify
 from tests.crash_points import ADDED_CRASH_POINTS, CRASH_POINTS, REBUILD_CRASH_POINTS
 from tests.lakehouse.derived.test_added import CITIES, Queries, by_city
 from tests.lakehouse.lakes import Sent, Site, assert_exact, click, eventually, mixture, sent, site
 from tests.lakehouse.test_evolution import redeclared
+from tests.lakehouse.test_sources import Added
 from tests.lakehouse.test_stream import ALL_EQUAL, driver
 
 pytestmark = [pytest.mark.spark, pytest.mark.broker, pytest.mark.soak]
+POINTS_OF_ONE_PRODUCT = ["bronze.before_append", "bronze.after_append", "live.before_commit", "live.after_commits"]
 POINTS = [point for point in CRASH_POINTS if point.startswith(("bronze.", "live."))]
 
 
@@ -189,6 +192,34 @@ def test_a_source_that_changes_while_its_driver_dies(new_site: Callable[[], Site
     place.run_until_arrived(spark)
     assert_exact(place.lake, place.pipeline, place.records)
     assert [(f.table, f.equal) for f in verify(spark, place.settings, place.pipeline)] == ALL_EQUAL
+
+
+@pytest.mark.parametrize("point", ["source.after_products:2", *POINTS_OF_ONE_PRODUCT])
+def test_a_source_that_is_added_while_its_driver_dies(
+    new_site: Callable[[], Site], spark: SparkSession, point: str
+) -> None:
+    """Its events count once, also those that came before the driver knew the source."""
+    place = new_site()
+    place.send(mixture(0, 60))
+    place.run_until_arrived(spark)  # so that the driver passes the point for the added source alone
+    added, log = Added(place), place.lake.root.parent / "driver.log"
+
+    def add() -> None:
+        if not added.file.exists() and "metrics at" in log.read_text(encoding="utf-8"):
+            added.declare()
+            ensure_topics(declared_pipeline(place.settings).sources.values(), place.bootstrap)
+            added.send(0, 30)
+
+    killed_at(place, point, add)
+    assert added.file.exists()
+    added.send(20, 20)  # ten of them again
+    place.send(mixture(40, 40))
+    with place.running(spark) as alive:
+        eventually(added.holds("guests"), alive=alive)
+        eventually(place.arrived(), alive=alive)
+    assert {row["who"]: row["n"] for row in added.rows("guests")} == {"w0": 14, "w1": 13, "w2": 13}
+    assert_exact(place.lake, place.pipeline, place.records)
+    assert all(f.equal for f in verify(spark, place.settings, declared_pipeline(place.settings)))
 
 
 @pytest.mark.parametrize("time", [1, 2, 3])

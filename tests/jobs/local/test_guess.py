@@ -119,7 +119,10 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize("rows", [flights(), ODD, [{"a": 1}], [{"v": n / 2} for n in range(30)]])
+FOREIGN = [{"名前": "AB"[n % 2], "2nd Ünï": "CDE"[n % 3], "very" * 20: "FGHI"[n % 4]} for n in range(30)]
+
+
+@pytest.mark.parametrize("rows", [flights(), ODD, FOREIGN, [{"a": 1}], [{"v": n / 2} for n in range(30)]])
 def test_what_is_written_passes_the_check(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
     made = runner.invoke(app, ["init", str(tmp_path / "rides"), "--from", str(sample(tmp_path, rows)), "--yes"])
     assert made.exit_code == 0, made.output
