@@ -120,9 +120,12 @@ class KafkaPublisher:
             try:
                 await asyncio.to_thread(ensure_topics, self._bootstrap, sources, self._settings.security)
                 await asyncio.to_thread(self.start, deliver)
+                if pause > BACKOFF_FIRST_S:
+                    logger.info("Kafka at %s is available", self._bootstrap)
                 return
             except BrokerUnavailable as error:
-                logger.warning("%s; next attempt in %.1f s", error, pause)
+                if pause == BACKOFF_FIRST_S:  # once, not at each attempt
+                    logger.warning("%s; trying until it is", error)
                 await asyncio.sleep(pause)
                 pause = min(BACKOFF_MAX_S, pause * 2)
 

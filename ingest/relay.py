@@ -126,7 +126,8 @@ class TopicRelay:
                         await asyncio.to_thread(reader.commit)
                         pause = BACKOFF_FIRST_S
             except BrokerUnavailable as error:
-                logger.warning("%s; next attempt in %.1f s", error, pause)
+                if pause == BACKOFF_FIRST_S:  # once, not at each attempt
+                    logger.warning("%s; trying until it is", error)
                 await asyncio.sleep(pause)
                 pause = min(BACKOFF_MAX_S, pause * 2)
             finally:

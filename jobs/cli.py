@@ -113,7 +113,7 @@ for _name, (_help, _members) in control.GROUPS.items():
 
 
 def main() -> None:
-    """Console script: an error of ours is one line, not a traceback."""
+    """Console script: an error of ours, or of a file, is one line and not a traceback."""
     follow_parent()
     try:
         app()
@@ -121,11 +121,16 @@ def main() -> None:
         print_problems([error])
         sys.exit(exit_status(error))
     except Exception as error:
-        if not is_away(error):
+        if is_away(error):
+            problem = EnvironmentProblem(str(error).strip().splitlines()[0], "Start it again when the store answers")
+            status = exit_status(problem)
+        elif isinstance(error, OSError) and error.filename is not None:
+            remedy = "Name another path, such as --lake, or correct its rights"
+            problem, status = EnvironmentProblem(f"{error.filename}: {error.strerror}", remedy), 1
+        else:
             raise
-        problem = EnvironmentProblem(str(error).strip().splitlines()[0], "Start it again when the store answers")
         print_problems([problem])
-        sys.exit(exit_status(problem))
+        sys.exit(status)
     except KeyboardInterrupt:
         sys.exit(130)
 

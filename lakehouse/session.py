@@ -15,6 +15,7 @@ from threading import Thread
 from urllib.parse import urlsplit
 
 from pyspark import SparkConf, SparkContext
+from pyspark.errors import PySparkRuntimeError
 from pyspark.find_spark_home import _find_spark_home
 from pyspark.java_gateway import launch_gateway
 from pyspark.sql import SparkSession
@@ -22,7 +23,7 @@ from pyspark.sql import SparkSession
 from lakehouse.contract.classdata import recording, sharing
 from lakehouse.contract.errors import EnvironmentProblem
 from lakehouse.contract.jars import jar_paths
-from lakehouse.contract.java import log_flags
+from lakehouse.contract.java import find_java, log_flags
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.settings import Settings
 from lakehouse.contract.tomlfile import http_address
@@ -148,11 +149,20 @@ def build_session(settings: Settings, app: str, *, record_classes: Path | None =
 
 
 def _start_jvm(conf: Mapping[str, str]) -> None:
-    """Start the JVM unless this process has one already."""
+    """Start the JVM unless this process has one already.
+
+    Raises:
+        EnvironmentProblem: there is no Java, or the JVM did not start.
+    """
     if SparkContext._gateway is None:
-        with _without_noise() as stderr:
-            options = SparkConf().setAll(list(conf.items()))
-            gateway = launch_gateway(options, {"stderr": stderr})  # type: ignore[no-untyped-call]
+        find_java()
+        options = SparkConf().setAll(list(conf.items()))
+        try:
+            with _without_noise() as stderr:
+                gateway = launch_gateway(options, {"stderr": stderr})  # type: ignore[no-untyped-call]
+        except PySparkRuntimeError:
+            remedy = "It says why above; look at [spark] of the settings"
+            raise EnvironmentProblem("Spark's JVM did not start", remedy) from None
         SparkContext._ensure_initialized(gateway=gateway)
 
 

@@ -163,10 +163,14 @@ def replay(
     from lakehouse.session import build_session
 
     settings, loaded = chosen_pipeline()
+    lake = Lake.of(settings)
+    if not any(lake.bronze(source).exists() for source in loaded.sources):
+        problem = f"no source of pipeline {loaded.name} has events in lake {settings.lake}"
+        raise ConfigError(problem, key="replay", remedy="Name the lake with --lake, and its pipeline with --pipeline")
     with err.status("starting Spark …") as status:
         spark = build_session(settings, "millrace-replay")
         try:
-            with told(settings, [replay_step(Lake.of(settings), loaded)]) as problems:
+            with told(settings, [replay_step(lake, loaded)]) as problems:
                 found = list(compare(spark, settings, loaded, step=lambda text: status.update(text + " …")))
                 problems += [f"{item.table} differs from what bronze gives" for item in found if not item.equal]
         finally:

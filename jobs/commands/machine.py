@@ -97,7 +97,7 @@ def doctor(as_json: JsonOption = False) -> None:
     """Check whether this machine has what Millrace needs, and name a remedy for what is missing."""
     from jobs.local.machine import checks
 
-    found = checks()
+    found = checks(chosen_settings)
     if as_json:
         print_json([dataclasses.asdict(check) for check in found])
     else:

@@ -58,12 +58,16 @@ class MachineCheck:
     optional: bool = False
 
 
-def checks() -> list[MachineCheck]:
-    """Look at everything; takes about a second."""
-    found = [_python(), _attempt("Java", _java), *_packages(), *_configuration()]
+def checks(load: Callable[[], Settings] = load_settings) -> list[MachineCheck]:
+    """Look at everything; takes about a second.
+
+    Args:
+        load: reads the settings.
+    """
+    found = [_python(), _attempt("Java", _java), *_packages(), *_configuration(load)]
     found += [_jars(set_name) for set_name in JAR_SETS]
     try:
-        settings = load_settings()
+        settings = load()
     except MillraceError:
         settings = Settings()  # said already, by _configuration
     found += [_memory(), _disk(settings.work_folder()), *_ports(settings)]
@@ -183,17 +187,19 @@ def _packages() -> Iterator[MachineCheck]:
         yield MachineCheck(f"packages for {extra}", not missing, detail, remedy)
 
 
-def _configuration() -> Iterator[MachineCheck]:
+def _configuration(load: Callable[[], Settings]) -> Iterator[MachineCheck]:
+    folders: set[Path] = set()
+
     def settings() -> str:
-        load_settings()
+        folders.add(load().pipeline_folder())
         return str(conf_dir())
 
     yield _attempt("settings", settings)
     try:
-        folders = sorted(path.parent for path in (conf_dir() / "pipelines").glob("*/pipeline.toml"))
+        folders |= {path.parent for path in (conf_dir() / "pipelines").glob("*/pipeline.toml")}
     except ConfigError:
         return  # the settings said so
-    for folder in folders:
+    for folder in sorted(folders):
         yield _attempt(f"pipeline {folder.name}", lambda folder=folder: _pipeline(folder))  # type: ignore[misc]
 
 

@@ -232,7 +232,7 @@ async def test_it_ends_while_there_is_no_kafka(tmp_path: Path) -> None:
     assert child.stderr is not None
     try:
         async with asyncio.timeout(60):
-            while b"next attempt" not in await child.stderr.readline():
+            while b"trying until it is" not in await child.stderr.readline():
                 pass
             child.send_signal(signal.SIGTERM)
             assert await child.wait() == 0

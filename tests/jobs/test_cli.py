@@ -123,6 +123,7 @@ def test_tables(lake: Path) -> None:
         (["collect", "--pipeline", "meatup"], "there is no pipeline 'meatup'"),
         (["run"], "millrace kafka start"),
         (["replay"], "millrace replay --verify"),
+        (["replay", "--verify"], "no source of pipeline meetup has events in lake"),
     ],
 )
 def test_an_error_is_one_line_and_status_1(lake: Path, arguments: list[str], says: str) -> None:
@@ -133,6 +134,21 @@ def test_an_error_is_one_line_and_status_1(lake: Path, arguments: list[str], say
     assert lines[-1].startswith("error: ") or lines[0].startswith("error: ")
     assert says in " ".join(lines)
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize("command", [["collect"], ["kafka", "start"], ["tables"]])
+def test_a_lake_that_is_a_file_is_one_line(tmp_path: Path, command: list[str]) -> None:
+    (tmp_path / "lake").write_text("")
+    done = millrace(*command, "--lake", str(tmp_path / "lake"))
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ") and str(tmp_path / "lake") in line
+
+
+def test_without_java_a_command_that_starts_spark_says_so(tmp_path: Path) -> None:
+    done = millrace("test", "clickstream", JAVA_HOME=str(tmp_path))
+    assert (done.returncode, done.stdout) == (1, "")
+    assert len(done.stderr.splitlines()) == 1 and "Install a Java 17 runtime" in done.stderr
 
 
 def test_a_setting_that_is_wrong_names_its_variable() -> None:

@@ -95,7 +95,7 @@ def verify(lake: Path) -> None:
     assert "incubator" not in done.stderr and "restricted mode" not in done.stderr
     assert receiver.states() == [("meetup.replay", "START"), ("meetup.replay", "COMPLETE")]
     read = {Path(one["name"]).relative_to(lake).as_posix() for one in receiver.events[0]["inputs"]}
-    assert read == {"bronze/rsvps", "gold/rsvps_by_city", "gold/top_topics", "gold/members"}
+    assert read == {"bronze/rsvps", "silver/rsvps_by_city", "gold/top_topics", "gold/members"}
     tables = {row["table"]: row for row in json.loads(done.stdout)}
     assert tables.keys() == {"rsvps_by_city", "top_topics", "members", "quarantine"}
     assert all(row["equal"] and row["rows"][0] > 0 for row in tables.values())

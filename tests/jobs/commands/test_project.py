@@ -12,7 +12,6 @@ import subprocess
 import sys
 import termios
 import time
-import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -171,28 +170,19 @@ def test_ctrl_c_at_a_question_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file]
 
 
-def get(url: str, headers: dict[str, str]) -> Any:
-    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
+def get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=10) as answer:
         return json.loads(answer.read())
-
-
-def status_of(request: urllib.request.Request) -> int:
-    try:
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return int(answer.status)
-    except urllib.error.HTTPError as refused:
-        return refused.code
 
 
 @pytest.mark.spark
 @pytest.mark.broker
-def test_a_new_pipeline_runs_on_its_own_sample_below_a_control_plane(tmp_path: Path) -> None:
+def test_a_new_pipeline_runs_on_its_own_sample(tmp_path: Path) -> None:
     rows, lake = flights(), tmp_path / "lake"
     made = millrace("init", str(tmp_path / "flights"), "--from", str(sample(tmp_path, rows)), "--yes")
     assert made.returncode == 0, made.stderr
     arguments = ["--pipeline", str(tmp_path / "flights"), "--lake", str(lake)]
-    ports = [f"--set={part}.port=0" for part in ("serve", "collect", "control")]
-    command = [sys.executable, "-m", "jobs.cli", "up", "--control", *arguments, *ports]
+    command = [sys.executable, "-m", "jobs.cli", "up", *arguments, "--set", "serve.port=0", "--set", "collect.port=0"]
     with (tmp_path / "up.log").open("wb") as log:
         stack = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
     try:
@@ -203,19 +193,15 @@ def test_a_new_pipeline_runs_on_its_own_sample_below_a_control_plane(tmp_path: P
             time.sleep(0.3)
         where = {part.name: part.address for part in parts(Lake(lake))}
         body = "".join(json.dumps(row) + "\n" for row in [*rows, *rows[:20]]).encode()  # some are sent twice
-        made = millrace("key", "new", "tower", "--source", "flights", "--reader", "--json", "--lake", str(lake))
-        assert made.returncode == 0, made.stderr
-        key = {"authorization": f"Bearer {json.loads(made.stdout)['key']}"}
-        for headers, status in (({}, 401), (key, 202)):
-            headers = {"content-type": "application/x-ndjson", **headers}
-            assert status_of(urllib.request.Request(f"{where['collect']}/v1/flights", body, headers)) == status
-        assert status_of(urllib.request.Request(f"{where['serve']}/v1/tables")) == 401
+        headers = {"content-type": "application/x-ndjson"}
+        request = urllib.request.Request(f"{where['collect']}/v1/flights", body, headers)
+        assert urllib.request.urlopen(request, timeout=30).status == 202
         pipeline = load_pipeline(tmp_path / "flights")
         window, _, distinct = pipeline.products
         column = {window: "events", distinct: "flights"}
         while True:
             found = {
-                name: sum(row[column[name]] for row in get(f"{where['serve']}/v1/tables/{name}", key)["rows"])
+                name: sum(row[column[name]] for row in get(f"{where['serve']}/v1/tables/{name}")["rows"])
                 for name in column
                 if Lake(lake).table("gold", name).exists()
             }
@@ -226,7 +212,4 @@ def test_a_new_pipeline_runs_on_its_own_sample_below_a_control_plane(tmp_path: P
     finally:
         stack.send_signal(signal.SIGINT)
         stack.wait(90)
-    console = (tmp_path / "up.log").read_text().splitlines()
-    assert [line for line in console if not line.startswith(("ready: ", "stopping "))] == []
-    assert "incubator" not in (lake / "_millrace" / "logs" / "lakehouse.log").read_text()
     assert os.listdir(lake)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jobs.local.machine import MachineCheck, checks
-from lakehouse.contract.settings import conf_dir
+from lakehouse.contract.settings import conf_dir, load_settings
 
 
 def find(found: list[MachineCheck], name: str) -> MachineCheck:
@@ -53,6 +53,16 @@ def test_what_is_missing_is_named_with_its_remedy(tmp_path: Path, monkeypatch: p
     assert not serving.ok
     assert str(port) in serving.detail
     assert not (tmp_path / "jars").exists(), "the doctor changes nothing"
+
+
+def test_what_the_command_line_says_is_looked_at(tmp_path: Path) -> None:
+    lake, own = tmp_path / "lake", tmp_path / "rides"
+    lake.write_text("")
+    own.mkdir()
+    (own / "pipeline.toml").write_text("[sources.x]\ntopik = 'x'\n")
+    found = checks(lambda: load_settings({}, lake=lake, pipeline=str(own)))
+    assert "is not a folder" in find(found, "disk").detail
+    assert "topik" in find(found, "pipeline rides").detail
 
 
 def test_wrong_settings_do_not_stop_the_other_checks(monkeypatch: pytest.MonkeyPatch) -> None:
