@@ -479,4 +479,5 @@ def broker_errors(bootstrap: str) -> Iterator[None]:
 
 
 def error_text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    name, text = type(error).__name__, str(error)
+    return text if text.startswith(name) else f"{name}: {text}" if text else name
