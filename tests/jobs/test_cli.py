@@ -107,6 +107,8 @@ def test_an_error_of_sql_names_the_token(lake: Path, query: str, says: str) -> N
 
 
 def test_tables(lake: Path) -> None:
+    header, row = millrace("tables", "--lake", str(lake), COLUMNS="80").stdout.splitlines()
+    assert row.split()[:2] == ["gold/tops", "ok"] and max(len(header), len(row)) <= 80
     done = millrace("tables", "--lake", str(lake), "--json")
     (row,) = json.loads(done.stdout)
     assert (row["layer"], row["table"], row["version"], row["files"]) == ("gold", "tops", 0, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -45,10 +46,11 @@ def test_other_engines_read_the_tables(lake: Path) -> None:
 def test_spark_reads_the_tables(lake: Path) -> None:
     ((_, code),) = blocks(GUIDE / "reading.md", "spark")
     (lake / "read.py").write_text(code)
-    submit = Path(sys.executable).with_name("spark-submit")
+    binaries = Path(sys.executable).parent
+    environment = os.environ | {"PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}"}
     jars = ",".join(map(str, jar_paths("spark")))
-    command = [submit, "--master", "local[1]", "--jars", jars, "read.py"]
-    done = subprocess.run(command, cwd=lake, capture_output=True, text=True, check=False)
+    command = [binaries / "spark-submit", "--master", "local[1]", "--jars", jars, "read.py"]
+    done = subprocess.run(command, cwd=lake, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "Topic" in done.stdout
 
