@@ -128,7 +128,7 @@ class Terminal:
             found = os.read(self._side, 65_536)
         except OSError:  # so Linux says that the other side is closed
             return False
-        self.screen += found.decode().replace("\r\n", "\n")
+        self.screen += found.decode(errors="replace").replace("\r\n", "\n")
         return bool(found)
 
 

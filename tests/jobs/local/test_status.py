@@ -61,7 +61,9 @@ def test_the_command(lake: Lake, tmp_path: Path) -> None:
     assert (
         "does not run" in CliRunner().invoke(app, ["status", "--lake", str(lake.root)], env={"COLUMNS": "200"}).output
     )
-    narrow = CliRunner().invoke(app, ["status", "--lake", str(lake.root)], env={"COLUMNS": "80"}).output.splitlines()
-    assert len(narrow) == 5 and max(map(len, narrow)) <= 80, "one line a part"
+    command = [sys.executable, "-m", "jobs.cli", "status", "--lake", str(lake.root)]
+    narrow = subprocess.run(command, env=os.environ | {"COLUMNS": "80"}, capture_output=True, text=True, check=True)
+    assert len(narrow.stdout.splitlines()) == 5, "one line a part"
+    assert max(map(len, narrow.stdout.splitlines())) <= 80
     nothing = CliRunner().invoke(app, ["status", "--lake", str(tmp_path / "none"), "--json"])
     assert (nothing.exit_code, json.loads(nothing.output)) == (3, [])
