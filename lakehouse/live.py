@@ -210,8 +210,8 @@ class LiveProducts(BronzeFollower):
         with self._writing:
             self._writing.wait_for(lambda: self._handed is None or self._stop.is_set() or not self.is_active)
             if self._handed is not None or not self.is_active:
-                why = f": {str(self.error).partition(chr(10))[0]}" if self.error is not None else ""
-                raise QueryFailed(self.name, "STOPPED", f"the products of the source ended{why}")
+                why = str(self.error or "they were stopped").partition("\n")[0]
+                raise QueryFailed(self.name, "STOPPED", f"the products of the source ended: {why}")
 
     def _move(self, newest: int, handed: tuple[int, Events] | None) -> None:
         if handed is not None and self.position < handed[0] <= newest:

@@ -306,7 +306,11 @@ def _gist(text: str) -> str:
     """What is worth reading of a store's error: the request, and the answer."""
     found = _FAILED_REQUEST.search(text)
     code = re.search(r"<Code>(\w+)</Code>", text)
-    said = f"{found['request']}: {found['why'] or 'no answer'}" if found else text.strip().partition("\n")[0][:200]
+    said = (
+        f"{found['request']}: {(found['why'] or 'no answer').rstrip(': ')}"
+        if found
+        else text.strip().partition("\n")[0][:200]
+    )
     return f"{said} ({code[1]})" if code else said
 
 
