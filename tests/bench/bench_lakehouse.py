@@ -13,6 +13,7 @@ Steps, one after the other on an idle machine, each with the real broker, Spark 
 4. ``growth``: latency of a trickle on a lake of a few rows, and on the lake that step 1 filled (1,000 times as many):
    from an event's sending to the commit of the slowest product that holds it.
 5. ``loader``: the batch loader (:mod:`tests.bench.bench_loader`).
+6. ``end-to-end``: feed files by the loader into bronze, and by a driver into the catalogue of pipeline ``offers``.
 
 ``--case meetup`` sends RSVPs of 1.4 KB to the worked case, ``--case clicks`` page views of 200 bytes to a pipeline of
 three products. The driver runs with the default settings.
@@ -49,15 +50,17 @@ from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, load_pipeline
 from lakehouse.contract.storage import LakePath
+from tests.bench import bench_loader
 from tests.bench.cpu import cpu_s
 from tests.bench.lakehouse_cases import CASES
 
 PATIENCE_S = 900.0
 Commit = tuple[float, dict[str, int]]  # when it was made, ms since the epoch; TOPIC/PARTITION to the next offset
-STEPS = ("fill", "catch-up", "plain", "sustained", "growth", "loader")
+STEPS = ("fill", "catch-up", "plain", "sustained", "growth", "loader", "end-to-end")
 FLOORS: dict[str, Callable[[float], bool]] = {
     "sustained_events_s": lambda found: found >= 70_000,
     "loader_rows_s": lambda found: found >= 100_000,
+    "offers_end_to_end_s": lambda found: found >= 35_000,
     "latency_growth": lambda found: found <= 1.1,
 }
 err = Console(stderr=True)
@@ -121,7 +124,7 @@ def main() -> int:
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run the steps that were asked for, in their order."""
     found: dict[str, Any] = {"case": options.case}
-    if set(options.steps) - {"loader"}:
+    if set(options.steps) - {"loader", "end-to-end"}:
         broker = EmbeddedBroker(folder / "broker", die_with_parent=True)
         bootstrap = broker.start()
         try:
@@ -139,9 +142,9 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         finally:
             broker.stop()
     if "loader" in options.steps:
-        from tests.bench import bench_loader
-
         _add(found, bench_loader.measure(folder / "loader"))
+    if "end-to-end" in options.steps:
+        _add(found, bench_loader.end_to_end())
     found["floors"] = {name: met(found[name]) for name, met in FLOORS.items() if name in found}
     return found
 

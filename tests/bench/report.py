@@ -86,8 +86,10 @@ def take_lakehouse(found: Values) -> Values:
 
 
 def take_sketches(found: Any) -> Values:
-    row = next(row for row in found if row["sketch"] == "HLL, lg_k 12" and row["of"].startswith("1e+07"))
-    return {name: row[name] for name in ("bytes", "error", "bound")}
+    rows = {row["sketch"]: row for row in found if row["of"].startswith("1e+09")}
+    return {
+        f"{name}_{lg_k}": rows[f"HLL, lg_k {lg_k}"][name] for lg_k in (11, 12) for name in ("bytes", "error", "bound")
+    }
 
 
 PARTS = {
@@ -140,13 +142,15 @@ PARTS = {
     ),
     "loader": Part(
         "batch loader into bronze",
-        "{parquet:,} (Parquet), {csv:,} (CSV), {jsonl:,} (JSON lines) rows/s",
-        "python -m tests.bench.bench_loader",
-        ("bench_loader",),
+        "{parquet:,} (Parquet), {csv:,} (CSV), {jsonl:,} (JSON lines) rows/s; {end_to_end:,} offers/s from files to "
+        "the catalogue",
+        "make bench-lakehouse ARGS='--steps loader end-to-end'",
+        ("bench_loader", "--end-to-end"),
         lambda found: {
             "parquet": found["loader_parquet_rows_s"],
             "csv": found["loader_csv_rows_s"],
             "jsonl": found["loader_rows_s"],
+            "end_to_end": found["offers_end_to_end_s"],
         },
     ),
     "fanout": Part(
@@ -188,10 +192,11 @@ PARTS = {
         },
     ),
     "sketches": Part(
-        "distinct items of 10^7, merged from parts",
-        "{bytes:,} bytes, {error:.2%} off; published: {bound:.2%}",
-        "make bench-sketches",
-        ("bench_sketches",),
+        "10^9 distinct items, merged from 100 sketches",
+        "`lg_k` 11: {bytes_11:,} bytes, {error_11:.2%} off (standard error {bound_11:.2%}); `lg_k` 12: {bytes_12:,} "
+        "bytes, {error_12:.2%} off ({bound_12:.2%})",
+        "make bench-sketches ARGS=--full",
+        ("bench_sketches", "--full"),
         take_sketches,
         growth=lambda found: [
             {
@@ -203,6 +208,13 @@ PARTS = {
             for row in found
             if row["bound"] < 1
         ],
+    ),
+    "tail": Part(
+        "a tail of a table in a server process",
+        "{us_a_table_second:,} µs of CPU a second, and {ms_a_commit} ms a commit of 100 rows",
+        "python -m tests.bench.bench_tail",
+        ("bench_tail",),
+        lambda found: {name: found[name] for name in ("us_a_table_second", "ms_a_commit")},
     ),
     "seen": Part(
         "index of seen events, a batch of 14,000",
