@@ -249,7 +249,8 @@ class BronzeWriter:
 
     def _check_alone(self) -> None:
         """Raises TableBusy: another driver has appended, although this one holds the writer's lock."""
-        if not self._log.has(self._version + 1):
+        # Where care has cleaned the log up meanwhile, the next version may be free although there are later ones.
+        if self._log.is_newest(self._version):
             return
         self._delta.update_incremental()
         for version, info in self._log.infos(newest_first=True):

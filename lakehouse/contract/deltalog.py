@@ -209,6 +209,13 @@ class DeltaLog:
         """Whether the log has the commit: one `stat`, or one request."""
         return self.files.has(_named(version))
 
+    def is_newest(self, version: int) -> bool:
+        """Whether no later version is there, and the commit's file not cleaned up: two `stat` calls, or one request."""
+        if isinstance(self.files, _FolderFiles):
+            return self.has(version) and not self.has(version + 1)
+        names = set(self.files.names(_named(version - 1) if version else ""))
+        return _named(version) in names and _named(version + 1) not in names
+
     def written_at(self, version: int) -> float | None:
         """Seconds since the epoch at which the commit's file was written; None if the log does not have it."""
         stamp = self.stamp(version)

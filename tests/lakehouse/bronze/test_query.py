@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deltalake import DeltaTable
+from deltalake import DeltaTable, write_deltalake
 from pyspark.sql import Row, SparkSession
 
 from lakehouse.bronze.offsets import Topic, check_topic, starting_offsets
 from lakehouse.bronze.query import BronzeWriter, to_bronze, without_known
 from lakehouse.bronze.table import COLUMNS, Progress, create, progress
+from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.envelope import Envelope, fingerprint
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Source
 from lakehouse.errors import TopicReplaced
-from tests.lakehouse.lakes import Site, eventually, mixture
+from tests.lakehouse.lakes import Site, bronze_rows, eventually, mixture
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, 678000, tzinfo=UTC)
 KAFKA = (
@@ -232,6 +233,21 @@ def test_the_time_of_a_commit_never_goes_back(batches: Batches) -> None:
     times = DeltaTable(str(batches.table.path)).to_pyarrow_table(columns=["offset", "bronze_at"]).sort_by("offset")
     assert [value.timestamp() for value in times["bronze_at"].to_pylist()] == [1000.0, 1000.000001, 1000.000002]
     assert progress(batches.table) == Progress({"t/0": 3}, 1_000_000_002)
+
+
+@pytest.mark.spark
+def test_a_writer_goes_on_after_others_commits_whose_log_was_cleaned_up(batches: Batches) -> None:
+    writer = batches.writer()
+    batches.run(writer, {}, {0: 3})
+    for number in (10, 20, 30):  # by a loader, while no event comes for hours
+        rows = bronze_rows([b"x"], partition=[number], offset=[0], origin=["batch"])
+        write_deltalake(str(batches.table.path), rows, mode="append")
+    delta, log = DeltaTable(str(batches.table.path)), DeltaLog(batches.table.path)
+    delta.create_checkpoint()
+    for version in range(delta.version()):
+        log.commit_file(version).unlink()
+    batches.run(writer, {0: 3}, {0: 5})
+    assert batches.held() == [(0, offset) for offset in range(5)] + [(10, 0), (20, 0), (30, 0)]
 
 
 @pytest.mark.spark
