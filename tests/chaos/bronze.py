@@ -24,28 +24,9 @@ from pyspark.sql import SparkSession
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.contract.settings import load_settings
+from tests.chaos.rig import PIPELINE
 from tests.ingest.conftest import event
 from tests.lakehouse.lakes import Site, ends, result
-
-PIPELINE = """
-[sources.clicks]
-topic = "TOPIC"
-schema = "id BIGINT, who STRING"
-event_id = "{id}"
-event_time = "received_at"
-key = "{who}"
-
-[[sources.clicks.collectors]]
-kind = "http"
-
-[products.per_who]
-layer = "gold"
-source = "clicks"
-sql = '''
-SELECT window.start AS window_start, who, count(*) AS n, sum(id) AS total
-FROM clicks GROUP BY window(event_time, '1 hour'), who
-'''
-"""
 
 
 @dataclass(frozen=True, slots=True)

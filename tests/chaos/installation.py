@@ -21,31 +21,14 @@ from pathlib import Path
 from ingest.broker import EmbeddedBroker
 from jobs.local.stack import free_port
 from tests.chaos.proxy import Link
+from tests.chaos.rig import PIPELINE
 
 ROOT = Path(__file__).parents[2]
 DISK_MB = 1_024
 AGAIN_S = 1.0
 SOURCE = "clicks"
 TABLE = "per_who"
-PIPELINE = """
-[sources.clicks]
-topic = "clicks"
-schema = "id BIGINT, who STRING"
-event_id = "{id}"
-event_time = "received_at"
-key = "{who}"
-
-[[sources.clicks.collectors]]
-kind = "http"
-
-[products.per_who]
-layer = "gold"
-source = "clicks"
-sql = '''
-SELECT window.start AS window_start, who, count(*) AS n, sum(id) AS total
-FROM clicks GROUP BY window(event_time, '1 hour'), who
-'''
-
+VISITS = """
 [products.visits]
 layer = "gold"
 source = "clicks"
@@ -153,7 +136,9 @@ class Installation:
     def _make_folders(self, stack: contextlib.AsyncExitStack) -> None:
         for folder in (self.disk, self.inbox, self.folder / "pipeline"):
             folder.mkdir(parents=True)
-        (self.folder / "pipeline" / "pipeline.toml").write_text(PIPELINE, encoding="utf-8")
+        (self.folder / "pipeline" / "pipeline.toml").write_text(
+            PIPELINE.replace("TOPIC", SOURCE) + VISITS, encoding="utf-8"
+        )
         command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(self.disk)]
         with contextlib.suppress(FileNotFoundError):
             self.small_disk = subprocess.run(command, capture_output=True, check=False).returncode == 0

@@ -41,6 +41,26 @@ async def main():
     await CollectorNode(settings, pipeline_of(topic, "http")).run(asyncio.Event())
 asyncio.run(main())
 """
+PIPELINE = """
+[sources.clicks]
+topic = "TOPIC"
+schema = "id BIGINT, who STRING"
+event_id = "{id}"
+event_time = "received_at"
+key = "{who}"
+
+[[sources.clicks.collectors]]
+kind = "http"
+
+[products.per_who]
+layer = "gold"
+source = "clicks"
+sql = '''
+SELECT window.start AS window_start, who, count(*) AS n, sum(id) AS total
+FROM clicks GROUP BY window(event_time, '1 hour'), who
+'''
+"""
+"""What the senders' source is, on the topic TOPIC, and a product that counts and sums its events by sender."""
 LOG_BYTES = 64 * 1024 * 1024
 KEYS = 7
 WAYS = ("single", "ndjson", "stream")
