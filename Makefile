@@ -8,7 +8,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 READY  := $(VENV)/.installed
 ARGS   ?=
 
-.PHONY: demo test check bench bench-log bench-lakehouse bench-s3 bench-fanout bench-lookup bench-sketches bench-collect bench-publishers bench-control report soak \
+.PHONY: demo test check bench bench-log bench-lakehouse bench-s3 bench-fanout bench-lookup bench-sketches bench-collect bench-publishers bench-control bench-demand report soak \
   fuzz cluster crashes chaos setup java lock docs wheel clean
 .DEFAULT_GOAL := help
 
@@ -57,6 +57,9 @@ bench-publishers: setup
 
 bench-control: $(READY)
 	@$(PY) -m tests.bench.bench_control $(ARGS)
+
+bench-demand: setup
+	@$(PY) -m tests.bench.bench_demand $(ARGS)
 
 # Every figure that the docs state, with its baseline: make report ARGS="latency fanout"
 report: setup

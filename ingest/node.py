@@ -213,7 +213,7 @@ class CollectorNode:
         if self._manager is not None:
             await asyncio.to_thread(self._manager.start)
         try:
-            app = make_app(self._requests, self._stats, self._responder)
+            app = make_app(self._requests, self._stats, self._responder, self._streams.demand)
             server = HttpServer(app, self._requests, self._settings.collect, ws=self._streams.protocol)
             async with asyncio.TaskGroup() as tasks:
                 delivery = tasks.create_task(self._deliver())
@@ -221,6 +221,8 @@ class CollectorNode:
                 others = [
                     tasks.create_task(self._start(server.url, ready)),
                     tasks.create_task(self._streams.keep_alive()),
+                    tasks.create_task(self._streams.watch_keys()),
+                    tasks.create_task(self._streams.demand.run()),
                 ]
                 if self._options.files is not None:
                     others.append(tasks.create_task(self._follow_files(self._options.files)))

@@ -32,6 +32,7 @@ from serve.http.rows import RowSource
 from serve.push.sse import ServingHttpProtocol
 from serve.push.websocket import WEBSOCKET, SubscriberWebSocket
 from serve.sql.pool import Workers
+from serve.tables.demand import tell_demand
 from serve.tables.tables import Declarations, Tables, clock_ms
 from serve.webhooks.runner import WebhookContext, WebhookFleet
 
@@ -100,7 +101,8 @@ def make_app(settings: Settings, *, name: str = "") -> Starlette:
         kept = (partial(_run_clock, hub, settings.serve), partial(_run_work, hub, work), partial(_run_gate, gate))
         if manager is not None:
             await asyncio.to_thread(manager.start)
-        runs = [tables.run(), fleet.run(), *map(_run_forever, kept), *([metrics.run()] if name else [])]
+        demand = tell_demand(hub, tables, lambda: files.pipeline)
+        runs = [tables.run(), fleet.run(), demand, *map(_run_forever, kept), *([metrics.run()] if name else [])]
         tasks = [asyncio.create_task(run) for run in runs]
         try:
             yield {

@@ -243,6 +243,11 @@ def _wait_s(text: str | None, source: Source) -> float | None:
     """How long to wait: the query's time, else 0 (``full_async``) or None for the source's limit."""
     if text is None:
         return 0.0 if source.respond == "full_async" else None
+    return seconds_of(text)
+
+
+def seconds_of(text: str) -> float:
+    """The time that a request says it waits. Raises RequestRefused."""
     try:
         seconds = float(text)
     except ValueError:

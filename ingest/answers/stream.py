@@ -11,11 +11,14 @@ client → node                                                  node → client
                                                                ``{"product", "key", "version", "rows"}`` per key, now
                                                                and whenever its rows change
 ``{"subscribe": PRODUCT, "keys": []}``                         interest ends
+``{"demand": SOURCE, "about": {COLUMN: VALUE, …}, "id": ID}``  ``{"demand": SOURCE, "wanted": true}`` or ``false``, now
+                                                               and whenever that changes
 =============================================================  =====================================================
 
 ``subscribe`` replaces the keys of that product: a car on another road sends its new list. ``publish`` without ``id`` is
 not acknowledged; an ``ID`` is a string or a number. While the log is full, or the client does not read, nothing is read
 from it. A client that resumes reading is told the newest state of each key that changed.
+``demand`` replaces what was asked of that source (:mod:`ingest.answers.demand`).
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import asyncio
 import http
 import logging
 import socket
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -36,12 +39,15 @@ from websockets.http11 import Request
 from websockets.protocol import State
 from websockets.server import ServerProtocol
 
+from ingest.answers.demand import Asked, Demand
 from ingest.answers.interests import Interests, Key, ProductFollower
 from ingest.answers.tables import ProductTables, TenantRows
+from ingest.border.access import ApiKey
 from ingest.border.admission import Admitted
 from ingest.errors import LogFull, LogUnavailable, NotReady, RequestRefused, refusal_code
 from ingest.intake import RequestIntake, first_key, published_event
 from ingest.log.segments import CommitGroup
+from lakehouse.contract.demand import Want, sources_of
 from lakehouse.contract.pipeline import Pipeline
 from lakehouse.contract.text import is_utf8
 
@@ -55,6 +61,8 @@ MAX_MESSAGE_BYTES = 1_100_000
 MAX_KEYS = 1_000  # of one connection
 _BUFFER_BYTES = 262_144  # unsent bytes of a connection above which updates are postponed
 _PING_S = 20.0
+_KEYS_S = 1.0  # between two looks whether keys still stand
+_UNAUTHORIZED = 4401  # close code, as the server's
 _CLOSE_S = 2.0
 
 
@@ -90,10 +98,13 @@ class StreamProtocol(asyncio.Protocol):
         self._parts: list[bytes] = []  # of a message in several frames
         self._opcode = Opcode.TEXT  # of that message
         self._stale: dict[tuple[TenantRows, Key], None] = {}  # sent when the socket drains
+        self._follows: set[tuple[str, str]] = set()  # tenant and product of its subscriptions
+        self._asked: dict[str, Asked] = {}  # by source
         self._held: deque[bytes] = deque()  # messages that came while the log was full
         self._unacked: deque[tuple[Any, CommitGroup | None, Admitted]] = deque()
         self._waiting: asyncio.Task[None] | None = None
         self._key: str | None = None
+        self._admitted: ApiKey | None = None
         self._limited: frozenset[tuple[str, str]] = frozenset()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -112,6 +123,9 @@ class StreamProtocol(asyncio.Protocol):
             self._closing.cancel()
         self._streams.connections.discard(self)
         self._streams.interests.gone(self)
+        self._streams.followed.subtract(self._follows)
+        for asked in self._asked.values():
+            self._streams.demand.forget(asked)
         self._streams.requests.gate.release(self._limited)
         self._limited = frozenset()
         self._unacked.clear()
@@ -138,6 +152,8 @@ class StreamProtocol(asyncio.Protocol):
         stale, self._stale = self._stale, {}
         for part, key in stale:
             self.tell(part, (key,))
+        for asked in self._asked.values():
+            self._tell_demand(asked)
 
     def ping(self) -> None:
         """Send a ping; cut the connection if the two before it were not answered."""
@@ -148,6 +164,11 @@ class StreamProtocol(asyncio.Protocol):
         elif self._wire.state is State.OPEN:
             self._wire.send_ping(b"")
             self._flush()
+
+    def check_key(self) -> None:
+        """Close the connection if its key was revoked or changed, or has expired."""
+        if self._open and not self._streams.requests.gate.stands(self._admitted):
+            self._close(_UNAUTHORIZED, "the key was revoked, has expired, or may do something else now")
 
     def shutdown(self) -> None:
         self._close(CloseCode.GOING_AWAY, "the node stops; connect again")
@@ -257,9 +278,10 @@ class StreamProtocol(asyncio.Protocol):
         self._key = first_key((name.encode(), value.encode()) for name, value in request.headers.raw_items())
         gate = self._streams.requests.gate
         try:
-            return not gate.keys_required or gate.key(self._key) is not None
+            self._admitted = gate.key(self._key) if gate.keys_required else None
         except RequestRefused:
             return False
+        return True
 
     def _take(self, message: bytes) -> None:
         if self._held:
@@ -294,7 +316,7 @@ class StreamProtocol(asyncio.Protocol):
             content = None
             detail = f"not JSON: {error}"
         else:
-            detail = "a message is an object with publish or subscribe"
+            detail = "a message is an object with publish, subscribe or demand"
         fields = content if isinstance(content, dict) else {}
         number = fields.get("id")
         if not isinstance(number, str | int | float | None):  # it is sent back, so its type is restricted
@@ -303,6 +325,8 @@ class StreamProtocol(asyncio.Protocol):
             self._publish(fields, message)
         elif isinstance(fields.get("subscribe"), str):
             self._subscribe(fields)
+        elif isinstance(fields.get("demand"), str):
+            self._ask(fields)
         else:
             self._refuse(number, RequestRefused(detail, 400))
 
@@ -353,18 +377,39 @@ class StreamProtocol(asyncio.Protocol):
     def _subscribe(self, content: dict[str, Any]) -> None:
         product, number = content["subscribe"], content.get("id")
         try:
-            part, keys = self._keys(product, content.get("keys"))
+            tenant, part, keys = self._keys(product, content.get("keys"))
         except RequestRefused as error:
             self._refuse(number, error)
             return
         interests = self._streams.interests
         new = interests.want(self, part, keys)
+        self._streams.followed.subtract(self._follows)
+        others = {whose for whose in self._follows if whose[1] != product}
+        self._follows = others | {(tenant, product)} if keys else others
+        self._streams.followed.update(self._follows)
         self._send(orjson.dumps({"subscribed": product, "keys": len(keys), "id": number}))
         self.tell(part, [key for key in new if interests.state(part, key) is not None])
         if any(interests.state(part, key) is None for key in new):
             self._streams.follower.follow(part)
 
-    def _keys(self, product: str, given: Any) -> tuple[TenantRows, list[Key]]:
+    def _ask(self, content: dict[str, Any]) -> None:
+        name, demand = content["demand"], self._streams.demand
+        try:
+            asked = demand.ask(name, self._key, content.get("about", {}), self._tell_demand)
+        except RequestRefused as error:
+            self._refuse(content.get("id"), error)
+            return
+        if (before := self._asked.get(name)) is not None:
+            demand.forget(before)
+        self._asked[name] = asked
+
+    def _tell_demand(self, asked: Asked) -> None:
+        """Say whether somebody is interested; if the socket is full, it is said when it drains."""
+        if asked.wanted is not None and not self._paused:
+            self._send(orjson.dumps({"demand": asked.source, "wanted": asked.wanted}))
+
+    def _keys(self, product: str, given: Any) -> tuple[str, TenantRows, list[Key]]:
+        """Whose subscription it is, and to what."""
         declared = self._streams.pipeline.products.get(product)
         if declared is None or not declared.channel:
             raise RequestRefused(f"there is no product {product!r} to subscribe to", 404)
@@ -383,7 +428,8 @@ class StreamProtocol(asyncio.Protocol):
         others = self._streams.interests.count(self)
         if len(parts) > MAX_KEYS or others > 4 * MAX_KEYS:
             raise RequestRefused(f"a connection may want {MAX_KEYS} keys of a product at most", 413)
-        return part, list({tuple(str(value) for value in key): None for key in parts})
+        keys = list({tuple(str(value) for value in key): None for key in parts})
+        return sender.tenant or self._streams.home, part, keys
 
     def _refuse(self, number: Any, error: RequestRefused) -> None:
         body = {
@@ -403,6 +449,9 @@ class Streams:
         requests: keys, limits, tokens, and the sources that take publications: those that take events by HTTP.
         pipeline: its products with a channel can be subscribed to; another one may be set at any time.
         until_ready: waits until the node takes this many bytes of events.
+
+    Attributes:
+        followed: number of connections that subscribe, by tenant and product.
     """
 
     def __init__(
@@ -418,6 +467,9 @@ class Streams:
         self.tables = tables
         self.most = most
         self.until_ready = until_ready
+        self.home = tables.rows.home
+        self.followed: Counter[tuple[str, str]] = Counter()
+        self.demand = Demand(tables.lake, requests, self.home, self._wants)
         self.interests: Interests[StreamProtocol] = Interests()
         self.follower = ProductFollower(self.interests, tables, StreamProtocol.tell)
         self.connections: set[StreamProtocol] = set()
@@ -427,6 +479,20 @@ class Streams:
     ) -> StreamProtocol:
         """The protocol of an upgrade request, as uvicorn calls it."""
         return StreamProtocol(self, server_state.connections)
+
+    def _wants(self) -> frozenset[Want]:
+        followed = [whose for whose, connections in self.followed.items() if connections]
+        return frozenset(Want(tenant, name) for tenant, table in followed for name in sources_of(table, self.pipeline))
+
+    async def watch_keys(self) -> None:
+        """Close every connection whose key has ended, within a second or two."""
+        while True:
+            await asyncio.sleep(_KEYS_S)
+            for connection in list(self.connections):
+                try:
+                    connection.check_key()
+                except Exception:  # the other connections are still checked
+                    logger.exception("the key of a connection cannot be checked")
 
     async def keep_alive(self) -> None:
         """Ping every connection regularly, and cut those that leave two pings unanswered."""

@@ -297,12 +297,16 @@ class ProductRows:
     """Rows of products by key (:mod:`lakehouse.contract.rows`), those of one tenant. Thread-safe; blocks.
 
     Args:
-        border: between tenants. No tenant (None) is the node's.
+        border: between tenants.
+
+    Attributes:
+        home: the node's tenant, which is that of senders without one.
     """
 
     def __init__(self, lake: Lake, border: TenantBorder = UNDECLARED) -> None:
         self._lake = lake
         self._border = border
+        self.home = border.home
         self._tables: dict[LakePath, KeyedRows] = {}
         self._widths: dict[str, int] = {}
         self._lock = threading.Lock()
@@ -313,7 +317,7 @@ class ProductRows:
         Raises:
             RequestRefused: the product does not exist for it (404).
         """
-        whose = tenant or self._border.home
+        whose = tenant or self.home
         column = self._border.limit(whose, product)
         if column is None:
             raise _no_product(product)
@@ -397,12 +401,14 @@ class ProductTables:
         border: between tenants.
 
     Attributes:
+        lake: that they are in.
         state: progress of tables, and events in them.
         rows: of products.
         watch: follows products.
     """
 
     def __init__(self, lake: Lake, poll_s: float, border: TenantBorder = UNDECLARED) -> None:
+        self.lake = lake
         self.state = LakeState(lake)
         self.rows = ProductRows(lake, border)
         self.watch = ProductWatch(self.state, poll_s)

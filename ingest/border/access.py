@@ -40,6 +40,7 @@ class Sender:
 
 
 ANONYMOUS = Sender()
+_RIGHTS = ("hash", "tenant", "sources")
 
 
 class SenderGate:
@@ -108,6 +109,13 @@ class SenderGate:
             detail = "this key is not known" if presented else "show a key: Authorization: Bearer KEY"
             raise RequestRefused(detail, 401, code="unauthorized")
         return key
+
+    def stands(self, admitted: ApiKey | None) -> bool:
+        """Whether a connection may go on with the key that it was admitted with; None: it showed none."""
+        if not self.keys_required or self._keys is None:
+            return True
+        now = self._keys.get(admitted.id) if admitted is not None else None
+        return now is not None and all(getattr(now, each) == getattr(admitted, each) for each in _RIGHTS)
 
     @property
     def keys_required(self) -> bool:

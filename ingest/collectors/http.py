@@ -41,6 +41,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ingest import intake
+from ingest.answers.demand import Demand
 from ingest.answers.respond import Responder, json_response, lake_away, refuse, unavailable
 from ingest.border.access import ApiKey, SenderGate
 from ingest.border.cloudevents import BATCHED, STRUCTURED
@@ -57,8 +58,10 @@ REQUEST_TIMEOUT_S = 20.0  # for head and body; a slow phone sends an event in le
 _CHECK_S = 1.0  # between two checks of the time limits
 
 
-def make_app(requests: RequestIntake, stats: NodeStats, responder: Responder) -> Starlette:
-    """The ASGI application: events off the hot path, answers, and the state of the node."""
+def make_app(
+    requests: RequestIntake, stats: NodeStats, responder: Responder, demand: Demand | None = None
+) -> Starlette:
+    """The ASGI application: events off the hot path, answers, demand, and the state of the node."""
 
     async def healthz(_: Request) -> Response:
         return json_response({"alive": True})
@@ -80,6 +83,7 @@ def make_app(requests: RequestIntake, stats: NodeStats, responder: Responder) ->
     return Starlette(
         routes=[
             *responder.routes,
+            *([] if demand is None else [Route("/v1/demand/{source}", demand.answer, methods=["GET"])]),
             Route("/v1/stats", show_stats, methods=["GET"]),
             Route("/v1/{source}", EventsEndpoint(requests, responder)),
             Route("/healthz", healthz),

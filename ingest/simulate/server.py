@@ -342,7 +342,7 @@ async def play_pipeline(
         EnvironmentProblem: the file cannot be read or the port is taken.
     """
     with ExitStack() as held:
-        players = _players(pipeline, play, held)
+        players = players_of(pipeline, play, held)
 
         def halt() -> None:
             for player in players.values():
@@ -366,7 +366,16 @@ async def play_pipeline(
             raise EnvironmentProblem(problem, "Stop what listens there, or choose another port") from None
 
 
-def _players(pipeline: Pipeline, play: Play, held: ExitStack) -> dict[str, Player]:
+def players_of(pipeline: Pipeline, play: Play, held: ExitStack) -> dict[str, Player]:
+    """Players by source: of a recording for the first source, or of invented events for all.
+
+    Args:
+        held: closes what they read.
+
+    Raises:
+        ConfigError: there is neither a recording nor a scene for this pipeline.
+        EnvironmentProblem: the file cannot be read.
+    """
     source = next(iter(pipeline.sources.values()))
     scene = SCENES.get(pipeline.name)
     lines: Lines

@@ -223,10 +223,17 @@ def simulate(
     merchants: Annotated[int, typer.Option(help="Of --feeds: merchants, with a folder each.", min=1)] = 100,
     offers: Annotated[int, typer.Option(help="Of --feeds: offers of each merchant.", min=1)] = 1_000,
     rounds: Annotated[int, typer.Option(help="Of --feeds: files of each merchant.", min=1)] = 1,
+    to: Annotated[
+        str, typer.Option(help="Publish to this collector instead, and only while somebody is interested.")
+    ] = "",
+    key: Annotated[
+        str, typer.Option(help="Of --to: sender's key, better in the environment.", envvar="MILLRACE_KEY")
+    ] = "",
 ) -> None:
     """Play a stream as a live upstream: WebSocket (/stream), SSE (/sse) and chunked JSON lines (/lines).
 
-    With --feeds it writes feed files instead: versions in any order, repeated rows, and a few malformed ones.
+    With --feeds it writes feed files instead: versions in any order, repeated rows, and a few malformed ones. With --to
+    it is a device for each source: it publishes to a collector while somebody is interested, and rests otherwise.
     """
     if feeds is not None:
         from ingest.simulate.scenes import FeedFiles, write_feeds
@@ -235,13 +242,23 @@ def simulate(
             done = write_feeds(feeds, FeedFiles(seed, merchants, offers, rounds))
         print_json(dataclasses.asdict(done))
         return
+    from ingest.simulate.devices import SimulatedDevice, run_devices
     from ingest.simulate.server import Play, play_pipeline
+
+    _, pipeline = chosen_pipeline()
+    play = Play(input, rate, seed, port=port)
+
+    def told(device: SimulatedDevice, wanted: bool) -> None:
+        state = "somebody is interested, the device publishes" if wanted else "nobody is interested, the device rests"
+        err.print(f"{device.source}: {state} ({device.sent} events sent, {device.acknowledged} acknowledged)")
+
+    if to:
+        run_async(lambda stop: run_devices(pipeline, play, to, key, told, stop))
+        return
 
     def ready(base: str) -> None:
         err.print(f"playing at {base} (ws …/stream, {base}/sse, {base}/lines)")
 
-    _, pipeline = chosen_pipeline()
-    play = Play(input, rate, seed, port=port)
     run_async(lambda stop: play_pipeline(pipeline, play, ready=ready, stop=stop))
 
 

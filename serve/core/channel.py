@@ -10,6 +10,7 @@ import heapq
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import islice
 from typing import TypeVar
 
@@ -18,7 +19,8 @@ from lakehouse.contract.pipeline import Pipeline
 from lakehouse.contract.pipeline.product import EVERYTHING, ChannelSpec
 from lakehouse.contract.rows import Key, Row
 from lakehouse.contract.settings import ServeSettings
-from lakehouse.contract.sql.closures import Columns
+from lakehouse.contract.sql import INT, TEXT
+from lakehouse.contract.sql.closures import Columns, pin_of
 from lakehouse.contract.sql.filters import checked, conjunction, parse_condition
 from lakehouse.contract.tomlfile import line_of
 from serve.core.messages import Codec, Message, change_messages, encode_rows, snapshot_messages
@@ -67,6 +69,18 @@ class ViewStream:
 
     def members(self) -> list[Subscriber]:
         return [subscriber for wire_channel in self.wire_channels.values() for subscriber in wire_channel.members()]
+
+    @cached_property
+    def pinned(self) -> tuple[str, frozenset[str]] | None:
+        """A column of texts or whole numbers, and the values that the subscribers' condition asks for; None: any."""
+        try:
+            columns = Columns.of(self.channel.state.table)
+            tree = parse_condition(self.view.where, columns)
+            pin = None if tree is None else pin_of(tree, columns)
+        except FilterError:  # the table has other columns by now
+            return None
+        named = {at: name for name, (at, kind) in columns.at.items() if kind in (TEXT, INT)}
+        return None if pin is None or pin.column not in named else (named[pin.column], frozenset(map(str, pin.values)))
 
     def wire_channel(self, codec: Codec, *, conflates: bool = False) -> WireChannel:
         """The ring of a wire form, made when somebody first wants it. Conflating subscribers have one of their own."""

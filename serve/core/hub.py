@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_right
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
@@ -63,6 +63,7 @@ class Hub:
         self.specs = specs
         self.size = 0
         self.channels: dict[str, Channel] = {}
+        self.followed: Counter[tuple[str, ViewStream]] = Counter()  # subscribers, by tenant and view
         self.counters = HubCounters()
         self._codecs = tuple(codecs)
         self._working = working
@@ -423,11 +424,16 @@ class Hub:
 
     def _enter(self, subscriber: Subscriber, stream: ViewStream) -> None:
         subscriber.stream = stream
+        self.followed[subscriber.principal.tenant, stream] += 1
         stream.empty_since = None
         stream.wire_channel(subscriber.codec, conflates=subscriber.conflate).join(subscriber)
 
     def _exit(self, subscriber: Subscriber) -> None:
         assert subscriber.stream is not None and subscriber.wire_channel is not None
+        whose = subscriber.principal.tenant, subscriber.stream
+        self.followed[whose] -= 1
+        if not self.followed[whose]:
+            del self.followed[whose]
         subscriber.wire_channel.leave(subscriber)
         subscriber.stream.waiting.discard(subscriber)
         subscriber.stream = None

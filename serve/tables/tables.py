@@ -26,9 +26,10 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from lakehouse.contract.deltalog import Commit, DeltaLog, LogFollower, TableGone, TableUnreadable
-from lakehouse.contract.lake import LAYERS, NAME_PATTERN, Lake, TableRef
+from lakehouse.contract.lake import ALERTS, LAYERS, NAME_PATTERN, Lake, TableRef
 from lakehouse.contract.pipeline import Source
 from lakehouse.contract.pipeline.added import Declared, QuerySpec
+from lakehouse.contract.pipeline.folder import Alert
 from lakehouse.contract.pipeline.product import EVERYTHING, ChannelSpec
 from lakehouse.contract.pipeline.tenants import TenantBorder
 from lakehouse.contract.storage import LakePath, is_away
@@ -49,6 +50,7 @@ CHUNK_BYTES = 262_144
 BRONZE = LAYERS[0]
 WARM_VERSIONS = 64
 _SCAN_S = 0.5
+_MOST_ASKED = 1_000
 _WANTED_MS = 60_000  # a bronze table is followed for so long after its last subscriber
 _REMOTE_SCAN_S = 10.0
 _UNREADABLE_RETRY_S = 5.0
@@ -299,6 +301,10 @@ class Tables:
         deliver: carries out the hub's deliveries.
         declared: returns what is declared if it has changed; called in a thread, before tables are looked for.
         sources: whose bronze tables are followed while somebody wants them.
+
+    Attributes:
+        reads: tables that each query of the run time reads, and those of its alerts; replaced as a whole.
+        asked: when somebody last wanted to subscribe to a table that does not exist yet, by tenant and table.
     """
 
     def __init__(
@@ -321,7 +327,9 @@ class Tables:
         self._settings = hub.settings
         self._border = border
         self._added: dict[str, str] = {}  # columns of the border that run-time queries declare
-        self._added_at: int | None = None
+        self._added_at: tuple[int, int] | None = None
+        self.reads: dict[str, set[str]] = {}
+        self.asked: dict[tuple[str, str], float] = {}
         self._deliver = deliver
         self._executor = ThreadPoolExecutor(max_workers=4, thread_name_prefix="tail")
         self._replays = ThreadPoolExecutor(max_workers=_REPLAYS, thread_name_prefix="replay")
@@ -390,6 +398,8 @@ class Tables:
         """
         subscriber.principal.check_table(request.table)
         await self.wait_for(request.table)
+        if request.table not in self._hub.channels and len(self.asked) < _MOST_ASKED:
+            self.asked[subscriber.principal.tenant, request.table] = clock_ms()
         if problem := self.problems.get(request.table):
             raise RequestError(RequestError.BAD_REQUEST, "not_served", problem)
         replay_from = self._hub.subscribed(subscriber, request, clock_ms())
@@ -460,11 +470,14 @@ class Tables:
         return False
 
     def _enter_queries(self) -> None:
-        """Bring the border up to date with the run-time queries. It blocks."""
-        declared = Declared(self.lake, QuerySpec)
-        if (stamp := declared.stamp()) == self._added_at:
+        """Bring the border and :attr:`reads` up to date with the queries and alerts of the run time. It blocks."""
+        declared, alerts = Declared(self.lake, QuerySpec), Declared(self.lake, Alert)
+        if (stamp := (declared.stamp(), alerts.stamp())) == self._added_at:
             return
-        found = {name: spec.tenant_column for name, spec in declared.all().items()}
+        queries = declared.all()
+        self.reads = {name: {spec.relation} for name, spec in queries.items()}
+        self.reads[ALERTS] = {alert.product for alert in alerts.all().values()}
+        found = {name: spec.tenant_column for name, spec in queries.items()}
         for name in self._added.keys() - found.keys():
             self._border.columns.pop(name, None)
         self._border.columns.update(found)

@@ -18,9 +18,12 @@ from kafka.consumer.fetcher import ConsumerRecord
 from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 
+import ingest.kafka
+from ingest.errors import BrokerUnavailable
 from ingest.log.message_log import MessageLog
 from ingest.log.segments import LoggedEvent, SourceLane
 from ingest.node import CollectorNode, NodeOptions
+from jobs.local.stack import free_port
 from lakehouse.contract.envelope import Envelope, fingerprint
 from lakehouse.contract.pipeline import CollectorSpec, Pipeline, Source
 from lakehouse.contract.settings import CollectSettings, KafkaSettings, Settings
@@ -176,6 +179,32 @@ async def running_node(
     finally:
         stop.set()
         await node
+
+
+@contextlib.asynccontextmanager
+async def unready_node(settings: Settings, pipeline: Pipeline) -> AsyncIterator[str]:
+    """A collector node whose broker is away: it listens, and takes no events. Yields its base URL."""
+
+    def away(*_: object) -> None:
+        raise BrokerUnavailable("nobody", "it is away")
+
+    port, stop = free_port(), asyncio.Event()
+    settings = replace(settings, collect=replace(settings.collect, port=port))
+    patch = pytest.MonkeyPatch()
+    patch.setattr(ingest.kafka, "ensure_topics", away)  # a client that tries to connect would be noisy
+    node = asyncio.create_task(CollectorNode(at_broker(settings, "127.0.0.1:1"), pipeline).run(stop))
+    try:
+        async with asyncio.timeout(60):
+            while True:
+                with contextlib.suppress(OSError):
+                    await get(f"http://127.0.0.1:{port}", "/healthz")
+                    break
+                await asyncio.sleep(0.02)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        stop.set()
+        await node
+        patch.undo()
 
 
 async def get(url: str, path: str) -> tuple[int, dict[str, str], Any]:

@@ -7,6 +7,7 @@ import datetime
 import json
 import re
 import ssl
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from serve.app import run_server
 from serve.http.routes import ROUTES
 from tests.serve.conftest import serving
 from tests.serve.lakes import city, rsvps_by_city, top_topics, topics, window
-from tests.serve.push.clients import TRANSPORTS, Client, PollClient, SseClient, WebSocketClient
+from tests.serve.push.clients import TRANSPORTS, Client, Closed, PollClient, SseClient, WebSocketClient
 
 ZERO = "0" * 64
 EVENTS = {"Accept": "text/event-stream"}
@@ -171,6 +172,25 @@ async def test_a_revoked_key_ends_what_it_holds_open(root: Path) -> None:
         async with asyncio.timeout(60), httpx.AsyncClient(base_url=url, timeout=60) as client:
             await answers(client, "/v1/tables", other, 401)
             assert (await client.get("/v1/tables")).status_code == 401, "the last key revoked opens nothing"
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+async def test_a_key_that_expires_ends_what_it_holds_open(root: Path, name: str) -> None:
+    lake(root)
+    file = keys(root)
+    key = file.new(ReaderKey(ZERO, "a"))
+    async with serving(root) as url, TRANSPORTS[name](url, {"table": "top_topics", "key": key}) as client:
+        await client.receive("snapshot")
+        until = time.time() + 2
+        named = f"[keys.{key.split('_')[1]}]"
+        file.path.write_text(file.path.read_text().replace(named, f"{named}\nuntil = {until}"))
+        with pytest.raises(Closed) as closed:
+            while True:
+                await client.receive()
+        assert time.time() >= until
+        assert closed.value.args[0] == (401 if name == "poll" else 4401)
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+            assert (await http.get("/v1/tables", headers=bearer(key))).status_code == 401
 
 
 async def test_a_keys_connections_and_rate_are_bounded(root: Path) -> None:

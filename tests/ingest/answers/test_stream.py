@@ -164,9 +164,9 @@ async def test_what_is_refused(node: Node) -> None:
             ({"subscribe": "traffic", "keys": [[]], "id": 1}, 400, "a list of texts"),
             ({"subscribe": "traffic", "keys": [["a"], ["a", "b"]], "id": 1}, 400, "equally many"),
             ({"subscribe": "traffic", "keys": [[str(n)] for n in range(1001)], "id": 1}, 413, "1000 keys"),
-            ({"what": 1, "id": 1}, 400, "publish or subscribe"),
+            ({"what": 1, "id": 1}, 400, "publish, subscribe or demand"),
             ({"publish": "clicks", "event": {"id": 1, "who": "a"}, "id": [1]}, 400, "a text or a number"),
-            ([1], 400, "publish or subscribe"),
+            ([1], 400, "publish, subscribe or demand"),
         ):
             await car.send(orjson.dumps(message).decode())
             answer = await hear(car)

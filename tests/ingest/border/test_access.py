@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import stat
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from websockets.asyncio.client import connect
+from websockets.exceptions import ConnectionClosed
 
+from ingest.answers import stream
 from ingest.border import access
 from ingest.border.access import (
     ANONYMOUS,
@@ -17,11 +22,13 @@ from ingest.border.access import (
     SenderGate,
     SenderKeys,
     TokenBucket,
+    keys_path,
 )
 from ingest.errors import RequestRefused
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.keys import RELOAD_S, KeyFile
 from lakehouse.contract.pipeline import Source
+from tests.ingest.conftest import pipeline_of, settings_of, unready_node
 
 
 def source(name: str = "clicks", **options: int) -> Source:
@@ -213,3 +220,34 @@ def test_a_file_that_is_wrong_is_named_at_start(tmp_path: Path, text: str, says:
 def test_no_such_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no key 'nobody'"):
         KeyFile(tmp_path / "keys.toml", ApiKey).revoke("nobody")
+
+
+@pytest.mark.parametrize("end", ["revoked", "expired", "changed"])
+async def test_a_key_that_ends_ends_its_connections(tmp_path: Path, end: str) -> None:
+    settings = settings_of(tmp_path)
+    pipeline = pipeline_of("t", "http")
+    file = KeyFile(keys_path(settings), ApiKey)
+    mine, other = (file.new(ApiKey("0" * 64)) for _ in range(2))
+    async with unready_node(settings, pipeline) as url:
+        address = url.replace("http", "ws") + stream.PATH
+        async with (
+            connect(address, additional_headers={"X-API-Key": mine}) as car,
+            connect(address, additional_headers={"X-API-Key": other}) as stays,
+        ):
+            for one in (car, stays):
+                await one.send('{"demand": "clicks"}')
+                async with asyncio.timeout(60):
+                    assert '"wanted":false' in str(await one.recv())
+            until = time.time() + 2
+            named = f"[keys.{mine.split('_')[1]}]"
+            said = {"expired": f"until = {until}", "changed": 'sources = ["others"]'}
+            if end == "revoked":
+                file.revoke(mine.split("_")[1])
+            else:
+                file.path.write_text(file.path.read_text().replace(named, f"{named}\n{said[end]}"))
+            with pytest.raises(ConnectionClosed) as closed:
+                async with asyncio.timeout(60):
+                    await car.recv()
+            assert closed.value.rcvd is not None and closed.value.rcvd.code == 4401
+            assert end != "expired" or time.time() >= until
+            await (await stays.ping())
