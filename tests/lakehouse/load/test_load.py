@@ -295,9 +295,10 @@ def test_refused_rows_after_a_resume_are_the_same_events(tmp_path: Path) -> None
     with (tmp_path / "a.jsonl").open("ab") as file:
         file.write(b"{broken\n")
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress((tmp_path / "a.jsonl").read_bytes(), 1))
-    with loader(tmp_path, tmp_path / "a.jsonl", crash_at="load.after_commit:2") as killed:
+    lake = Lake(tmp_path / "lake")
+    with loader(lake, tmp_path / "a.jsonl", crash_at="load.after_commit:2") as killed:
         assert killed.wait(300) == -signal.SIGKILL
-    shutil.rmtree(tmp_path / "lake/_millrace/loads/offers/ledger")  # bronze's rows say it
+    shutil.rmtree(lake.state / "loads" / "offers" / "ledger")  # bronze's rows say it
     assert run(job(tmp_path), tmp_path / "a.jsonl")["a.jsonl"].from_row > 0
     assert run(job(tmp_path), tmp_path / "b.jsonl.gz")["b.jsonl.gz"].from_row == 0
     assert len(refused(tmp_path)) == 1
