@@ -59,6 +59,9 @@ PortOption = Annotated[
         help="Port of the server and its dashboard; 0: any free one.", min=0, max=65_535, show_default="serve.port"
     ),
 ]
+PipelineArgument = Annotated[
+    str | None, typer.Argument(help="Folder below conf/pipelines, or a path; default: that of the settings.")
+]
 NodeOption = Annotated[str, typer.Option(help="Id of this process; each one needs its own.")]
 
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"

@@ -63,7 +63,6 @@ class Interests(Generic[S]):
         return new - old
 
     def gone(self, subscriber: S) -> None:
-        """Forget a subscriber."""
         for part in list(self._by.get(subscriber, ())):
             self.want(subscriber, part, ())
 
@@ -135,7 +134,6 @@ class ProductFollower(Generic[S]):
         return self._rows.width(part.product) if part in self._tasks else None
 
     async def close(self) -> None:
-        """Stop following."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()

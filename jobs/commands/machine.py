@@ -11,7 +11,16 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from jobs.console import JsonOption, chosen_pipeline, chosen_settings, err, out, print_json, print_problems
+from jobs.console import (
+    JsonOption,
+    PipelineArgument,
+    chosen_pipeline,
+    chosen_settings,
+    err,
+    out,
+    print_json,
+    print_problems,
+)
 from lakehouse.contract.errors import ConfigError
 
 
@@ -109,9 +118,7 @@ def doctor(as_json: JsonOption = False) -> None:
 
 
 def check(
-    pipeline: Annotated[
-        str | None, typer.Argument(help="Folder below conf/pipelines, or a path; default: that of the settings.")
-    ] = None,
+    pipeline: PipelineArgument = None,
     as_json: JsonOption = False,
 ) -> None:
     """Find what is wrong before anything starts: files, types, SQL, ports, Java, lake, Kafka. Exit status 1: some is.

@@ -13,7 +13,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from jobs.console import JsonOption, chosen_settings, err, out, print_json, print_problems
+from jobs.console import JsonOption, PipelineArgument, chosen_settings, err, out, print_json, print_problems
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.lake import NAME_PATTERN
 from lakehouse.contract.pipeline import load_pipeline
@@ -124,9 +124,7 @@ def _show_fields(seen: Sample) -> None:
 
 
 def test(
-    pipeline: Annotated[
-        str | None, typer.Argument(help="Folder below conf/pipelines, or a path; default: that of the settings.")
-    ] = None,
+    pipeline: PipelineArgument = None,
     as_json: JsonOption = False,
 ) -> None:
     """Run the fixtures beside a pipeline through Spark and compare its products' rows. Exit status 1: one differs.

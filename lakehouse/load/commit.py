@@ -125,7 +125,6 @@ class Ledger:
         return FilePosition(file) if found is None else FilePosition.from_json(json.loads(found))
 
     def close(self) -> None:
-        """Close the files."""
         self._env.close()
 
     def __len__(self) -> int:
@@ -251,7 +250,6 @@ class Committer:
         return self._delta.version()
 
     def close(self) -> None:
-        """Close the files."""
         self.ledger.close()
 
     def _append(self, data: DataFile | None, done: Sequence[FilePosition], bronze_at: int) -> None:
@@ -306,7 +304,6 @@ def write_rows(
     Args:
         batch: its name, unique in the source. A batch whose name is in bronze is skipped, whatever its rows.
         rows: JSON objects. Bronze keeps a refused row with the reason, as it does for a collector.
-        tenant: tenant of the events.
         node: id of the program, the rows' ``collector``.
 
     Returns:

@@ -111,7 +111,6 @@ class Cutoff:
 
     @property
     def left_s(self) -> float:
-        """Seconds left."""
         return max(0.0, self._until - time.monotonic())
 
     def trace(self, event: str, info: Mapping[str, Any]) -> None:

@@ -62,7 +62,6 @@ class OpenFile:
 
     Attributes:
         name: path, for messages.
-        file: the opened file.
         format: ``csv``, ``tsv``, ``jsonl``, ``parquet``, or that of a reader of one's own.
         encoding: of CSV and JSON lines, as Python names it.
         delimiter: of CSV, one character.
@@ -245,5 +244,4 @@ def _skip_line(stream: TextStream, begun: bytes, limit: int) -> tuple[bytes, int
 
 
 def mark_of(found: os.stat_result) -> FileMark:
-    """The mark of a file by its status."""
     return found.st_size, found.st_mtime_ns, found.st_ino

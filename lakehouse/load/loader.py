@@ -34,7 +34,6 @@ class Load:
 
     Attributes:
         id: its id in table ``loads``.
-        source: source of the rows.
         reports: one a file.
         seconds: from the opening of the first file to the last commit.
         late: whether it ended after its deadline.
@@ -72,7 +71,6 @@ def load(
         workers: processes.
         allowed_s: SLA in seconds from now. The loader warns once of a load that will miss it.
         notify: receives progress and each finished file.
-        metrics: counters to update.
 
     Raises:
         LoaderDied: a worker process was killed.
@@ -229,12 +227,8 @@ class LoaderService:
 
     Args:
         stop: ends it.
-        workers: processes of a load.
         allowed_s: SLA of an inbox's load, from the time that its files are finished; feeds declare their own.
         once: end when all present files are loaded, or all feeds checked whether they are due or not.
-
-    Attributes:
-        metrics: its counters.
     """
 
     def __init__(

@@ -47,7 +47,6 @@ class FileReport:
         name: path, as found.
         file: fingerprint of its content; empty if it could not be read at all.
         format: ``csv``, ``tsv``, ``jsonl`` or ``parquet``; empty if unknown.
-        bytes: its size.
         rows: its rows in bronze, of this and earlier loads.
         rejects: refused rows among them.
         from_row: first row of this load; not 0 for a file that an earlier load had begun.
@@ -177,7 +176,6 @@ class LoaderMetrics(Collector):
         self._last = gauge("last_load_seconds", "Duration of the last load")
 
     def file(self, source: str, report: FileReport) -> None:
-        """Count a finished file."""
         self._files.labels(source, report.state).inc()
         self._rows.labels(source).inc(report.new_rows)
         if report.state != "already":
@@ -190,7 +188,6 @@ class LoaderMetrics(Collector):
             self._left.labels(source).set(deadline.at - expected)
 
     def ended(self, source: str, seconds: float, late: bool) -> None:
-        """Count a finished load."""
         self._last.labels(source).set(seconds)
         if late:
             self._late.labels(source).inc()
@@ -200,6 +197,5 @@ class LoaderMetrics(Collector):
         return self.registry.collect()
 
     def write(self, path: Path) -> None:
-        """Write the file atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
         write_to_textfile(str(path), self.registry)

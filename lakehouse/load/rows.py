@@ -65,7 +65,6 @@ class FilePosition:
 
     @classmethod
     def from_json(cls, found: list[Any]) -> FilePosition:
-        """The inverse of :meth:`to_json`."""
         file, rows, rejects, offset, ended, *first = found
         return cls(str(file), int(rows), int(rejects), int(offset), bool(ended), *map(str, first))
 
@@ -92,9 +91,6 @@ class SealedSegment:
     """A segment with the envelopes of its rows.
 
     Attributes:
-        name: path of the file.
-        before: position of the file before these rows.
-        after: position after them.
         received_at: reading time, microseconds since the epoch.
         payloads, event_ids, keys, fingerprints, rejects: a value a row; ``rejects`` is empty if no row is refused.
     """
@@ -111,7 +107,6 @@ class SealedSegment:
 
     @property
     def bytes(self) -> int:
-        """Size of the payloads."""
         return sum(map(len, self.payloads))
 
 
@@ -302,9 +297,6 @@ class DataFile:
     """A written file that waits for its commit.
 
     Attributes:
-        path: the file.
-        rows: number of rows.
-        size: bytes.
         stamp_at: offset of the value of ``bronze_at`` in the file.
     """
 

@@ -35,11 +35,8 @@ class Staged:
     """The state of a staging table after a refresh.
 
     Attributes:
-        name: of the table.
-        product: the copied product.
         product_version: version of the product that the copy shows.
         version: the staging table's own version.
-        rows: rows of the copy.
         changed: whether the refresh made a commit.
     """
 

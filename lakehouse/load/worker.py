@@ -49,9 +49,6 @@ class LoadJob:
     """What to do with every file of a load.
 
     Attributes:
-        lake: destination.
-        source: source of the rows.
-        tenant: tenant of the events.
         node: id of the loader, the rows' ``collector``.
         kind: format; ``auto``: by the name or the first bytes of each file.
         encoding: of CSV and JSON lines.
@@ -96,12 +93,10 @@ class FileClaims:
         return True
 
     def release(self, file: str) -> None:
-        """Release a claim."""
         if self._file is not None:
             fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _byte(file))
 
     def release_all(self) -> None:
-        """Release all claims."""
         if self._file is not None:
             fcntl.lockf(self._file, fcntl.LOCK_UN)
 
@@ -119,7 +114,6 @@ class FileLoader:
     """Loads files of one job; a context manager. One instance a process.
 
     Args:
-        job: what to do.
         notify: called for every segment read and every file finished.
     """
 

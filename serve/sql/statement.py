@@ -66,7 +66,6 @@ class Statement:
     """A statement and its bounds.
 
     Attributes:
-        lake: root of the lake.
         as_of: version or time for tables without one in the text; empty: the newest.
         rows, size: bounds of the answer; size in bytes.
         memory_mb: of DuckDB.

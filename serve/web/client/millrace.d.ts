@@ -28,7 +28,7 @@ export interface Status {
   readonly table: string;
   /** Why, in words. */
   readonly detail?: string;
-  /** Of a refusal, as in docs/protocol.md: `no_such_table`, `bad_filter`, `forbidden`, … */
+  /** Of a refusal, as in docs/reference/protocol.md: `no_such_table`, `bad_filter`, `forbidden`, … */
   readonly code?: string;
   /** When the next attempt begins, ms since the epoch. */
   readonly retryAt?: number;

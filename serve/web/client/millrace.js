@@ -7,15 +7,10 @@
  *       onState: ({ state }) => console.log(state),
  *     });
  *
- * What it offers (types and the meaning of every field: millrace.d.ts; how to use it: docs/clients.md):
- * - `subscribe(url, table, options)` gives a `Subscription`: `rows`, `position`, `status`, `counters`, `transport`, `lagMs`,
- *   `behind`, `skew`, `leads`, `persistent`, `close()`.
- * - `options`: `onChange`, `onState`, `where`, `columns`, `select`, `conflate`, `key`, `tickets` or `access`, `transport` (auto), `waitForTable`,
- *   `store` (indexeddb), `share` (tabs share one connection), `prune`.
- * - `Access`, the key of a tab and its tickets; `Locked`, the error of a missing one.
+ * Types and the meaning of every field: millrace.d.ts; how to use it: docs/guide/clients.md.
  *
  * It tries WebSocket, then SSE, then long polling, and reconnects until it is closed or the server gives a final answer: state
- * `locked` (a key is needed), or `refused` with the `code` of docs/protocol.md. No dependencies, no build step.
+ * `locked` (a key is needed), or `refused` with the `code` of docs/reference/protocol.md. No dependencies, no build step.
  */
 
 import { Access, Locked } from "./access.js";

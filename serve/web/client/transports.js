@@ -1,7 +1,7 @@
 /**
  * Three ways to the server's messages: WebSocket, server-sent events (SSE) and long polling.
  *
- * `receive(transport, request, heard, signal)` calls `heard` for each message of docs/protocol.md, whatever the wire form. Its
+ * `receive(transport, request, heard, signal)` calls `heard` for each message of docs/reference/protocol.md, whatever the wire form. Its
  * promise is rejected when the connection ends, with what to do next: `Refused` is final, `Lost` asks for another attempt, and
  * `Blocked` asks for another transport. An abort of the signal ends it silently.
  */
@@ -18,7 +18,7 @@ const UNAVAILABLE = new Set([429, 502, 503, 504]); // a proxy's answers while th
 
 /** The server refuses this request; asking again does not help. */
 export class Refused extends Error {
-  /** @param {string} code machine-readable, as in docs/protocol.md */
+  /** @param {string} code machine-readable, as in docs/reference/protocol.md */
   constructor(code, detail) {
     super(detail);
     this.code = code;
