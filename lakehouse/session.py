@@ -68,6 +68,8 @@ _TUNED = {
     "spark.python.unix.domain.socket.enabled": "true",
     "spark.sql.parquet.compression.codec": "zstd",
     "spark.hadoop.mapreduce.fileoutputcommitter.marksuccessfuljobs": "false",  # bronze's folders hold data files only
+    # PySpark would tell the JVM the caller's file and line with each column that a query names: some eight calls of it.
+    "spark.python.sql.dataFrameDebugging.enabled": "false",
     # A batch is cached for as long as its products are made: sizing up how to compress it costs more than it saves.
     "spark.sql.inMemoryColumnarStorage.compressed": "false",
     # Bronze is partitioned by day: a batch of one day needs no sort before it is written.
