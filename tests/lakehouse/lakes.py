@@ -285,7 +285,7 @@ def eventually(check: Callable[[], bool], timeout_s: float = 300.0, alive: Calla
     while not check():
         assert alive(), "it ended before that"
         assert time.monotonic() < deadline, "it did not come about"
-        time.sleep(0.05)
+        time.sleep(0.15)  # a look at the tables of a site costs some 20 ms of CPU
 
 
 @dataclass
@@ -366,7 +366,10 @@ def site(folder: Path, bootstrap: str, topic: str) -> Site:
     """A new lake in ``folder`` with a topic of its own."""
     pipeline = pipeline_in(folder / "clicks", topic)
     ensure_topics(pipeline.sources.values(), bootstrap)
-    settings = load_settings({}, lake=folder / "lake", pipeline=str(folder / "clicks"), kafka__bootstrap=bootstrap)
+    clicks = str(folder / "clicks")
+    settings = load_settings(
+        {}, lake=folder / "lake", pipeline=clicks, kafka__bootstrap=bootstrap, spark__rehearse=False
+    )
     return Site(settings, pipeline, bootstrap, [])
 
 

@@ -172,7 +172,7 @@ def wait_for(condition: Any, what: str, timeout_s: float = 240.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s:.0f} s for {what}"
-        time.sleep(0.1)
+        time.sleep(0.3)  # a query by DuckDB costs some 30 ms of CPU
 
 
 def run(lake: Path, *command: str, form: Sequence[str] = ("--json",)) -> subprocess.CompletedProcess[str]:

@@ -50,7 +50,7 @@ class Example:
         self, folder: Path, name: str | Path, repeats: float = 0.05, layers: tuple[str, ...] = ("silver", "gold")
     ) -> None:
         pipeline = name if isinstance(name, Path) else conf_dir() / "pipelines" / name
-        self.settings = load_settings({}, lake=folder / "lake", pipeline=str(pipeline))
+        self.settings = load_settings({}, lake=folder / "lake", pipeline=str(pipeline), spark__rehearse=False)
         self.pipeline: Pipeline = load_pipeline(pipeline)
         self.lake = Lake(self.settings.lake)
         self._offsets: dict[tuple[str, int], int] = {}
