@@ -122,7 +122,7 @@ def ask(operation: Any, url: str, count: int, **options: Any) -> None:
 def ask_control(operation: Any, control: Running, count: int) -> None:
     headers = {"Authorization": f"Bearer {control.key}"}
     for path, name in (("tenants", "acme"), ("tenants/acme/apps", "shop")):  # unless an operation before removed them
-        httpx.post(f"{control.url}/v1/{path}", json={"name": name}, headers=headers)
+        httpx.post(f"{control.url}/v1/{path}", json={"name": name}, headers=headers, timeout=60)
     ask(operation, control.url, count, headers=headers)
 
 

@@ -48,7 +48,7 @@ class Killable:
             [sys.executable, "-m", "jobs.cli", *command], cwd=ROOT, stderr=subprocess.DEVNULL
         )
         until = time.monotonic() + 60
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(timeout=60) as client:
             while time.monotonic() < until:
                 with contextlib.suppress(httpx.HTTPError):
                     if (await client.get(f"{self.plane.url}/readyz")).status_code == 200:
@@ -156,7 +156,7 @@ async def outage(broker: EmbeddedBroker, lake: Path, down_s: float) -> None:
         refused = await http.post(f"{collecting}/v1/clicks", json={"id": "late", "who": "x"})
         assert refused.status_code == 401
         assert (await http.get(f"{serving}/v1/tables/rsvps_by_city")).status_code == 401
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             assert await following == 4401
 
 

@@ -92,7 +92,7 @@ def test_manager_and_machine_get_keys_of_their_own(lake: Path, tmp_path: Path) -
     with pytest.raises(ControlRefused, match="a key of a tenant may not do this"):
         call(lake, "tenant", "add", "other", "--set", f"control.key={file}")
     url = address_file(Settings(lake=lake)).read_text()
-    answer = httpx.get(f"{url}/v1/state", headers={"Authorization": f"Bearer {machine['key']}"})
+    answer = httpx.get(f"{url}/v1/state", headers={"Authorization": f"Bearer {machine['key']}"}, timeout=60)
     assert answer.json()["tenants"].keys() >= {"globex"}
 
 
@@ -111,7 +111,7 @@ def test_key_files_are_taken_over(lake: Path) -> None:
     assert (kept["screen"]["rows"], kept["screen"]["connections"]) == ({"*": "a = 1"}, 3)
     assert kept["analyst"]["actions"] == ["queries", "read"]
     url = address_file(Settings(lake=lake)).read_text()
-    answer = httpx.get(f"{url}/v1/queries", headers={"Authorization": f"Bearer {texts[2]}"})
+    answer = httpx.get(f"{url}/v1/queries", headers={"Authorization": f"Bearer {texts[2]}"}, timeout=60)
     assert answer.status_code == 503, "the key is good; there is no server"
 
 

@@ -171,7 +171,7 @@ def test_ctrl_c_at_a_question_leaves_nothing(tmp_path: Path) -> None:
 
 
 def get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=10) as answer:
+    with urllib.request.urlopen(url, timeout=60) as answer:
         return json.loads(answer.read())
 
 

@@ -102,7 +102,7 @@ def answering(url: str) -> set[int]:
     until, seen = time.monotonic() + PATIENCE_S, set[int]()
     while len(seen) < 2 and time.monotonic() < until:
         try:
-            seen.add(httpx.get(f"{url}healthz", timeout=10).json()["process"])
+            seen.add(httpx.get(f"{url}healthz", timeout=60).json()["process"])
         except httpx.TransportError:
             time.sleep(0.05)
     return seen

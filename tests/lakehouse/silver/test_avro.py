@@ -158,7 +158,9 @@ MODULE = "github.com/twmb/franz-go/pkg/sr"
 
 
 def registered(registry: str, subject: str, schema: Any, **more: Any) -> int:
-    answer = httpx.post(f"{registry}/subjects/{subject}/versions", json={"schema": json.dumps(schema), **more})
+    answer = httpx.post(
+        f"{registry}/subjects/{subject}/versions", json={"schema": json.dumps(schema), **more}, timeout=60
+    )
     assert answer.status_code == 200, answer.text
     return int(answer.json()["id"])
 

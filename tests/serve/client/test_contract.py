@@ -130,7 +130,7 @@ async def test_a_server_with_keys_is_killed_and_every_change_is_applied_once(
 async def test_a_program_without_the_key_shows_tickets(root: Path, transport: str) -> None:
     product = top_topics(root)
     key = new_key(root)
-    async with serving(root) as url, httpx.AsyncClient(base_url=url) as backend:
+    async with serving(root) as url, httpx.AsyncClient(base_url=url, timeout=60) as backend:
 
         async def ticket() -> str:
             answer = await backend.post("/v1/tickets", headers={"Authorization": f"Bearer {key}"})

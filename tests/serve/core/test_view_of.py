@@ -73,7 +73,7 @@ async def test_the_declared_filter_holds_for_snapshot_changes_resume_look_up_and
     columns = ["window_start", "rank", "item", "count"]
     async with (
         declared(root, PIPELINE + CHANNEL) as url,
-        httpx.AsyncClient(base_url=url) as client,
+        httpx.AsyncClient(base_url=url, timeout=60) as client,
         subscribed(url, "top_topics") as connection,
     ):
         snapshot = await receive(connection, "snapshot")
@@ -105,7 +105,7 @@ async def test_the_declared_filter_holds_for_snapshot_changes_resume_look_up_and
 
 async def test_a_table_without_a_channel_is_not_served(root: Path) -> None:
     rsvps_by_city(root).append([city(0, "Bonn", 1)])
-    async with declared(root, PIPELINE) as url, httpx.AsyncClient(base_url=url) as client:
+    async with declared(root, PIPELINE) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         answers = []
         for path in ("", "?as_of=0", "/2026-01-01T00:00:00Z"):
             answers.append((await client.get(f"/v1/tables/rsvps_by_city{path}")).status_code)
@@ -141,7 +141,7 @@ async def test_channels_are_served_as_they_are_declared_now(root: Path) -> None:
 async def test_a_filter_that_does_not_fit_the_table_keeps_it_from_being_served(root: Path) -> None:
     top_topics(root).overwrite(topics(0, [9]), [window(0)])
     wrong = PIPELINE + "[products.top_topics.channel]\nwhere = 'price > 1'\n"
-    async with declared(root, wrong) as url, httpx.AsyncClient(base_url=url) as client:
+    async with declared(root, wrong) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         async with asyncio.timeout(60):
             while (answer := await client.get("/v1/tables/top_topics")).status_code != 409:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
