@@ -288,6 +288,54 @@ def eventually(check: Callable[[], bool], timeout_s: float = 300.0, alive: Calla
         time.sleep(0.15)  # a look at the tables of a site costs some 20 ms of CPU
 
 
+@contextlib.contextmanager
+def driving(
+    spark: SparkSession,
+    settings: Settings,
+    pipeline: Pipeline | None,
+    stages: Stages,
+    bootstrap: str,
+    *,
+    accept_loss: bool = False,
+) -> Iterator[threading.Thread]:
+    """A driver's queries in a thread of this process, once they run. What ended them is raised.
+
+    Args:
+        pipeline: another one than the files of the settings declare.
+        bootstrap: unused without bronze.
+    """
+    stop, started = threading.Event(), threading.Event()
+    errors: list[BaseException] = []
+    files = PipelineFiles.of(settings)
+    declared = files.load()
+
+    def work() -> None:
+        try:
+            run(
+                spark,
+                settings,
+                pipeline or declared,
+                stages,
+                KafkaAccess(bootstrap, accept_loss, lambda source: ensure_topics([source], bootstrap)),
+                stop,
+                changes=PipelineChanges(files),
+                started=started.set,
+            )
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    driver = threading.Thread(target=work)
+    driver.start()
+    try:
+        eventually(started.is_set, alive=driver.is_alive)
+        yield driver
+    finally:
+        stop.set()
+        driver.join()
+        if errors:
+            raise errors[0]
+
+
 @dataclass
 class Site:
     """A lake, its pipeline and its topic.
@@ -326,35 +374,8 @@ class Site:
         self, spark: SparkSession, stages: Stages | None = None, *, accept_loss: bool = False
     ) -> Iterator[Callable[[], bool]]:
         """The queries in this process, as its files say; yields a check that they run. What ended them is raised."""
-        stop, started = threading.Event(), threading.Event()
-        errors: list[BaseException] = []
-        files = PipelineFiles.of(self.settings)
-
-        def work() -> None:
-            try:
-                run(
-                    spark,
-                    self.settings,
-                    files.load(),
-                    stages or Stages(),
-                    KafkaAccess(self.bootstrap, accept_loss, lambda source: ensure_topics([source], self.bootstrap)),
-                    stop,
-                    changes=PipelineChanges(files),
-                    started=started.set,
-                )
-            except BaseException as error:  # noqa: BLE001 - raised below
-                errors.append(error)
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        try:
-            eventually(started.is_set, alive=thread.is_alive)
-            yield thread.is_alive
-        finally:
-            stop.set()
-            thread.join()
-            if errors:
-                raise errors[0]
+        with driving(spark, self.settings, None, stages or Stages(), self.bootstrap, accept_loss=accept_loss) as driver:
+            yield driver.is_alive
 
     def run_until_arrived(self, spark: SparkSession) -> None:
         """Run all stages in this process until everything sent is in every product."""

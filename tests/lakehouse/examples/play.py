@@ -23,8 +23,7 @@ from lakehouse.contract.settings import conf_dir, load_settings
 from lakehouse.gold.store import ProductStore
 from lakehouse.replay import verify
 from lakehouse.stages import Stages
-from lakehouse.stream import run
-from tests.lakehouse.lakes import eventually
+from tests.lakehouse.lakes import driving, eventually
 
 Event = tuple[str, dict[str, Any]]
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -121,33 +120,8 @@ class Example:
     @contextlib.contextmanager
     def running(self, spark: SparkSession) -> Iterator[threading.Thread]:
         """The driver's queries over bronze in this process; whatever ended them is raised."""
-        stop, started = threading.Event(), threading.Event()
-        errors: list[BaseException] = []
-
-        def work() -> None:
-            try:
-                run(
-                    spark,
-                    self.settings,
-                    self.pipeline,
-                    self._stages,
-                    bootstrap="",
-                    stop=stop,
-                    started=started.set,
-                )
-            except BaseException as error:  # noqa: BLE001 - raised below
-                errors.append(error)
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        try:
-            eventually(started.is_set, 400, thread.is_alive)
-            yield thread
-        finally:
-            stop.set()
-            thread.join()
-            if errors:
-                raise errors[0]
+        with driving(spark, self.settings, None, self._stages, "") as driver:
+            yield driver
 
     def wait(self, thread: threading.Thread, *, alive: bool = True) -> None:
         """Wait until every product holds all of bronze; or, with ``alive`` false, until the driver has ended."""

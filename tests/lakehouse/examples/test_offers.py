@@ -33,9 +33,8 @@ from lakehouse.load.staging import refresh
 from lakehouse.load.worker import LoadJob
 from lakehouse.replay import verify
 from lakehouse.stages import Stages
-from lakehouse.stream import run
 from serve.sql.statement import run_sql
-from tests.lakehouse.lakes import Sent, ends, eventually, produce
+from tests.lakehouse.lakes import Sent, driving, ends, eventually, produce
 
 pytestmark = [pytest.mark.spark, pytest.mark.broker]
 SEED, START_MS = 5, 1_790_000_000_000
@@ -108,24 +107,12 @@ def test_feeds_and_stream_make_one_catalogue(tmp_path: Path, broker: EmbeddedBro
     streamed = [offer(SEED, m, n, v, START_MS) for m in range(3, MERCHANTS + 1) for n in range(10) for v in (2, 5)]
     # Written directly: newer versions of some, and another merchant.
     written_directly = [offer(SEED, m, n, 7, START_MS) for m in (2, MERCHANTS + 2) for n in range(5)]
-    stop, started = threading.Event(), threading.Event()
-    errors: list[BaseException] = []
-
-    def drive() -> None:
-        try:
-            options = {"bootstrap": broker.bootstrap, "stop": stop, "started": started.set}
-            run(spark, settings, pipeline, Stages(), **options)  # type: ignore[arg-type]
-        except BaseException as error:  # noqa: BLE001 - raised below
-            errors.append(error)
 
     def send() -> None:
         for start in range(0, len(streamed), 20):
             produce(broker.bootstrap, source.topic, [record(one) for one in streamed[start : start + 20]])
 
-    driver = threading.Thread(target=drive)
-    driver.start()
-    try:
-        eventually(started.is_set, 400, driver.is_alive)
+    with driving(spark, settings, None, Stages(), broker.bootstrap) as driver:
         sender = threading.Thread(target=send)
         sender.start()
         files = find([tmp_path / "in"])
@@ -144,11 +131,6 @@ def test_feeds_and_stream_make_one_catalogue(tmp_path: Path, broker: EmbeddedBro
         eventually(lambda: progress(lake.bronze("offers")).offsets == offsets, 300, driver.is_alive)
         version = DeltaTable(str(lake.bronze("offers").path)).version()
         eventually(lambda: arrived(lake, pipeline, offsets, version), 300, driver.is_alive)
-    finally:
-        stop.set()
-        driver.join()
-    if errors:
-        raise errors[0]
 
     assert times(DeltaTable(str(lake.bronze("offers").path))) == sorted(
         set(times(DeltaTable(str(lake.bronze("offers").path))))

@@ -30,10 +30,9 @@ from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, load_pipeline
 from lakehouse.contract.settings import CollectSettings, conf_dir, load_settings
 from lakehouse.stages import Stages
-from lakehouse.stream import run
 from tests.ingest.conftest import running_node
 from tests.ingest.streams import Link, playing
-from tests.lakehouse.lakes import eventually
+from tests.lakehouse.lakes import driving, eventually
 from tests.recordings import RECORDINGS
 
 pytestmark = [pytest.mark.spark, pytest.mark.broker]
@@ -148,31 +147,18 @@ def test_edits_through_everything(spark: SparkSession, broker: EmbeddedBroker, t
     pipeline = replace(pipeline, sources={"edits": replace(pipeline.sources["edits"], topic=topic)})
     lake = Lake(tmp_path / "lake")
     settings = load_settings({}, lake=lake.root, pipeline="wikipedia")
-    stop, up = threading.Event(), threading.Event()
-    errors: list[BaseException] = []
 
-    def work() -> None:
-        try:
-            run(spark, settings, pipeline, Stages(), bootstrap=broker.bootstrap, stop=stop, started=up.set)
-        except BaseException as error:  # noqa: BLE001 - raised below
-            errors.append(error)
+    with (
+        upstream_and_node(pipeline, lake.root, file, broker.bootstrap),
+        driving(spark, settings, pipeline, Stages(), broker.bootstrap) as driver,
+    ):
+        total = EVENTS + EVENTS // 20 + 1
 
-    with upstream_and_node(pipeline, lake.root, file, broker.bootstrap):
-        thread = threading.Thread(target=work)
-        thread.start()
-        try:
-            eventually(up.is_set, 300, thread.is_alive)
-            total = EVENTS + EVENTS // 20 + 1
+        def done() -> bool:
+            ends = end_offsets(broker.bootstrap, [topic])
+            return ends is not None and sum(ends.values()) >= total and tables_through(lake, pipeline, ends)
 
-            def done() -> bool:
-                ends = end_offsets(broker.bootstrap, [topic])
-                return ends is not None and sum(ends.values()) >= total and tables_through(lake, pipeline, ends)
-
-            eventually(done, 300, thread.is_alive)
-        finally:
-            stop.set()
-            thread.join()
-    assert not errors
+        eventually(done, 300, driver.is_alive)
     check(lake, Expected(events))
     refused = DeltaTable(str(lake.quarantine().path)).to_pyarrow_table().to_pylist()
     assert [row["payload"] for row in refused] == ["{broken"]
