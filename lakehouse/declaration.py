@@ -9,15 +9,15 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from pathlib import Path
 from typing import Any
 
 import sqlglot
 from sqlglot.errors import SqlglotError
 
+from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Product, Source
 from lakehouse.contract.pipeline.expectations import QUARANTINE, WARN
-from lakehouse.contract.storage import write_whole
+from lakehouse.contract.storage import LakePath, write_whole
 
 _JUDGES = ("schema", "event_id", "event_time", "required")  # fields of a source that decide what an event is
 # Fields of a product that change no row.
@@ -69,32 +69,50 @@ def _digest(found: Any) -> str:
 
 
 class DedupeDeclaration:
-    """Declaration of its source that an index of seen events was built with.
+    """Declaration of its source that an index of seen events, and what follows from it, were built with.
 
     A changed declaration requires a rebuild, because it decides which copy of an event counts. It is noted beside the
-    index's folder, and only once everything is built: a crash in between begins the rebuild again.
+    index's folder, and only once everything is built: a crash in between begins the rebuild again. The tables follow
+    from it too. So where machines share a lake, it is noted in the lake as well.
+
+    Args:
+        lake: whose index it is.
+        name: of the index.
     """
 
-    def __init__(self, folder: Path, source: Source) -> None:
-        self.folder = folder
-        self.file = folder.with_suffix(".declaration")
+    def __init__(self, lake: Lake, name: str, source: Source) -> None:
+        self.folder = lake.state / "seen" / name
+        self._files = declaration_files(lake, name)
         self._declaration = source_declaration(source)
         self._warned = json.dumps(source.expected(WARN), sort_keys=True)
 
     def is_stale(self) -> bool:
-        """Whether the index was built with another declaration; one that is absent was not."""
-        return self._noted()[0] not in ("", self._declaration)
+        """Whether index or tables were built with another declaration; where none is noted, they were not."""
+        return any(_noted(file)[0] not in ("", self._declaration) for file in self._files)
 
     def warned_otherwise(self) -> bool:
         """Whether other events were noted as warnings until now than would be."""
-        return self._noted()[-1] != self._warned
+        return _noted(self._files[-1])[-1] != self._warned
 
     def begin(self) -> None:
         """A rebuild begins. Until :meth:`note` every declaration counts as changed, also the one of before."""
-        write_whole(self.file, b"rebuilding\n")
+        self._write("rebuilding\n")
 
     def note(self) -> None:
-        write_whole(self.file, f"{self._declaration}\n{self._warned}".encode())
+        self._write(f"{self._declaration}\n{self._warned}")
 
-    def _noted(self) -> list[str]:
-        return self.file.read_text(encoding="utf-8").split("\n") if self.file.is_file() else ["", "{}"]
+    def _write(self, text: str) -> None:
+        for file in self._files:
+            write_whole(file, text.encode())
+
+
+def declaration_files(lake: Lake, name: str) -> list[LakePath]:
+    """Where the declaration of an index is noted: on this machine, and last in the lake, which may be the same."""
+    return list(dict.fromkeys(place / "seen" / f"{name}.declaration" for place in (lake.state, lake.shared)))
+
+
+def _noted(file: LakePath) -> list[str]:
+    try:
+        return file.read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:
+        return ["", "{}"]

@@ -126,7 +126,7 @@ class LiveProducts(BronzeFollower):
         self._timed = [store for store in self.stores if isinstance(store, StateStore) and store.by_wall_clock]
         self._tick_at = time.monotonic() + _SILENCE_S
         self._quarantine = Quarantine(lake.quarantine()) if options.keep_rejected else None
-        self._declaration = DedupeDeclaration(lake.state / "seen" / name, source)
+        self._declaration = DedupeDeclaration(lake, name, source)
         latenesses = {source.lateness, *(product.lateness for product in pipeline.products_of(source.name))} - {""}
         self._late = LateEvents(source.name, latenesses if options.keep_rejected else ())
         self._watch = Watch(lake, source, keep_warned=options.keep_rejected, again=self._declaration.warned_otherwise())

@@ -9,6 +9,7 @@ import hypothesis
 import pytest
 
 from ingest.broker import EmbeddedBroker
+from tests.azure import azurite
 from tests.s3 import BUCKET, S3Server
 
 # A busy machine is no failure, and what a run says of a commit the next one says too. Other examples than those of a
@@ -48,3 +49,10 @@ def s3(s3_server: S3Server) -> Iterator[str]:
     s3_server.start()
     with s3_server.in_environment():
         yield f"s3://{BUCKET}"
+
+
+@pytest.fixture(scope="session")
+def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of an empty container of Azure's emulator, whose variables are set for this process."""
+    with azurite(tmp_path_factory.mktemp("azure")) as url:
+        yield url

@@ -75,6 +75,7 @@ class S3Server:
             "s3proxy.identity": "local",
             "s3proxy.credential": "local-secret",
             "s3proxy.endpoint": self.variables["AWS_ENDPOINT_URL"],
+            "s3proxy.ignore-unknown-headers": "true",  # ClickHouse sends one that S3Proxy does not know
             "jclouds.provider": "filesystem-nio2",
             "jclouds.filesystem.basedir": str(self._folder / "objects"),
         }

@@ -77,10 +77,18 @@ def offset_of(checkpoint: Path, batch: int) -> str:
     return (checkpoint / "offsets" / str(batch)).read_text(encoding="utf-8").splitlines()[-1]
 
 
-def planned_topics(checkpoint: Path) -> set[str]:
-    """Topics that a query's newest batch, done or not, was to read; none for a new query."""
+def is_outdated(checkpoint: Path, topic: str, taken: Mapping[str, int]) -> bool:
+    """Whether a query's newest batch, done or not, is of another topic, or ends before what bronze has taken.
+
+    The latter is so once another machine has gone on. Kafka need not have those records any more.
+
+    Args:
+        taken: ``TOPIC/PARTITION`` to the next offset.
+    """
     batches = [int(path.name) for path in (checkpoint / "offsets").glob("[0-9]*") if path.name.isdigit()]
-    return set(json.loads(offset_of(checkpoint, max(batches)))) if batches else set()
+    planned = json.loads(offset_of(checkpoint, max(batches))) if batches else {}
+    ends = [taken.get(f"{name}/{number}", 0) > end for name in planned for number, end in planned[name].items()]
+    return bool(planned.keys() - {topic}) or any(ends)
 
 
 def starting_offsets(topic: str, partitions: int, offsets: Mapping[str, int]) -> str:

@@ -33,7 +33,7 @@ from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
 from lakehouse.bronze.clock import BronzeClock
-from lakehouse.bronze.offsets import check_topic, planned_topics, starting_offsets, topic_now
+from lakehouse.bronze.offsets import check_topic, is_outdated, starting_offsets, topic_now
 from lakehouse.bronze.table import COLUMNS, Progress, create, progress
 from lakehouse.contract import envelope as names
 from lakehouse.contract.deltalog import DeltaLog
@@ -97,8 +97,8 @@ def read_topic(
     topic = topic_now(spark, source.topic, options)
     check_topic(source, topic, done)
     done = replace(done, topics={**done.topics, topic.name: topic.id})
-    if planned_topics(checkpoint) - {source.topic}:
-        shutil.rmtree(checkpoint, ignore_errors=True)  # the source had another topic; bronze itself says how far it is
+    if is_outdated(checkpoint, source.topic, done.offsets):
+        shutil.rmtree(checkpoint, ignore_errors=True)  # bronze itself says how far it is
     records = (
         spark.readStream.format("kafka")
         .option("subscribe", source.topic)

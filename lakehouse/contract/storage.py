@@ -20,7 +20,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from functools import cache
@@ -185,10 +185,11 @@ class StorePath:
         _ask(obstore.put, self._store, self._key, file)
 
     def unlink(self, missing_ok: bool = False) -> None:
-        """Remove the object. A store does not say whether there was one."""
+        """Remove the object, if there is one: not every store says whether there was."""
         import obstore
 
-        _ask(obstore.delete, self._store, self._key)
+        with suppress(FileNotFoundError):
+            _ask(obstore.delete, self._store, self._key)
 
     # --- prefixes
 

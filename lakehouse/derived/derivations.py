@@ -26,6 +26,7 @@ from lakehouse.contract.pipeline.folder import Alert, in_order
 from lakehouse.contract.pipeline.tenants import border_of
 from lakehouse.contract.settings import Settings
 from lakehouse.contract.storage import is_away, remove_tree
+from lakehouse.declaration import declaration_files
 from lakehouse.derived.alerts import AlertBook, Watcher
 from lakehouse.derived.follow import Follower
 from lakehouse.derived.views import ViewEngine, ViewKeeper
@@ -283,9 +284,9 @@ def forget(lake: Lake, name: str, *, drop: bool) -> None:
     """
     reader_file(lake, query_name(name)).unlink(missing_ok=True)
     crash_point("forget.after_reader")
-    index = lake.state / "seen" / query_name(name)
-    shutil.rmtree(index, ignore_errors=True)
-    index.with_suffix(".declaration").unlink(missing_ok=True)
+    shutil.rmtree(lake.state / "seen" / query_name(name), ignore_errors=True)
+    for file in declaration_files(lake, query_name(name)):
+        file.unlink(missing_ok=True)
     crash_point("forget.after_index")
     if drop and is_ours(lake, name):
         remove_tree(lake.table("gold", name).path)

@@ -1,4 +1,4 @@
-"""One suite for the places of a lake: a folder of this machine, and a prefix on a real S3-compatible server."""
+"""One suite for the places of a lake: a folder of this machine, a prefix on an S3-compatible server, and Azurite."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ pytestmark = pytest.mark.s3
 ROWS = pa.table({"x": [1, 2]})
 
 
-@pytest.fixture(params=["folder", "s3"])
+@pytest.fixture(params=["folder", "s3", pytest.param("azure", marks=pytest.mark.soak)])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> LakePath:
     """An empty place, once of each kind."""
     if request.param == "folder":
         return tmp_path / "lake"
-    return lake_path(f"{request.getfixturevalue('s3')}/{uuid.uuid4().hex}")
+    return lake_path(f"{request.getfixturevalue(request.param)}/{uuid.uuid4().hex}")
 
 
 def test_small_files(place: LakePath) -> None:

@@ -25,7 +25,7 @@ from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.lake import LOADS, PROPERTY_POSITIONS, Lake, TableRef
 from lakehouse.contract.pipeline import Product, Source
 from lakehouse.contract.storage import LakePath, StorePath, write_whole
-from lakehouse.declaration import product_declaration, source_declaration
+from lakehouse.declaration import DedupeDeclaration, product_declaration, source_declaration
 from lakehouse.errors import TableBusy
 from lakehouse.gold.mark import BatchMark
 from lakehouse.gold.store import ProductStore
@@ -427,6 +427,22 @@ def test_a_declaration_is_known_by_what_makes_its_rows(tmp_path: Path) -> None:
     assert product_declaration(product, wider) != same
     assert source_declaration(wider) != source_declaration(source)
     assert source_declaration(replace(source, partitions=9, retention="1 day")) == source_declaration(source)
+
+
+def test_a_machine_knows_by_which_declaration_another_one_built(tmp_path: Path) -> None:
+    first, other = Lake(tmp_path, tmp_path / "first"), Lake(tmp_path, tmp_path / "other")
+    source = pipeline_in(tmp_path / "clicks", "t").sources["clicks"]
+    changed = dataclasses.replace(source, required=("id",))
+    assert not DedupeDeclaration(other, "live-clicks", changed).is_stale()
+    DedupeDeclaration(first, "live-clicks", source).note()
+    assert not DedupeDeclaration(other, "live-clicks", source).is_stale()
+    rebuild = DedupeDeclaration(other, "live-clicks", changed)
+    assert rebuild.is_stale()
+    rebuild.begin()
+    assert DedupeDeclaration(first, "live-clicks", source).is_stale(), "the tables are between the two"
+    rebuild.note()
+    assert not DedupeDeclaration(other, "live-clicks", changed).is_stale()
+    assert DedupeDeclaration(first, "live-clicks", changed).is_stale(), "its index is of before"
 
 
 def test_a_product_is_built_again_when_it_is_declared_otherwise(lake: Lake) -> None:

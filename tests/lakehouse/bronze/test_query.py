@@ -12,7 +12,7 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 from pyspark.sql import Row, SparkSession
 
-from lakehouse.bronze.offsets import Topic, check_topic, starting_offsets
+from lakehouse.bronze.offsets import Topic, check_topic, is_outdated, starting_offsets
 from lakehouse.bronze.query import BronzeWriter, to_bronze, without_known
 from lakehouse.bronze.table import COLUMNS, Progress, create, progress
 from lakehouse.contract.deltalog import DeltaLog
@@ -44,6 +44,26 @@ FULL = Envelope("e1", "clicks", "acme", 1_700_000_000_123_456, "n1", fingerprint
 def test_starting_offsets(offsets: Mapping[str, int], expected: str | dict[str, int]) -> None:
     found = starting_offsets("t", 2, offsets)
     assert found == expected if isinstance(expected, str) else json.loads(found) == {"t": expected}
+
+
+@pytest.mark.parametrize(
+    ("planned", "taken", "outdated"),
+    [
+        ({"t": {"0": 5, "1": 7}}, {"t/0": 5, "t/1": 7}, False),
+        ({"t": {"0": 5, "1": 7}}, {"t/0": 5}, False),  # a batch that was begun
+        ({"t": {"0": 5, "1": 7}}, {"t/0": 5, "t/1": 8}, True),  # another machine has gone on
+        ({"other": {"0": 5}}, {"t/0": 1}, True),
+        ({}, {"t/0": 1}, False),
+    ],
+)
+def test_a_checkpoint_that_others_have_gone_beyond(
+    tmp_path: Path, planned: dict[str, dict[str, int]], taken: Mapping[str, int], outdated: bool
+) -> None:
+    assert not is_outdated(tmp_path, "t", taken)
+    (tmp_path / "offsets").mkdir()
+    for number, content in enumerate(({"t": {"0": 0}}, planned)):
+        (tmp_path / "offsets" / str(number)).write_text(f"v1\n{{}}\n{json.dumps(content)}")
+    assert is_outdated(tmp_path, "t", taken) == outdated
 
 
 @pytest.mark.parametrize(

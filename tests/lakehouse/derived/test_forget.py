@@ -16,6 +16,8 @@ from deltalake import DeltaTable, write_deltalake
 from lakehouse.bronze.readers import note_reader
 from lakehouse.contract.lake import PROPERTY_PIPELINE, Lake
 from lakehouse.contract.pipeline.added import OWNER, Declared, QuerySpec, State
+from lakehouse.contract.storage import LakePath, StorePath, write_whole
+from lakehouse.declaration import declaration_files
 from lakehouse.derived.derivations import forget, query_name
 from tests.crash_points import FORGET_CRASH_POINTS
 
@@ -24,8 +26,9 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from lakehouse.contract.lake import Lake
+from lakehouse.contract.storage import lake_path
 from lakehouse.derived.derivations import forget
-forget(Lake(Path(sys.argv[1])), "cities", drop=True)
+forget(Lake(lake_path(sys.argv[1]), Path(sys.argv[2])), "cities", drop=True)
 """
 SPEC = QuerySpec("cities", "SELECT city, count(*) AS n FROM clicks GROUP BY city", relation="clicks", key=("city",))
 
@@ -35,10 +38,11 @@ def added(lake: Lake) -> Declared[QuerySpec]:
     index = lake.state / "seen" / query_name("cities")
     index.mkdir(parents=True)
     (index / "file").write_text("x")
-    index.with_suffix(".declaration").write_text("x")
+    for file in declaration_files(lake, query_name("cities")):
+        write_whole(file, b"x")
     note_reader(lake, query_name("cities"), "t", 3)
     table = lake.table("gold", "cities").path
-    table.mkdir(parents=True)
+    table.mkdir(parents=True, exist_ok=True)
     schema = pa.schema([("n", pa.int64())])
     DeltaTable.create(str(table), schema, configuration={PROPERTY_PIPELINE: OWNER}, raise_if_key_not_exists=False)
     write_deltalake(str(table), schema.empty_table(), mode="append")
@@ -49,16 +53,17 @@ def added(lake: Lake) -> Declared[QuerySpec]:
     return declared
 
 
-def left(lake: Lake) -> list[Path]:
-    return [path for path in lake.root.rglob("*") if path.is_file() and path.parent.name != "locks"]
+def left(lake: Lake) -> list[LakePath]:
+    root = lake.root
+    shared = [root / name for name in root.names()] if isinstance(root, StorePath) else [*root.rglob("*")]
+    return [path for path in (*shared, *lake.state.rglob("*")) if path.is_file() and path.parent.name != "locks"]
 
 
 @pytest.mark.parametrize("point", FORGET_CRASH_POINTS)
-def test_killed_while_it_is_cleared_away(tmp_path: Path, point: str) -> None:
-    lake = Lake(tmp_path)
+def test_killed_while_it_is_cleared_away(lake: Lake, point: str) -> None:
     declared = added(lake)
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path)],
+        [sys.executable, "-c", SCRIPT, str(lake.root), str(lake.state)],
         cwd=ROOT,
         env={**os.environ, "MILLRACE_CRASH_AT": point},
         timeout=300,
@@ -71,8 +76,8 @@ def test_killed_while_it_is_cleared_away(tmp_path: Path, point: str) -> None:
     assert left(lake) == []
 
 
-def test_another_query_of_the_name_begins_at_its_own_time(tmp_path: Path) -> None:
-    declared = added(Lake(tmp_path))
-    forget(Lake(tmp_path), "cities", drop=True)
+def test_another_query_of_the_name_begins_at_its_own_time(lake: Lake) -> None:
+    declared = added(lake)
+    forget(lake, "cities", drop=True)
     declared.add(SPEC)
     assert declared.state("cities") == State()

@@ -203,18 +203,20 @@ def checked(made: LoadJob) -> list[FeedResult]:
     return list(LoaderService(threading.Event(), once=True).fetch([made]))
 
 
-def test_what_is_fetched_is_loaded(tmp_path: Path, upstream: Upstream) -> None:
+def test_what_is_fetched_is_loaded(tmp_path: Path, lake: Lake, upstream: Upstream) -> None:
     rows = offers(50)
     upstream.body = b"".join(json.dumps(row).encode() + b"\n" for row in rows)
-    made = job(tmp_path, source=replace(SOURCE, feeds=(feed(upstream, sla="1 hour"),)))
+    made = job(lake, source=replace(SOURCE, feeds=(feed(upstream, sla="1 hour"),)))
     outcomes = checked(made)
     assert [(one.feed, one.load is not None and one.load.ok, one.problem) for one in outcomes] == [
         ("offers.jsonl", True, "")
     ]
     assert sorted(bronze(made)["event_id"].to_pylist()) == ids(rows)
-    metrics = (tmp_path / "lake/_millrace/run/loader.prom").read_text()
+    metrics = (lake.state / "run" / "loader.prom").read_text()
     assert 'millrace_loader_rows_total{source="offers"} 50.0' in metrics
     assert [one.load for one in checked(made)] == [None]
+    (again,) = checked(replace(made, lake=Lake(lake.root, tmp_path / "other")))  # a machine that has not fetched it
+    assert again.load is not None and (again.load.ok, again.load.new_rows, bronze(made).num_rows) == (True, 0, 50)
     upstream.body = None
     upstream.etag = '"gone"'
     assert [one.problem for one in LoaderService(threading.Event(), once=True).fetch([made])] == [

@@ -121,9 +121,10 @@ def on(lake: Lake, machine: Path) -> Lake:
 
 
 @pytest.mark.s3
-def test_another_machine_knows_what_is_in(tmp_path: Path, s3: str) -> None:
+@pytest.mark.parametrize("store", ["s3", pytest.param("azure", marks=pytest.mark.soak)])
+def test_another_machine_knows_what_is_in(tmp_path: Path, request: pytest.FixtureRequest, store: str) -> None:
     """By bronze alone: it has nothing of the first one's work folder."""
-    lake = Lake(lake_path(f"{s3}/{tmp_path.name}"), tmp_path / "one")
+    lake = Lake(lake_path(f"{request.getfixturevalue(store)}/{tmp_path.name}"), tmp_path / "one")
     rows = offers(300)
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     path.write_bytes(path.read_bytes() + b"{broken\n")

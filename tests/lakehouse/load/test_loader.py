@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import DeltaTable
 
+from lakehouse.contract.lake import Lake
 from lakehouse.errors import CommitFailed
 from lakehouse.load.commit import Ledger
 from lakehouse.load.loader import Inbox, Load, LoaderService
@@ -51,13 +52,13 @@ def test_a_file_is_taken_when_it_is_still(tmp_path: Path) -> None:
     assert sorted(names(inbox)) == ["a.csv", "b.csv"]
 
 
-def test_what_arrives_is_loaded_and_put_away(tmp_path: Path) -> None:
+def test_what_arrives_is_loaded_and_put_away(tmp_path: Path, lake: Lake) -> None:
     folder = tmp_path / "in"
     write_jsonl(folder / "a.jsonl", offers(20, merchant=1))
     write_jsonl(folder / "deep/a.jsonl", offers(20, merchant=2))
     (folder / "bad.parquet").write_bytes(b"no")
     (folder / "more.jsonl.part").write_bytes(b"{")
-    made = job(tmp_path)
+    made = job(lake)
     (done,) = watch(made, Inbox(folder, 0.0))
     assert sorted(report.state for report in done.reports) == ["failed", "loaded", "loaded"]
     rows = [*offers(20, merchant=1), *offers(20, merchant=2)]
