@@ -46,10 +46,21 @@ def sql(
     query: Annotated[str, typer.Argument(help="One SELECT over the lake's tables.")],
     form: FormatOption = Format.TABLE,
 ) -> None:
-    """Query the lake's tables with DuckDB, without Spark."""
+    """Query the lake's tables with DuckDB, without Spark.
+
+    NAME__partials has the rows of a table of partials before they are folded, SOURCE__events the events of a source
+    with the fields of their payloads as columns.
+    """
+    from lakehouse.contract.pipeline.files import declared_pipeline
+    from serve.sql.payloads import payload_schemas
     from serve.sql.statement import rows_as_json, run_sql
 
-    found = run_sql(Lake.of(chosen_settings()), query)
+    settings = chosen_settings()
+    try:
+        sources = declared_pipeline(settings).sources
+    except ConfigError:  # a lake can be read without its pipeline
+        sources = {}
+    found = run_sql(Lake.of(settings), query, payloads=payload_schemas(sources.values()))
     if form is Format.JSON:
         sys.stdout.buffer.write(rows_as_json(found) + b"\n")
         return

@@ -7,14 +7,17 @@ import contextlib
 import logging
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from lakehouse.contract.pipeline import Source
 from lakehouse.contract.settings import Settings
 from serve.core.model import Principal
 from serve.errors import RequestError
+from serve.sql.payloads import payload_schemas
 from serve.sql.statement import Statement, StatementResult
 from serve.sql.worker import LENGTH, READY, packed
 
@@ -65,9 +68,16 @@ class Workers:
             self.counts["cancelled"] += 1
 
     async def run(
-        self, sql: str, principal: Principal, *, as_of: str = "", rows: int | None = None, arrow: bool = False
+        self,
+        sql: str,
+        principal: Principal,
+        *,
+        as_of: str = "",
+        rows: int | None = None,
+        arrow: bool = False,
+        sources: Iterable[Source] = (),
     ) -> StatementResult:
-        """Run a statement. Cancelling ends it, with its process.
+        """Run a statement. Cancelling ends it, with its process. The payloads of ``sources`` can be read as columns.
 
         Raises:
             RequestError: it is refused, fails or takes too long, or too many wait.
@@ -86,6 +96,7 @@ class Workers:
             serve.sql_memory_mb,
             serve.sql_timeout_s,
             arrow,
+            payloads=payload_schemas(sources),
         )
         self._asked += 1
         try:

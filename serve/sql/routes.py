@@ -41,7 +41,8 @@ async def run(request: Request) -> Response:
     workers: Workers = request.state.workers
     new = await json_body(request, 2 * _MAX_SQL, NewStatement)
     arrow = new.format == "arrow" if new.format else ARROW in request.headers.get("accept", "")
-    task = workers.start(new.sql, admitted(request), as_of=str(new.as_of), rows=new.limit, arrow=arrow)
+    sources = request.state.files.pipeline.sources.values()
+    task = workers.start(new.sql, admitted(request), as_of=str(new.as_of), rows=new.limit, arrow=arrow, sources=sources)
     gone = asyncio.create_task(hung_up(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)

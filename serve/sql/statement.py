@@ -34,6 +34,7 @@ from lakehouse.contract.storage import LakePath, lake_path
 from serve.core.messages import encode_rows
 from serve.core.model import OPEN, Principal, TableInfo
 from serve.errors import FilterError, PositionExpired, SqlError
+from serve.sql.payloads import EVENTS, PayloadSchema, events_sql
 from serve.tables.state import AsOf, describe, metadata_of, parse_as_of, version_at
 
 PARTIALS = "__partials"
@@ -72,6 +73,7 @@ class Statement:
         seconds: after which whoever runs it ends it.
         arrow: whether the answer is an Arrow IPC stream, else JSON.
         trusted: run the text itself where no table has a moment, not what sqlglot makes of it.
+        payloads: what the payloads of each source hold.
     """
 
     lake: str
@@ -84,6 +86,7 @@ class Statement:
     seconds: float = 60.0
     arrow: bool = False
     trusted: bool = False
+    payloads: dict[str, PayloadSchema] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -119,10 +122,13 @@ def run(statement: Statement) -> StatementResult:
         return answer
 
 
-def run_sql(lake: Lake, sql: str, *, limit: int | None = None) -> pa.Table:
+def run_sql(
+    lake: Lake, sql: str, *, limit: int | None = None, payloads: Mapping[str, PayloadSchema] | None = None
+) -> pa.Table:
     """The result of one reading statement by somebody who may see everything, at most ``limit`` rows.
 
-    A table of partials is seen folded, one row a key; ``NAME__partials`` has the partials. Times are in UTC.
+    A table of partials is seen folded, one row a key; ``NAME__partials`` has the partials. ``SOURCE__events`` has the
+    events of a source whose payloads are described. Times are in UTC.
 
     Raises:
         UnknownTable: the statement names a table that the lake does not have.
@@ -130,7 +136,8 @@ def run_sql(lake: Lake, sql: str, *, limit: int | None = None) -> pa.Table:
     """
     taken: list[pa.RecordBatch] = []
     rows = 0
-    with _executed(Statement(str(lake.root), sql, OPEN, memory_mb=1_024, trusted=True)) as (schema, batches, _):
+    statement = Statement(str(lake.root), sql, OPEN, memory_mb=1_024, trusted=True, payloads=dict(payloads or {}))
+    with _executed(statement) as (schema, batches, _):
         for batch in batches:
             taken.append(batch)
             rows += batch.num_rows
@@ -162,7 +169,8 @@ def _executed(statement: Statement) -> Iterator[tuple[pa.Schema, Iterable[pa.Rec
     versions: dict[str, int] = {}
     try:
         for alias, (name, moment) in wanted.items():
-            versions[name] = _open(connection, lake, alias, name, moment, statement.principal)
+            schema = statement.payloads[name] if alias.startswith(name + EVENTS) else None
+            versions[name] = _open(connection, lake, _Opened(alias, name, moment, schema), statement.principal)
         as_written = statement.trusted and not any(moment for _, moment in wanted.values())
         text = statement.sql.strip().rstrip(";") if as_written else tree.sql(dialect="duckdb")
         named = {name.lower().removesuffix(PARTIALS) for name in connection.get_table_names(text)}
@@ -176,10 +184,10 @@ def _executed(statement: Statement) -> Iterator[tuple[pa.Schema, Iterable[pa.Rec
         connection.close()
 
 
-def read_statement(sql: str) -> exp.Expression:
+def read_statement(sql: str, dialect: str = "duckdb") -> exp.Expression:
     """The tree of one reading statement. Raises SqlError."""
     try:
-        parsed = sqlglot.parse(sql, dialect="duckdb")
+        parsed = sqlglot.parse(sql, dialect=dialect)
     except RecursionError:
         raise SqlError("the statement is nested too deeply") from None
     except SqlglotError as error:
@@ -213,22 +221,39 @@ def _tables(tree: exp.Expression, known: set[str], statement: Statement) -> dict
         if node.db:
             raise SqlError(f"{node.sql()} is qualified", f"Names are unique in the lake: write {node.name}")
         name = node.name.lower()
-        base = name.removesuffix(PARTIALS)
+        partials = name.removesuffix(PARTIALS)
+        base = partials.removesuffix(EVENTS) if name not in known else name
         if base not in known:
             if name in defined:
                 continue
             raise UnknownTable(node.name, sorted(known))
-        if base != name and statement.principal.condition(base):
+        if base != partials and (base not in statement.payloads or partials != name):
+            raise SqlError(f"{node.name}: the pipeline has no source {base!r} with payloads in JSON", f"Write {base}")
+        if partials != name and statement.principal.condition(base):
             raise SqlError(f"{node.name} is not taken: this key sees a part of {base} only", f"Write {base}")
         moment = _moment(node) or everywhere
-        alias = base if moment is None else f"{base}__at_{moment.text}"
+        alias = partials if moment is None else f"{partials}__at_{moment.text}"
         if moment is not None:
             if node.alias == "":
                 node.set("alias", exp.TableAlias(this=exp.to_identifier(node.name, quoted=True)))
-            node.set("this", exp.to_identifier(alias + name[len(base) :], quoted=True))
+            node.set("this", exp.to_identifier(alias + name[len(partials) :], quoted=True))
             node.set("version", None)
         found[alias] = base, moment
+    _check_payloads(tree, {alias for alias in found if EVENTS not in alias} & statement.payloads.keys())
     return found
+
+
+def _check_payloads(tree: exp.Expression, bronze: set[str]) -> None:
+    """Refuse functions of JSON over bronze's bytes: DuckDB would answer null to each of them."""
+    for column in tree.find_all(exp.Column) if bronze else ():
+        call = column.parent
+        if column.name.lower() == "payload" and isinstance(call, exp.Func) and "json" in _name(call):
+            remedy = f"Write FROM {min(bronze)}{EVENTS}, or decode(payload) for payload"
+            raise SqlError(f"payload has bytes, and {_name(call)} reads text", remedy)
+
+
+def _name(call: exp.Func) -> str:
+    return str(call.name if isinstance(call, exp.Anonymous) else call.sql_name()).lower()
 
 
 def _moment(node: exp.Table) -> AsOf | None:
@@ -245,15 +270,26 @@ def _moment(node: exp.Table) -> AsOf | None:
     return parse_as_of(value.name)
 
 
-def _open(
-    connection: duckdb.DuckDBPyConnection,
-    lake: Lake,
-    alias: str,
-    name: str,
-    moment: AsOf | None,
-    principal: Principal,
-) -> int:
-    """Make a table visible under a name; returns its version."""
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A table that a statement reads.
+
+    Attributes:
+        alias: its name in the statement.
+        name: of the table.
+        moment: that it is read at; None: now.
+        events: what its payloads hold, where they are read as columns.
+    """
+
+    alias: str
+    name: str
+    moment: AsOf | None
+    events: PayloadSchema | None
+
+
+def _open(connection: duckdb.DuckDBPyConnection, lake: Lake, opened: _Opened, principal: Principal) -> int:
+    """Make a table visible under its alias; returns its version."""
+    alias, name, moment = opened.alias, opened.name, opened.moment
     path = lake.find(name).path
     try:
         table = DeltaTable(str(path), version=None if moment is None else version_at(path, moment))
@@ -263,22 +299,27 @@ def _open(
         raise SqlError(str(error)) from None
     except (DeltaError, OSError) as error:
         raise SqlError(f"table {name!r} cannot be read: {str(error).splitlines()[0]}") from None
-    raw = alias + PARTIALS if fold is not None else alias
     guard = principal.condition(name)
-    if not guard:
-        connection.register(raw, rows)
-        if fold is not None:
-            connection.execute(f"CREATE VIEW {_quoted(alias)} AS {_folded(connection, fold, raw, rows)}")
-        return int(table.version())
-    try:
-        condition = parse_condition(guard, Columns.of(info))
-    except FilterError as error:
-        raise SqlError(f"the condition of this key does not fit {name!r}: {error}") from None
-    connection.register("__source", rows)
-    source = "__source" if fold is None else f"({_folded(connection, fold, '__source', rows)})"
-    kept = "" if condition is None else f" WHERE {condition.sql('duckdb')}"
-    connection.execute(f"CREATE TABLE {_quoted(alias)} AS SELECT * FROM {source}{kept}")  # noqa: S608 - parsed, quoted
-    connection.unregister("__source")
+    raw = "__source" if guard else alias if fold is None and opened.events is None else alias + PARTIALS
+    connection.register(raw, rows)
+    source, shown = _quoted(raw), ""
+    if opened.events is not None:
+        shown = events_sql(source, rows.schema.names, opened.events)
+        columns = connection.sql(f"{shown} LIMIT 0").to_arrow_table().schema
+        info = TableInfo(name, "", tuple(columns.names), (), types=tuple(columns.types))
+    elif fold is not None:
+        shown = _folded(connection, fold, raw, rows)
+    if guard:
+        try:
+            condition = parse_condition(guard, Columns.of(info))
+        except FilterError as error:
+            raise SqlError(f"the condition of this key does not fit {name!r}: {error}") from None
+        kept = "" if condition is None else f" WHERE {condition.sql('duckdb')}"
+        select = f"SELECT * FROM {f'({shown})' if shown else source}{kept}"  # noqa: S608 - parsed, quoted
+        connection.execute(f"CREATE TABLE {_quoted(alias)} AS {select}")
+        connection.unregister(raw)
+    elif shown:
+        connection.execute(f"CREATE VIEW {_quoted(alias)} AS {shown}")
     return int(table.version())
 
 

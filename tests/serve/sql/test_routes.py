@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pyarrow as pa
 import pytest
+from deltalake import write_deltalake
 from websockets.asyncio.client import connect
 
 from lakehouse.contract.keys import KeyFile
@@ -19,6 +20,7 @@ from lakehouse.contract.settings import Settings
 from serve.access import ReaderKey
 from serve.core.model import OPEN
 from serve.sql.pool import Workers
+from tests.lakehouse.lakes import bronze_rows
 from tests.serve.conftest import serving
 from tests.serve.lakes import city, rsvps_by_city, top_topics, topics, window
 
@@ -32,6 +34,7 @@ async def post(client: httpx.AsyncClient, sql: str, **more: Any) -> httpx.Respon
 async def test_a_statement_over_http(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("serve.sql.pool.MAX_ROWS", 10)
     top_topics(root).overwrite(topics(0, [5, 4, 3]), [window(0)])
+    write_deltalake(str(root / "bronze" / "rsvps"), bronze_rows([b'{"rsvp_id":7,"group":{"group_city":"Bonn"}}']))
     async with serving(root) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         answer = (await post(client, "SELECT rank, count FROM top_topics ORDER BY rank LIMIT 1")).json()
         assert answer == {
@@ -56,6 +59,8 @@ async def test_a_statement_over_http(root: Path, monkeypatch: pytest.MonkeyPatch
         ):
             refused = await client.post("/v1/sql", json=body, timeout=60)
             assert (refused.status_code, refused.json()["code"]) == (status, code), body
+        payloads = (await post(client, 'SELECT rsvp_id, "group".group_city AS city FROM rsvps__events')).json()
+        assert payloads["rows"] == [{"rsvp_id": 7, "city": "Bonn"}]
         form = await client.post("/v1/sql", content=b"{}", headers={"content-type": "text/plain"})
         assert form.status_code == 415
 
