@@ -387,6 +387,52 @@ async def test_keys_say_who_may(broker: EmbeddedBroker, tmp_path: Path) -> None:
         assert dict(record.headers)["tenant"] == b"acme"
 
 
+async def test_a_sender_brings_events_of_its_own_tenant_to_its_own_sources(
+    broker: EmbeddedBroker, tmp_path: Path
+) -> None:
+    """Whatever a request says of a tenant, and over whatever way in."""
+    settings = settings_of(tmp_path)
+    port = free_udp_port()
+    http = pipeline_of("border-mine", "http", event_id="").sources["clicks"]
+    theirs = replace(http, name="theirs", topic="border-theirs")
+    tags = replace(http, name="tags", topic="border-tags", collectors=(CollectorSpec("udp", port=port),))
+    key = KeyFile(keys_path(settings), ApiKey).new(ApiKey("0" * 64, tenant="acme", sources=("clicks",)))
+    pipeline = Pipeline({"clicks": http, "theirs": theirs, "tags": tags})
+    said = {"id": 1, "who": "a", "tenant": "globex", "key": key}
+    async with running_node(settings, pipeline, broker.bootstrap) as url:
+        for source, status in (("clicks", 202), ("theirs", 403), ("tags", 404)):
+            for more in (
+                {},
+                {"ce_id": "1", "ce_source": "s", "ce_type": "t", "ce_specversion": "1.0", "ce_tenant": "globex"},
+            ):
+                headers = {"Content_Type": "application/json", "X_API_Key": key, "Tenant": "globex", **more}
+                path = f"/v1/{source}?tenant=globex"
+                found, _, answer = await request(url, "POST", path, orjson.dumps(said), **headers)
+                assert found == status, answer
+        async with connect(url.replace("http", "ws") + stream.PATH, additional_headers={"X-API-Key": key}) as car:
+            for source in ("clicks", "theirs", "tags"):
+                await say(car, publish=source, event=said, id=source, tenant="globex")
+            told = [await hear(car) for _ in range(3)]
+            assert {one.get("ack", one.get("refused")): one.get("status") for one in told} == {
+                "clicks": None,
+                "theirs": 403,
+                "tags": 404,
+            }
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+            sender.sendto(orjson.dumps(said), ("127.0.0.1", port))
+        mine = await asyncio.to_thread(consume, broker.bootstrap, "border-mine", 3)
+        assert [dict(record.headers)["tenant"] for record in mine] == [b"acme"] * 3
+        (tag,) = await asyncio.to_thread(consume, broker.bootstrap, "border-tags", 1)
+        assert dict(tag.headers)["tenant"] == b"default", "a datagram shows no key"
+        assert not await asyncio.to_thread(consume, broker.bootstrap, "border-theirs", 0)
+
+
+def free_udp_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as bound:
+        bound.bind(("127.0.0.1", 0))
+        return int(bound.getsockname()[1])
+
+
 async def test_a_key_sees_what_comes_of_the_sources_it_may_send_to_and_nothing_else(
     broker: EmbeddedBroker, tmp_path: Path
 ) -> None:
