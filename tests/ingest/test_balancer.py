@@ -34,7 +34,7 @@ from tests.ingest.conftest import at_broker, consume, event, eventually, setting
 from tests.ingest.lakes import commit
 from tests.ingest.test_relay import refining, two_step
 
-pytestmark = [pytest.mark.broker, pytest.mark.s3]
+pytestmark = [pytest.mark.broker, pytest.mark.s3, pytest.mark.soak]
 ROOT = Path(__file__).parents[2]
 SENDERS = 4
 HAPROXY = """

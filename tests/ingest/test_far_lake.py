@@ -17,7 +17,7 @@ from lakehouse.contract.settings import Settings
 from lakehouse.contract.storage import lake_path
 from tests.ingest.conftest import consume, event, get, pipeline_of, request, running_node, settings_of
 
-pytestmark = pytest.mark.broker
+pytestmark = [pytest.mark.broker, pytest.mark.soak]
 TOPIC = "far-lake"
 
 
