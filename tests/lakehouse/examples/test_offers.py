@@ -118,10 +118,10 @@ def test_feeds_and_stream_make_one_catalogue(tmp_path: Path, broker: EmbeddedBro
         files = find([tmp_path / "in"])
         for start in range(0, len(files), 6):  # a commit each, among those of the stream
             assert load(LoadJob(lake, source, chunk_rows=50), files[start : start + 6]).ok
-        copies = sorted((tmp_path / "in").rglob("*.jsonl"))
+        copies = sorted((tmp_path / "in").rglob("*.csv"))
         for path in copies:  # again, by another way: its valid rows and its rejects are known
-            path.with_suffix(".again.jsonl.gz").write_bytes(gzip.compress(path.read_bytes(), 1))
-        again = load(LoadJob(lake, source), find([path.with_suffix(".again.jsonl.gz") for path in copies]))
+            path.with_suffix(".again.csv.gz").write_bytes(gzip.compress(path.read_bytes(), 1))
+        again = load(LoadJob(lake, source), find([path.with_suffix(".again.csv.gz") for path in copies]))
         assert again.ok and sum(report.rejects for report in again.reports) > 0
         payloads = [json.dumps(one).encode() for one in written_directly]
         assert write_rows(lake, source, "job of today", payloads) > 0
