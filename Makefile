@@ -18,9 +18,9 @@ help:
 demo: setup
 	@$(VENV)/bin/millrace demo $(ARGS)
 
-# Two pytest processes side by side; ARGS go to both, and where they name tests there is one: make test ARGS="tests/serve -x"
+# Three processes on two cores, because tests wait a good deal; in one: make test ARGS="-n 0 tests/serve -x"
 test: setup
-	@$(PY) -m tests.halves $(ARGS)
+	@$(PY) -m pytest -n 3 --dist loadscope --no-loadscope-reorder $(ARGS)
 
 check: $(READY)
 	@$(VENV)/bin/ruff check .

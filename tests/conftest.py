@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 
 import hypothesis
 import pytest
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from ingest.broker import EmbeddedBroker
 from tests.azure import azurite
@@ -24,6 +28,38 @@ hypothesis.settings.load_profile("millrace")
 
 # Most of what a JVM runs in a test it runs a few times: C2 would take a fifth of its CPU, and never pay.
 os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1")
+
+
+class Modules(LoadScopeScheduling):
+    """Gives each process a module at a time; those that share the Spark session, all to one process."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        module = nodeid.partition("::")[0]
+        return "spark" if shares_session(self.config.rootpath / module) else module
+
+
+@cache
+def shares_session(module: Path) -> bool:
+    """Whether tests of the module take the fixture ``spark``."""
+    return "spark: SparkSession" in module.read_text(encoding="utf-8")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Modules:
+    """Of ``make test``."""
+    return Modules(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Where processes share the work, what takes longest comes first: the session's tests, then those with a JVM."""
+    if hasattr(config, "workerinput"):
+        items.sort(
+            key=lambda item: [
+                not shares_session(item.path),
+                not item.get_closest_marker("spark"),
+                not item.get_closest_marker("broker"),
+            ]
+        )
 
 
 @pytest.fixture(scope="session")
