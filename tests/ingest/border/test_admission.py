@@ -88,7 +88,7 @@ def test_of_an_event_that_is_too_large_the_beginning_is_kept() -> None:
 
 
 def test_ids_that_are_not_in_the_payload() -> None:
-    plain = border(Source(topic="t", schema="", event_time="", name="t"))
+    plain = border(Source(topic="t", schema="", event_time="received_at", name="t"))
     first, second = plain.admit(b"{}"), plain.admit(b"{}")
     assert first.envelope.event_id != second.envelope.event_id, "two events, though they are equal"
     again = [plain.admit(b"{}", origin="t/websocket/0#5").envelope.event_id for _ in range(2)]
@@ -131,7 +131,7 @@ def test_required_fields_and_their_types() -> None:
 
 
 def test_depth_is_counted_only_where_it_may_be_too_deep() -> None:
-    plain = border(Source(topic="t", schema="", event_time="", name="t"))
+    plain = border(Source(topic="t", schema="", event_time="received_at", name="t"))
 
     def nested(depth: int) -> bytes:
         return b'{"x":' * (depth // 2) + b"[" * (depth - depth // 2) + b"]" * (depth - depth // 2) + b"}" * (depth // 2)
@@ -144,7 +144,7 @@ def test_depth_is_counted_only_where_it_may_be_too_deep() -> None:
 
 
 def test_numbers_that_are_not_exact_are_no_ids() -> None:
-    by_id = border(Source(topic="t", schema="", event_time="", name="t", event_id="{id}"))
+    by_id = border(Source(topic="t", schema="", event_time="received_at", name="t", event_id="{id}"))
     assert by_id.admit(b'{"id":18446744073709551615}').envelope.event_id == "18446744073709551615"
     refusal = by_id.admit(b'{"id":18446744073709551616}').refusal
     assert refusal is not None and refusal.code == "bad-id"
