@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from functools import cache
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import hypothesis
@@ -28,6 +30,11 @@ hypothesis.settings.load_profile("millrace")
 
 # Most of what a JVM runs in a test it runs a few times: C2 would take a fifth of its CPU, and never pay.
 os.environ.setdefault("SPARK_SUBMIT_OPTS", "-XX:TieredStopAtLevel=1")
+
+
+# A process of pytest-xdist has a main module without a name, which PySpark takes for a doctest, and ends it.
+if sys.modules["__main__"].__spec__ is None:
+    sys.modules["__main__"].__spec__ = ModuleSpec("__main__", None)
 
 
 class Modules(LoadScopeScheduling):

@@ -27,7 +27,9 @@ from tests.ingest.conftest import append, consume, eventually
 
 
 def source(topic: str, partitions: int = 2) -> Source:
-    return Source(topic=topic, schema="", event_time="", name="rsvps", partitions=partitions, retention="3 days")
+    return Source(
+        topic=topic, schema="", event_time="received_at", name="rsvps", partitions=partitions, retention="3 days"
+    )
 
 
 @pytest.mark.broker

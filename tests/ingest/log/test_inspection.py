@@ -89,7 +89,7 @@ async def test_damage_is_named_by_lane_sequence_and_bytes(open_log: OpenLog) -> 
 @pytest.mark.broker
 async def test_failed_events_are_sent_again_once(broker: EmbeddedBroker, open_log: OpenLog) -> None:
     topic = "retry"
-    ensure_topics(broker.bootstrap, [Source(topic=topic, schema="", event_time="", name="rsvps")])
+    ensure_topics(broker.bootstrap, [Source(topic=topic, schema="", event_time="received_at", name="rsvps")])
     log = await filled(open_log, failing=3)
     folder = folder_of(log)
 

@@ -138,7 +138,7 @@ def test_the_command(tmp_path: Path) -> None:
     [
         (("--range", "5"), "no range"),
         (("--quantile", "50"), "a rank lies from 0 to 1"),
-        (("--by", "city"), "names no group"),
+        (("--by", "city"), "is not COLUMN=VALUE"),
         (("--window", "yesterday.."), "no time"),
         (("--confirm",), "only membership answers maybe"),
     ],
