@@ -47,7 +47,9 @@ _RETRIES: Any = {
 _FAILED_REQUEST = re.compile(
     r"Error performing (?P<request>[A-Z]+ \S+).*?(?: - (?P<why>[^\n<]{0,120}).*)?$", re.MULTILINE
 )
-_AWAY = re.compile(r"the object store does not do it: |Error performing [A-Z]+ |Generic \w+ error|\bfs\.s3a\.")
+_AWAY = re.compile(
+    r"the object store does not do it: |Error performing [A-Z]+ |Generic (?:S3|MicrosoftAzure|GCS) error|\bfs\.s3a\."
+)
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 log = logging.getLogger(__name__)
