@@ -20,13 +20,14 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from lakehouse.contract.deltalog import Commit, DeltaLog, TableUnreadable
 from lakehouse.contract.errors import MillraceError
-from lakehouse.contract.storage import LakePath, StorePath
+from lakehouse.contract.storage import LakePath, StorePath, create_whole
 
 if TYPE_CHECKING:
     from lakehouse.contract.settings import Settings
@@ -151,7 +152,9 @@ class TableRef:
     def create(
         self, schema: Any, properties: Mapping[str, str], description: str = "", partition_by: Sequence[str] = ()
     ) -> None:
-        """Create the table unless it exists; of two processes that do so at once, one succeeds.
+        """Create the table unless it exists; of several processes that do so at once, one succeeds.
+
+        delta-rs alone commits version 1 with another table id if version 0 appears meanwhile.
 
         Args:
             schema: a ``pyarrow.Schema``.
@@ -162,16 +165,26 @@ class TableRef:
         from deltalake import DeltaTable
 
         self.path.mkdir(parents=True, exist_ok=True)
-        DeltaTable.create(
-            str(self.path),
-            schema=schema,
-            mode="ignore",
-            name=self.name,
-            description=description or None,
-            partition_by=list(partition_by),
-            configuration=dict(properties),
-            raise_if_key_not_exists=False,
-        )
+        beside = self.path if isinstance(self.path, Path) else None
+        with TemporaryDirectory(prefix=".new-", dir=beside) as draft:
+            DeltaTable.create(
+                draft,
+                schema=schema,
+                name=self.name,
+                description=description or None,
+                partition_by=list(partition_by),
+                configuration=dict(properties),
+                raise_if_key_not_exists=False,
+            )
+            log = DeltaLog(self.path)
+            if isinstance(log.folder, Path):
+                try:  # the log is there with its first version, or not at all
+                    (Path(draft) / log.folder.name).rename(log.folder)
+                except OSError:
+                    if not log.exists():
+                        raise
+            else:
+                create_whole(log.commit_file(0), DeltaLog(Path(draft)).commit_file(0).read_bytes())
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pyarrow as pa
@@ -13,7 +14,7 @@ from deltalake import DeltaTable, write_deltalake
 from lakehouse import lock
 from lakehouse.contract.deltalog import DeltaLog, LogFollower, TableGone
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem
-from lakehouse.contract.lake import Lake
+from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.storage import (
     LakePath,
     create_whole,
@@ -79,6 +80,23 @@ def test_of_many_that_create_a_file_one_succeeds(place: LakePath) -> None:
     for thread in threads:
         thread.join()
     assert len(won) == 1 and (place / "name").read_text() == str(won[0])
+
+
+def test_of_many_that_create_a_table_one_succeeds(place: LakePath) -> None:
+    """A second one would give it another id, and what follows the table would begin anew."""
+    for number in range(10):
+        table = TableRef("silver", f"t{number}", place / f"t{number}")
+        start = threading.Barrier(4)
+
+        def created(_: int, table: TableRef = table, start: threading.Barrier = start) -> str:
+            start.wait()
+            table.create(ROWS.schema, {})
+            return str(DeltaTable(str(table.path)).metadata().id)
+
+        with ThreadPoolExecutor(4) as threads:
+            ids = set(threads.map(created, range(4)))
+        assert len(ids) == 1 and DeltaTable(str(table.path)).version() == 0
+        assert [path.name for path in table.path.iterdir()] == ["_delta_log"]
 
 
 def test_a_secret_is_made_once(place: LakePath) -> None:
