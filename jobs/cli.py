@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from jobs.commands import care, collecting, control, load, machine, parts, project, query, tables
+from jobs.commands import adhoc, care, collecting, control, load, machine, parts, project, query, tables
 from jobs.console import choose, print_problems
 from jobs.local.supervise import exit_status, follow_parent
 from lakehouse.contract.errors import EnvironmentProblem, MillraceError
@@ -83,7 +83,7 @@ for _command in (
     parts.latest,
     parts.simulate,
     parts.status,
-    tables.sql,
+    adhoc.sql,
     tables.subscribe,
     tables.tables,
     tables.state,

@@ -1,10 +1,9 @@
-"""``sql``, ``subscribe``, ``tables``, ``state`` and ``sketch``: reading the lake's tables, without Spark."""
+"""``subscribe``, ``tables``, ``state`` and ``sketch``: reading the lake's tables, without Spark."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import math
 import sys
 import time
@@ -40,36 +39,6 @@ if TYPE_CHECKING:
     from lakehouse.sketches.kinds import Answer, Question
     from lakehouse.sketches.tables import SketchTable, Span
     from serve.client import Change, Snapshot, Subscription
-
-
-def sql(
-    query: Annotated[str, typer.Argument(help="One SELECT over the lake's tables.")],
-    form: FormatOption = Format.TABLE,
-) -> None:
-    """Query the lake's tables with DuckDB, without Spark.
-
-    NAME__partials has the rows of a table of partials before they are folded, SOURCE__events the events of a source
-    with the fields of their payloads as columns.
-    """
-    from lakehouse.contract.pipeline.files import declared_pipeline
-    from serve.sql.payloads import payload_schemas
-    from serve.sql.statement import rows_as_json, run_sql
-
-    settings = chosen_settings()
-    try:
-        sources = declared_pipeline(settings).sources
-    except ConfigError:  # a lake can be read without its pipeline
-        sources = {}
-    found = run_sql(Lake.of(settings), query, payloads=payload_schemas(sources.values()))
-    if form is Format.JSON:
-        sys.stdout.buffer.write(rows_as_json(found) + b"\n")
-        return
-    rows = json.loads(rows_as_json(found))
-    if form is Format.CSV:
-        print_csv(rows, found.schema.names)
-        return
-    print_rows(rows, found.schema.names)
-    err.print(f"{found.num_rows} rows", style="dim")
 
 
 class Transport(StrEnum):
