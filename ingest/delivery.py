@@ -111,6 +111,11 @@ class KafkaDelivery:
         """Return when Kafka has what an earlier run left in the log."""
         await self._recovered.wait()
 
+    def hold(self) -> None:
+        """Send nothing before :meth:`run`: events wait in the log."""
+        self._live = False
+        self._wake.set()
+
     def offer(self, event: LoggedEvent) -> None:
         """Take an event that was just appended, in the order of the log."""
         if self._live and self._may_send(event):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import gc
+import json
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -37,10 +38,12 @@ from lakehouse.contract.pipeline.files import PipelineFiles
 from lakehouse.contract.pipeline.source import STREAM_KINDS, CollectorSpec
 from lakehouse.contract.pipeline.tenants import border_of
 from lakehouse.contract.settings import Settings
+from lakehouse.contract.storage import write_whole
 
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 10.0
+_AWAY_S = 2.0  # a broker that lives answers sooner
 _FILE_POLL_S = 1.0
 _WATCH_S = 0.02  # between looks at a table that a sender waits for; a look reads one file name
 _REMOTE_WATCH_S = 0.2  # … where it is two requests
@@ -90,6 +93,7 @@ class CollectorNode:
         self._settings = settings
         self._options = options
         self._file = pipeline.path
+        self._met = lake.state / "collect" / f"{options.node}.json"
         self._ready = False
         self._taking = asyncio.Event()  # ready, and not stopping
         self._connected = asyncio.Event()
@@ -147,6 +151,7 @@ class CollectorNode:
         await asyncio.to_thread(ensure_topics, kafka.bootstrap, [source], kafka.security)
         self._sources.add(source)
         self._topics[source.name] = source.topic  # stays when the source goes, because its events may be in the log
+        self._note_topics()
         logger.info("collecting source %s", source.name)
 
     async def remove_source(self, name: str) -> None:
@@ -200,7 +205,8 @@ class CollectorNode:
         """Collect until ``stop`` is set; runs once.
 
         1. Report "not ready" by HTTP.
-        2. Wait for Kafka and the topics; send again what an earlier run left in the log.
+        2. Wait for Kafka and the topics; send again what an earlier run left in the log. If an earlier run has met the
+           topics and Kafka does not answer within two seconds, go on: the log takes events meanwhile.
         3. Report "ready" and start the collectors.
         4. On ``stop``: stop the collectors, wait for Kafka to take events in flight, close the log.
 
@@ -246,11 +252,38 @@ class CollectorNode:
             await self._log.close()
 
     async def _start(self, url: str, ready: Callable[[str], None]) -> None:
-        await self._publisher.start_when_available(self._delivery.deliver, list(self.sources.values()))
+        sources = list(self.sources.values())
+        connecting = asyncio.create_task(self._publisher.start_when_available(self._delivery.deliver, sources))
+        try:
+            if self._has_met_topics():
+                await asyncio.wait([connecting], timeout=_AWAY_S)
+                if not connecting.done():
+                    logger.warning("Kafka does not answer: the message log takes events until it does")
+                    self._delivery.hold()
+                    self._take(url, ready)
+            await connecting
+        finally:
+            connecting.cancel()
+        self._note_topics()
         self._connected.set()
         await self._delivery.recovered()
         if self._log.recovery.to_replay:
             logger.info("sent again %d events of an earlier run", self._log.recovery.to_replay)
+        if not self._ready:
+            self._take(url, ready)
+
+    def _has_met_topics(self) -> bool:
+        """Whether Kafka had these topics in an earlier run; else their names or the broker's address may be wrong."""
+        try:
+            met = json.loads(self._met.read_bytes())
+        except (OSError, ValueError):
+            return False
+        return isinstance(met, dict) and self._topics.items() <= met.items()
+
+    def _note_topics(self) -> None:
+        write_whole(self._met, json.dumps(self._topics).encode())
+
+    def _take(self, url: str, ready: Callable[[str], None]) -> None:
         self._ready = True
         self._taking.set()
         self._sources.run()

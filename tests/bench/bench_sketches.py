@@ -1,7 +1,7 @@
 """Measured errors of the sketches against exact answers, beside the published bounds; ``make bench-sketches``.
 
-Each sketch is merged from many parts, as products are. ``--full`` counts 10^9 distinct items (some minutes); without it
-10^8 are the most. The last line is one JSON object.
+Each sketch is merged from many parts, as products are. ``--full`` counts 10^9 distinct items too, with both ``lg_k``
+(some minutes); without it 10^8 are the most. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -254,7 +254,12 @@ def main() -> int:
         ("samples", lambda: sample(1_000)),
     ]
     if options.full:
-        tasks.append(("10^9 distinct", lambda: distinct(10**9, part=10**7, processes=options.processes)))
+        tasks.append(
+            (
+                "10^9 distinct",
+                lambda: [distinct(10**9, lg_k, 10**7, options.processes) for lg_k in (11, 12)],
+            )
+        )
     results: list[Result] = []
     for name, task in tasks:
         with err.status(f"{name} …"):
