@@ -93,7 +93,8 @@ class CollectorNode:
         self._settings = settings
         self._options = options
         self._file = pipeline.path
-        self._met = lake.state / "collect" / f"{options.node}.json"
+        notes = lake.state / "collect" / options.node
+        self._met = notes / "topics.json"
         self._ready = False
         self._taking = asyncio.Event()  # ready, and not stopping
         self._connected = asyncio.Event()
@@ -123,7 +124,7 @@ class CollectorNode:
             lake, _REMOTE_WATCH_S if lake.remote else _WATCH_S, border_of(pipeline, settings.tenant)
         )
         answers = Answers(self._sources.get, recent, self._tables, MAX_WAITERS)
-        self._responder = Responder(answers, pipeline, self._requests)
+        self._responder = Responder(answers, pipeline, self._requests, notes / "callbacks")
         self._streams = Streams(self._requests, pipeline, self._tables, collect.max_connections, self._until_ready)
         self._stats = NodeStats(options.node, self._log, self._delivery, self._sources, self._requests)
 
@@ -287,6 +288,7 @@ class CollectorNode:
         self._ready = True
         self._taking.set()
         self._sources.run()
+        self._responder.resume()
         ready(url)
 
     async def _deliver(self) -> None:

@@ -21,7 +21,8 @@ An answer is the rows of a product for the event's key, once the product holds t
 
 Waiting holds no thread. The key of a recent event is remembered; for an older event, or one that another node took, it
 is computed from the payload in bronze. A callback goes only to a ``host:port`` in ``callback_hosts``, never follows a
-redirect, and is tried three times.
+redirect, and is tried three times. A callback is on disk before its sender has the token, so that a node which ends or
+crashes makes it after its next start.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -50,7 +53,7 @@ from ingest.errors import RETRY_AFTER_S, IngestError, RequestRefused, problem_bo
 from ingest.intake import RequestIntake, first_key
 from lakehouse.contract.pipeline import Pipeline, Source
 from lakehouse.contract.pipeline.source import AnswerSpec, Template
-from lakehouse.contract.storage import is_away
+from lakehouse.contract.storage import is_away, write_whole
 from lakehouse.contract.tomlfile import duration_ms
 
 logger = logging.getLogger(__name__)
@@ -69,9 +72,11 @@ class Responder:
 
     Args:
         pipeline: its products with a channel can be looked up; another one may be set at any time.
+        pending: folder of the callbacks that are still to be made.
     """
 
-    def __init__(self, answers: Answers, pipeline: Pipeline, requests: RequestIntake) -> None:
+    def __init__(self, answers: Answers, pipeline: Pipeline, requests: RequestIntake, pending: Path) -> None:
+        self._pending = pending
         self._requests = requests
         self._answers = answers
         self._rows = answers.tables.rows
@@ -112,13 +117,34 @@ class Responder:
             async with self._answers.seat():
                 return _response(await self._answers.wait(token), text, late=504)
         if callback:
-            self._push(token, text, callback)
+            name = blake2b(f"{text} {callback}".encode(), digest_size=16).hexdigest()
+            file = self._pending / f"{name}.json"
+            kept = orjson.dumps({"token": text, "callback": callback})
+            await asyncio.to_thread(write_whole, file, kept, 0o600)
+            self._push(token, text, callback, file)
         response = json_response({"token": text, "answer": f"/v1/answers/{text}"}, 202)
         response.headers["Location"] = f"/v1/answers/{text}"
         return response
 
+    def resume(self) -> None:
+        """Make the callbacks that an earlier run still had to make."""
+        for file in sorted(self._pending.glob("*.json")):
+            try:
+                kept = orjson.loads(file.read_bytes())
+                text, callback = str(kept["token"]), str(kept["callback"])
+                token = self._requests.signer.open(text)
+                source = self._answers.source_of(token.source)
+                if source is None:
+                    raise RequestRefused(f"source {token.source!r} is not collected any more", 404)
+                self.check(source, {"callback": callback})
+            except (OSError, ValueError, TypeError, KeyError, RequestRefused) as error:
+                logger.warning("a callback of an earlier run is not made: %s", error)
+                file.unlink(missing_ok=True)
+                continue
+            self._push(token, text, callback, file)
+
     async def close(self) -> None:
-        """Cancel pending callbacks."""
+        """Cancel pending callbacks; the next run makes them."""
         for task in self._callbacks:
             task.cancel()
         await asyncio.gather(*self._callbacks, return_exceptions=True)
@@ -160,12 +186,19 @@ class Responder:
             raise RequestRefused(f"{product} has no row of this key", 404, version=found.version)
         return Response(found.json(product=product), media_type=_JSON_TYPE, headers={"ETag": f'"{found.version}"'})
 
-    def _push(self, token: Token, text: str, callback: str) -> None:
-        task = asyncio.create_task(self._call_back(token, text, callback))
+    def _push(self, token: Token, text: str, callback: str, file: Path) -> None:
+        task = asyncio.create_task(self._call_back(token, text, callback, file))
         self._callbacks.add(task)
         task.add_done_callback(self._callbacks.discard)
 
-    async def _call_back(self, token: Token, text: str, callback: str) -> None:
+    async def _call_back(self, token: Token, text: str, callback: str, file: Path) -> None:
+        problem_text = await self._called_back(token, text, callback)
+        if problem_text:
+            logger.warning("an answer could not be pushed to %s: %s", urlsplit(callback).netloc, problem_text)
+        await asyncio.to_thread(file.unlink, missing_ok=True)
+
+    async def _called_back(self, token: Token, text: str, callback: str) -> str:
+        """Why the last attempt failed; empty: the answer was taken."""
         answer = await self._answers.wait(token)
         response = _response(answer, text, late=504)
         headers = {"Content-Type": response.media_type or _JSON_TYPE, "User-Agent": "millrace"}
@@ -174,12 +207,12 @@ class Responder:
                 try:
                     got = await client.post(callback, content=bytes(response.body), headers=headers)
                     if got.status_code < 300:
-                        return
+                        return ""
                     problem_text = f"it answers {got.status_code}"
                 except httpx.HTTPError as error:
                     problem_text = f"{type(error).__name__}: {error}"
                 await asyncio.sleep(0.2 * 4**attempt)
-        logger.warning("an answer could not be pushed to %s: %s", urlsplit(callback).netloc, problem_text)
+        return problem_text
 
 
 def refuse_callback(spec: AnswerSpec, url: str) -> None:
