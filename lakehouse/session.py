@@ -20,6 +20,7 @@ from pyspark.find_spark_home import _find_spark_home
 from pyspark.java_gateway import launch_gateway
 from pyspark.sql import SparkSession
 
+from lakehouse.contract.avro import SCHEMAS
 from lakehouse.contract.classdata import recording, sharing
 from lakehouse.contract.errors import EnvironmentProblem
 from lakehouse.contract.jars import jar_paths
@@ -125,7 +126,7 @@ def build_session(settings: Settings, app: str, *, record_classes: Path | None =
     if submitted and _onto_class_path(jars.split(",")) and "spark.jars" in given:
         builder = builder.config("spark.jars", f"{given['spark.jars']},{jars}")
     master = given.get("spark.master", settings.spark.master)
-    schemas = Lake.of(settings).shared / "schemas"
+    schemas = Lake.of(settings).shared / SCHEMAS
     classes = recording(record_classes) if record_classes else [] if submitted else sharing("spark", class_path(paths))
     conf = {
         "spark.jars": jars,

@@ -1,37 +1,31 @@
-"""Payloads in Avro, in the wire format of Confluent's serializers: a zero byte, a schema id (4 bytes), the record.
+"""Payloads in Avro, decoded in Spark by schemas that a registry has and the lake keeps.
 
 Bronze keeps the bytes. Where events get their types, each record is decoded to JSON text by the schema that it was
-written with (docs/decisions/0018-avro-decoded-in-silver.md). A schema is asked of the registry once for a lake and kept
-in ``_millrace/schemas/ID.json``, also that there is none of this id. So a replay needs no registry and gives the same.
+written with (docs/decisions/0018-avro-decoded-in-silver.md). A replay needs no registry and gives the same.
 """
 
 from __future__ import annotations
 
 import base64
 import functools
-import io
 import json
-import struct
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from decimal import Decimal
 from typing import Any, cast
 from urllib.parse import quote, unquote, urlsplit
 
-import fastavro
-import orjson
 import pyarrow as pa
 from pyspark.sql import Column, SparkSession
 from pyspark.sql import functions as F
 
+from lakehouse.contract.avro import decode, parsed_schema, schema_file
 from lakehouse.contract.storage import lake_path, write_whole
 from lakehouse.errors import RegistryProblem
 
 FOLDER, REGISTRY = "spark.millrace.schemas", "spark.millrace.registry"
 """Settings of the Spark context: where schemas are kept, and the registry's address."""
 
-_HEAD = struct.Struct(">bI")
 _TIMEOUT_S = 10.0
 _NO_SCHEMA = 40403  # error code of registries for an id that nobody registered
 _DECODED = "STRUCT<text: STRING, flaw: STRING>"
@@ -50,32 +44,7 @@ def decoded(payload: Column) -> Column:
 
 
 def _decode(payload: bytes | None, folder: str, registry: str) -> Mapping[str, str | None] | None:
-    if payload is None:
-        return None
-    if len(payload) < _HEAD.size or payload[0] != 0:
-        return {"text": None, "flaw": "not Avro in the wire format of a schema registry"}
-    _, number = _HEAD.unpack_from(payload)
-    schema = _schema(number, folder, registry)
-    if isinstance(schema, str):
-        return {"text": None, "flaw": schema}
-    record = io.BytesIO(payload)
-    record.seek(_HEAD.size)
-    try:
-        value = fastavro.schemaless_reader(record, schema, None)
-        text = orjson.dumps(value, default=_as_json).decode()
-    except Exception:  # noqa: BLE001 - of fastavro's own and of Python's; the bytes are of a stranger
-        return {"text": None, "flaw": f"does not fit Avro schema {number}"}
-    if record.tell() != len(payload):
-        return {"text": None, "flaw": f"does not fit Avro schema {number}"}
-    return {"text": text, "flaw": None}
-
-
-def _as_json(value: object) -> Any:
-    if isinstance(value, Decimal):
-        return orjson.Fragment(str(value))
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode()  # as Spark reads BINARY
-    raise TypeError
+    return decode(payload, functools.partial(_schema, folder=folder, registry=registry))
 
 
 @functools.lru_cache(maxsize=1_024)
@@ -85,21 +54,13 @@ def _schema(number: int, folder: str, registry: str) -> Any:
     Raises:
         RegistryProblem: the lake does not have it, and the registry does not say.
     """
-    file = lake_path(folder) / f"{number}.json"
+    file = schema_file(lake_path(folder), number)
     if file.is_file():
         found = json.loads(file.read_bytes())
     else:
         found = _fetch(number, registry)
         write_whole(file, json.dumps(found).encode(), durable=True)
-    if "flaw" in found:
-        return found["flaw"]
-    named: dict[str, Any] = {}
-    try:
-        for text in found["references"]:
-            fastavro.parse_schema(json.loads(text), named_schemas=named)
-        return fastavro.parse_schema(json.loads(found["schema"]), named_schemas=named)
-    except (fastavro.schema.SchemaParseException, ValueError) as error:
-        return f"Avro schema {number} cannot be read: {error}"[:200]
+    return parsed_schema(number, found)
 
 
 def _fetch(number: int, registry: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC
 from decimal import Decimal, InvalidOperation
+from functools import lru_cache
 from itertools import islice
 from typing import Any
 
@@ -20,13 +21,15 @@ import pyarrow as pa
 from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 
-from lakehouse.contract.deltalog import AddedFile, Commit, DeltaLog, TableGone
+from lakehouse.contract.avro import decode, parsed_schema, schema_file
+from lakehouse.contract.deltalog import AddedFile, Commit, DeltaLog, TableGone, TableUnreadable
 from lakehouse.contract.lake import CommitFacts
 from lakehouse.contract.pipeline import Source
+from lakehouse.contract.pipeline.source import column_of
 from lakehouse.contract.rows import Key, Row
 from lakehouse.contract.sql.closures import as_date, as_timestamp
 from lakehouse.contract.sql.ddl import Field, parse_ddl
-from lakehouse.contract.storage import LakePath, parquet_file
+from lakehouse.contract.storage import LakePath, lake_path, parquet_file
 from serve.core.messages import rows_of
 from serve.core.model import TableChange, TableInfo
 from serve.errors import FilterError
@@ -83,11 +86,14 @@ class EventReader(TableReader):
 
     Args:
         source: its schema names the columns.
+        schemas: folder of the schemas that payloads in Avro name.
     """
 
-    def __init__(self, folder: LakePath, source: Source) -> None:
+    def __init__(self, folder: LakePath, source: Source, schemas: LakePath) -> None:
         super().__init__(folder)
         self._log = DeltaLog(folder)
+        self._unwrap = source.unwrap_path
+        self._schemas = schemas if source.format == "avro" else None
         self._fields = parse_ddl(source.schema)
         self._read = {name: _reader(field) for name, field in self._fields.items()}
         self._references = {name: spec for name, spec in source.enrich.items() if name not in self._fields}
@@ -102,7 +108,7 @@ class EventReader(TableReader):
         except (DeltaError, OSError) as error:
             raise TableGone(self.folder.name, f"there is no table: {str(error).splitlines()[0]}") from None
         columns = {("reason" if name == "reject" else name): kind for name, kind in _ENVELOPE.items()}
-        columns |= {name: _KINDS.get(field.declared, _NESTED) for name, field in self._fields.items()}
+        columns |= {column_of(name): _KINDS.get(field.declared, _NESTED) for name, field in self._fields.items()}
         for name, spec in self._references.items():
             columns |= {name: pa.bool_(), **{f"{name}.{field}": pa.string() for field in spec.fields}}
         return TableInfo(
@@ -180,12 +186,30 @@ class EventReader(TableReader):
         found = []
         last = len(_ENVELOPE)
         for row in rows_of(table):
-            fields = _fields(row[last])
+            fields = self._payload(row[last])
             values = [read(fields.get(name)) for name, read in self._read.items()]
             if self._references:
                 values += self._joined(dict(row[last + 1] or ()))
             found.append((*row[:last], *values))
         return found
+
+    def _payload(self, payload: bytes | None) -> Mapping[str, Any]:
+        """The payload's object that holds the fields; empty if it is none. Raises TableUnreadable."""
+        text: bytes | str | None = payload
+        if self._schemas is not None:
+            text = (decode(payload, self._schema) or {}).get("text")
+        found: Any = _fields(text)
+        for step in self._unwrap:
+            found = found.get(step) if isinstance(found, dict) else None
+        return found if isinstance(found, dict) else {}
+
+    def _schema(self, number: int) -> Any:
+        try:
+            return _kept_schema(number, str(self._schemas))
+        except FileNotFoundError:
+            detail = f"an event has Avro schema {number}, which the lake does not have"
+            remedy = "Run a driver: it fetches the schema when it reads the event"
+            raise TableUnreadable(self.folder.name, detail, remedy) from None
 
     def _joined(self, headers: Mapping[str, bytes]) -> Iterator[Any]:
         """Values of the references' columns."""
@@ -201,7 +225,13 @@ class EventReader(TableReader):
         return replace(facts, events=len(rows), oldest_at=min(times, default=None), newest_at=max(times, default=None))
 
 
-def _fields(payload: bytes | None) -> Mapping[str, Any]:
+@lru_cache(maxsize=1_024)
+def _kept_schema(number: int, folder: str) -> Any:
+    """A parsed schema that the lake keeps; one that is not there is looked for again. Raises FileNotFoundError."""
+    return parsed_schema(number, orjson.loads(schema_file(lake_path(folder), number).read_bytes()))
+
+
+def _fields(payload: bytes | str | None) -> Mapping[str, Any]:
     """The payload's object; empty if it is none."""
     try:
         found = orjson.loads(payload or b"null")

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeVar
 
+from lakehouse.contract.avro import SCHEMAS
 from lakehouse.contract.deltalog import Commit, DeltaLog, LogFollower, TableGone, TableUnreadable
 from lakehouse.contract.lake import ALERTS, LAYERS, NAME_PATTERN, Lake, TableRef
 from lakehouse.contract.pipeline import Source
@@ -357,7 +358,7 @@ class Tables:
     def reader(self, folder: LakePath) -> TableReader:
         """The reader of a table."""
         source = self.sources.get(folder.name) if folder.parent.name == BRONZE else None
-        return TableReader(folder) if source is None else EventReader(folder, source)
+        return TableReader(folder) if source is None else EventReader(folder, source, self.lake.shared / SCHEMAS)
 
     @property
     def ready(self) -> bool:

@@ -102,7 +102,9 @@ def check(tree: exp.Expr) -> None:
         if problems := node.error_messages():  # of a unary operator without a value, for one
             raise FilterError(f"not SQL: {problems[0]}")
         if isinstance(node, exp.Column) and node.table:
-            raise FilterError(f"{node.sql()} is qualified", f"Write {node.name}")
+            dotted = ".".join(part.name for part in node.parts)
+            remedy = f'Write {node.name}, or with quotes "{dotted}" for a field of a reference'
+            raise FilterError(f"{node.sql()} is qualified", remedy)
         known = _ARGUMENTS.get(type(node), _PLAIN)
         if extra := [name for name, value in node.args.items() if value and name not in known]:
             raise FilterError(
