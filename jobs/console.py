@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
@@ -106,7 +106,14 @@ def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value) + "\n")
 
 
-def print_table(rows: Sequence[Mapping[str, str]], *, right: Sequence[str] = (), spare: Sequence[str] = ()) -> None:
+def print_table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    right: Collection[str] = (),
+    spare: Collection[str] = (),
+    to: Console = out,
+) -> None:
     """A table of rows whose values are markup.
 
     Args:
@@ -115,14 +122,14 @@ def print_table(rows: Sequence[Mapping[str, str]], *, right: Sequence[str] = (),
     """
     for left_out in ((), spare):
         table = Table(box=None, pad_edge=False)
-        names = [name for name in rows[0] if name not in left_out] if rows else []
-        for name in names:
+        kept = [number for number, name in enumerate(columns) if name not in left_out]
+        for name in (columns[number] for number in kept):
             table.add_column(name, overflow="fold", justify="right" if name in right else "left")
         for row in rows:
-            table.add_row(*(row[name] for name in names))
+            table.add_row(*(row[number] for number in kept))
         if _fits(table):
             break
-    out.print(table)
+    to.print(table, highlight=False)
 
 
 def _fits(table: Table) -> bool:

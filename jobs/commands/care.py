@@ -11,15 +11,14 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from jobs.console import (
     JsonOption,
     chosen_pipeline,
     err,
     log_to_stderr,
-    out,
     print_json,
+    print_table,
     stopped_by_signals,
 )
 from lakehouse.contract.errors import ConfigError
@@ -104,13 +103,14 @@ def _plain(looked: Any) -> dict[str, Any]:
 
 
 def _show(found: list[Any]) -> None:
-    shown = Table("table", "batch", "expectation", "expected", "rows", "unexpected", "met")
+    rows = []
     for looked in found:
         for f in looked.findings:
             met = "[green]yes[/]" if f.success else "[red]NO[/]" if f.blocking else "[yellow]no[/] (" + f.action + ")"
             what = (looked.subject.table, looked.subject.batch, f.expectation, escape(f.expected[:60]))
-            shown.add_row(*what, f"{f.total:,}", escape(f.observed[:40]) or f"{f.unexpected:,}", met)
-    out.print(shown)
+            rows.append((*what, f"{f.total:,}", escape(f.observed[:40]) or f"{f.unexpected:,}", met))
+    numbers = ("rows", "unexpected")
+    print_table(("table", "batch", "expectation", "expected", *numbers, "met"), rows, right=numbers)
     for looked in found:
         if looked.unknown:
             fields = ", ".join(f"{path} ({count})" for path, count in looked.unknown.items())
@@ -178,9 +178,15 @@ def replay(
     if as_json:
         print_json([{**dataclasses.asdict(item), "equal": item.equal} for item in found])
     else:
-        shown = Table("table", "version", "bronze", "rows live", "rows replayed", "digest", "equal")
-        for item in found:
-            row = (item.table, str(item.version), str(item.bronze), f"{item.rows[0]:,}", f"{item.rows[1]:,}")
-            shown.add_row(*row, item.live[:16], "[green]yes[/]" if item.equal else "[red]NO[/]")
-        out.print(shown)
+        numbers = ("version", "bronze", "rows live", "rows replayed")
+        rows = [
+            (
+                item.table,
+                *(f"{count:,}" for count in (item.version, item.bronze, *item.rows)),
+                item.live[:16],
+                "[green]yes[/]" if item.equal else "[red]NO[/]",
+            )
+            for item in found
+        ]
+        print_table(("table", *numbers, "digest", "equal"), rows, right=numbers)
     raise typer.Exit(0 if found and all(item.equal for item in found) else 1)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 from rich.progress import Progress
-from rich.table import Table
 
 from jobs.console import (
     JsonOption,
@@ -21,6 +20,7 @@ from jobs.console import (
     err,
     out,
     print_json,
+    print_table,
 )
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.lake import Lake
@@ -73,12 +73,16 @@ def _list_nodes(folder: Path, as_json: bool) -> None:
     if as_json:
         print_json([dataclasses.asdict(view) for view in found])
         return
-    table = Table("node", "state", "under way", "failed", "bytes", "files")
-    for view in found:
-        state = "running" if view.running else "closed" if view.clean else "[yellow]not closed properly[/]"
-        numbers = (f"{view.transient:,}", f"{view.failed:,}", f"{view.bytes:,}", f"{view.segments:,}")
-        table.add_row(escape(view.node), state, *numbers)
-    out.print(table)
+    numbers = ("under way", "failed", "bytes", "files")
+    rows = [
+        (
+            escape(view.node),
+            "running" if view.running else "closed" if view.clean else "[yellow]not closed properly[/]",
+            *(f"{count:,}" for count in (view.transient, view.failed, view.bytes, view.segments)),
+        )
+        for view in found
+    ]
+    print_table(("node", "state", *numbers), rows, right=numbers)
     for view in found:
         for reason, count in view.reasons.items():
             out.print(f"{view.node}: {count:,} failed: {reason}", markup=False)
@@ -95,12 +99,14 @@ def _show_events(folder: Path, node: str, under_way: bool, limit: int | None, as
         for item in itertools.islice(items, limit):
             print_json(item)
         return
-    table = Table("seq", "source", "event id", "reason", "payload")
-    for item in itertools.islice(items, limit or _ROWS):
-        payload = item.get("payload", item.get("payload_base64", ""))
-        values = (item.get("seq", ""), item.get("source", ""), item.get("event_id", ""), item.get("reason", ""))
-        table.add_row(*(escape(str(value)) for value in (*values, payload[:_SHOWN])))
-    out.print(table)
+    rows = [
+        (
+            *(escape(str(item.get(name, ""))) for name in ("seq", "source", "event_id", "reason")),
+            escape(item.get("payload", item.get("payload_base64", ""))[:_SHOWN]),
+        )
+        for item in itertools.islice(items, limit or _ROWS)
+    ]
+    print_table(("seq", "source", "event id", "reason", "payload"), rows, right=("seq",))
 
 
 def _retry(logs: Path, node: str, ids: Sequence[str], as_json: bool) -> None:
@@ -203,10 +209,11 @@ def _as_dict(one: SourceAudit, backlog: Backlog | None) -> dict[str, Any]:
 
 
 def _show(one: SourceAudit, backlog: Backlog | None) -> None:
-    table = Table(f"{one.source} ({one.topic})", "events", "min s", "avg s", "max s", box=None)
-    for hop in one.hops:
-        table.add_row(hop.name, f"{hop.count:,}", f"{hop.min_s:.3f}", f"{hop.avg_s:.3f}", f"{hop.max_s:.3f}")
-    out.print(table)
+    numbers = ("events", "min s", "avg s", "max s")
+    rows = [
+        (hop.name, f"{hop.count:,}", f"{hop.min_s:.3f}", f"{hop.avg_s:.3f}", f"{hop.max_s:.3f}") for hop in one.hops
+    ]
+    print_table((f"{one.source} ({one.topic})", *numbers), rows, right=numbers)
     double = one.duplicates
     out.print(
         f"taken twice {double.by_coordinates:,}, sent again {double.sent_again:,}, "
@@ -231,11 +238,16 @@ def _show_way(steps: list[TraceStep], event: str, as_json: bool) -> None:
     if as_json:
         print_json([dataclasses.asdict(step) for step in steps])
     elif steps:
-        table = Table("hop", "time (UTC)", "after s", "where", box=None)
-        for step in steps:
-            at = datetime.fromtimestamp(step.at / 1e6, UTC).isoformat(timespec="milliseconds")
-            table.add_row(step.hop, at, f"{(step.at - steps[0].at) / 1e6:.3f}", escape(step.where))
-        out.print(table)
+        rows = [
+            (
+                step.hop,
+                datetime.fromtimestamp(step.at / 1e6, UTC).isoformat(timespec="milliseconds"),
+                f"{(step.at - steps[0].at) / 1e6:.3f}",
+                escape(step.where),
+            )
+            for step in steps
+        ]
+        print_table(("hop", "time (UTC)", "after s", "where"), rows, right=("after s",))
     else:
         err.print(f"no bronze table has an event {escape(event)}; a collector's log may: millrace log NODE")
     raise typer.Exit(0 if steps else 1)

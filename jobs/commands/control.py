@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Column, Table
 
-from jobs.console import JsonOption, chosen_settings, err, out, print_json, run_async
+from jobs.console import JsonOption, chosen_settings, err, out, print_json, print_table, run_async
 from lakehouse.contract.control import ADMIN_KEY, address_file, key_text
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem, ProblemWithRemedy
 from lakehouse.contract.settings import Settings
@@ -326,10 +325,7 @@ def _print(found: list[dict[str, Any]], columns: Sequence[str], as_json: bool) -
     if as_json:
         print_json(found)
         return
-    table = Table(*(Column(name, overflow="fold", no_wrap=name == "id") for name in columns))
-    for each in found:
-        table.add_row(*(escape(_cell(each.get(column))) for column in columns))
-    out.print(table)
+    print_table(columns, [[escape(_cell(each.get(column))) for column in columns] for each in found])
 
 
 def _cell(value: Any) -> str:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Column, Table
 
 from jobs.console import (
     JsonOption,
@@ -23,6 +22,7 @@ from jobs.console import (
     log_to_stderr,
     out,
     print_json,
+    print_table,
     stopped_by_signals,
 )
 from jobs.lineage import LineageStep, told
@@ -240,17 +240,22 @@ def _say(done: Load, as_json: bool) -> None:
             }
         )
         return
-    table = Table(
-        "file", "state", *[Column(name, justify="right") for name in ("rows", "rejects", "seconds")], "reason"
-    )
     bad = [report for report in reports if not report.ok]
     shown = bad + [report for report in reports if report.ok][: max(0, _SHOWN - len(bad))]
     names = _short([report.name for report in reports])
-    for report in shown:
-        state = f"[{'green' if report.ok else 'red'}]{report.state}[/]"
-        row = (f"{report.rows:,}", f"{report.rejects:,}", f"{report.seconds:.1f}", report.reason)
-        table.add_row(escape(names[report.name]), state, *map(escape, row))
-    out.print(table)
+    numbers = ("rows", "rejects", "seconds")
+    rows = [
+        (
+            escape(names[report.name]),
+            f"[{'green' if report.ok else 'red'}]{report.state}[/]",
+            f"{report.rows:,}",
+            f"{report.rejects:,}",
+            f"{report.seconds:.1f}",
+            escape(report.reason),
+        )
+        for report in shown
+    ]
+    print_table(("file", "state", *numbers, "reason"), rows, right=numbers)
     if len(reports) > len(shown):
         where = "" if shown[0].state == "would load" else "; table [bold]loads[/] has them all"
         out.print(f"… and {len(reports) - len(shown):,} more{where}")
@@ -332,8 +337,9 @@ def staging(
     if as_json:
         print_json([dataclasses.asdict(one) for one in found])
         return
-    table = Table("staging table", "of", "at version", "rows", "")
-    for one in found:
-        made = "made" if one.changed else "as it was"
-        table.add_row(one.name, one.product, str(one.product_version), f"{one.rows:,}", made)
-    out.print(table)
+    numbers = ("at version", "rows")
+    rows = [
+        (one.name, one.product, str(one.product_version), f"{one.rows:,}", "made" if one.changed else "as it was")
+        for one in found
+    ]
+    print_table(("staging table", "of", *numbers, ""), rows, right=numbers)

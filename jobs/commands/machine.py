@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from jobs.console import (
     JsonOption,
@@ -20,6 +19,7 @@ from jobs.console import (
     out,
     print_json,
     print_problems,
+    print_table,
 )
 from lakehouse.contract.errors import ConfigError
 
@@ -110,10 +110,8 @@ def doctor(as_json: JsonOption = False) -> None:
     if as_json:
         print_json([dataclasses.asdict(check) for check in found])
     else:
-        table = Table(box=None, show_header=False)
-        for check in found:
-            table.add_row("[green]ok[/]" if check.ok else "[red]no[/]", check.name, check.detail, check.remedy)
-        out.print(table)
+        rows = [("[green]ok[/]" if one.ok else "[red]no[/]", one.name, one.detail, one.remedy) for one in found]
+        print_table(("", "checked", "found", "remedy"), rows)
     raise typer.Exit(0 if all(check.ok or check.optional for check in found) else 1)
 
 

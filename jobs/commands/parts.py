@@ -274,17 +274,17 @@ def status(as_json: JsonOption = False) -> None:
         err.print("nothing was started here by millrace up or demo")
     else:
         rows = [
-            {
-                "part": part.name,
-                "state": "[green]runs[/]" if part.running else "[red]does not run[/]",
-                "address": part.address,
-                "metrics": part.metrics,
-                "process": str(part.pid or ""),
-                "remarks": part.remarks,
-            }
+            (
+                part.name,
+                "[green]runs[/]" if part.running else "[red]does not run[/]",
+                part.address,
+                part.metrics,
+                str(part.pid or ""),
+                part.remarks,
+            )
             for part in found
         ]
-        print_table(rows, spare=("metrics",))
+        print_table(("part", "state", "address", "metrics", "process", "remarks"), rows, spare=("metrics",))
     raise typer.Exit(0 if running else 3)
 
 

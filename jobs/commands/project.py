@@ -11,9 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
-from jobs.console import JsonOption, PipelineArgument, chosen_settings, err, out, print_json, print_problems
+from jobs.console import (
+    JsonOption,
+    PipelineArgument,
+    chosen_settings,
+    err,
+    out,
+    print_json,
+    print_problems,
+    print_table,
+)
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.lake import NAME_PATTERN
 from lakehouse.contract.pipeline import load_pipeline
@@ -65,10 +73,11 @@ def init(
         key=f"{key.filled:.1%} of events have it" if key else "",
         event_time=f"{time.share:.1%} of events have it" if time else "",
     )
-    table = Table("guess", "value", "how sure", box=None, pad_edge=False)
-    for option, what in _ASKED.items():
-        table.add_row(what, escape(getattr(guess, option)) or _NONE, getattr(sure, option) or "no field looks like one")
-    err.print(table)
+    guesses = [
+        (what, escape(getattr(guess, option)) or _NONE, getattr(sure, option) or "no field looks like one")
+        for option, what in _ASKED.items()
+    ]
+    print_table(("guess", "value", "how sure"), guesses, to=err)
 
     def made_of(choices: Choices) -> Scaffold:
         return Scaffold(folder.name, seen, time, choices)
@@ -108,16 +117,17 @@ def _problems_of(scaffold: Scaffold) -> list[ConfigError]:
 
 
 def _show_fields(seen: Sample) -> None:
-    table = Table("field", "type", "in events", "of this type", box=None, pad_edge=False)
+    rows: list[tuple[str, ...]] = []
     for name, shape in seen.fields:
         leaves = [leaf for leaf in seen.leaves if leaf.path[0] == name]
         for leaf in leaves:
-            table.add_row(escape(leaf.dotted), leaf.told, f"{leaf.filled:.1%}", f"{leaf.shape.share:.1%}")
+            rows.append((escape(leaf.dotted), leaf.told, f"{leaf.filled:.1%}", f"{leaf.shape.share:.1%}"))
         if not leaves:
             filled = (sum(shape.kinds.values()) - shape.kinds["null"]) / len(seen.rows)
-            table.add_row(escape(name), escape(shape.ddl), f"{filled:.1%}", f"{shape.share:.1%}")
+            rows.append((escape(name), escape(shape.ddl), f"{filled:.1%}", f"{shape.share:.1%}"))
     err.print(f"{len(seen.rows):,} events", highlight=False)
-    err.print(table)
+    shares = ("in events", "of this type")
+    print_table(("field", "type", *shares), rows, right=shares, to=err)
     for name, _ in seen.fields:
         if column_of(name) != name:
             err.print(f"field {name} is {column_of(name)} in SQL", highlight=False, style="yellow")

@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from jobs.console import (
     JsonOption,
     chosen_pipeline,
     chosen_settings,
     err,
-    out,
     print_json,
+    print_table,
 )
 from lakehouse.contract.errors import ConfigError, QueryRefused
 from lakehouse.contract.lake import Lake
@@ -99,17 +98,24 @@ def ls(as_json: JsonOption = False) -> None:
     if as_json:
         print_json({"queries": queries, "alerts": watched})
         return
-    table = Table("query", "reads", "key", "from", "state", "reason")
-    for row in queries:
-        cells = (row["name"], row["relation"], ", ".join(row["key"]), row["start"], _colored(row["state"]))
-        table.add_row(*cells, escape(row["reason"]))
-    out.print(table)
+    rows = [
+        (q["name"], q["relation"], ", ".join(q["key"]), q["start"], _colored(q["state"]), escape(q["reason"]))
+        for q in queries
+    ]
+    print_table(("query", "reads", "key", "from", "state", "reason"), rows)
     if watched:
-        table = Table("alert", "product", "when", "state", "raised", "reason")
-        for row in watched:
-            cells = (row["name"], row["product"], escape(row["when"]), _colored(row["state"]), str(len(row["raised"])))
-            table.add_row(*cells, escape(row["reason"]))
-        out.print(table)
+        rows = [
+            (
+                a["name"],
+                a["product"],
+                escape(a["when"]),
+                _colored(a["state"]),
+                str(len(a["raised"])),
+                escape(a["reason"]),
+            )
+            for a in watched
+        ]
+        print_table(("alert", "product", "when", "state", "raised", "reason"), rows, right=("raised",))
 
 
 def rm(

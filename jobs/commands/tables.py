@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import orjson
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from jobs.console import (
     Format,
@@ -25,7 +24,6 @@ from jobs.console import (
     chosen_pipeline,
     chosen_settings,
     err,
-    out,
     print_csv,
     print_json,
     print_rows,
@@ -150,23 +148,27 @@ def tables(
     if as_json:
         print_json([{"table": facts.name, **dataclasses.asdict(facts)} for facts in found])
     else:
+        numbers = ("rows", "bytes", "files", "versions", "kept", "behind")
         rows = [
-            {
-                "table": f"{facts.layer}/{facts.name}",
-                "health": f"[{_COLOURS[facts.health]}]{facts.health}[/]",
-                "rows": "" if facts.rows is None else f"{facts.rows:,}",
-                "bytes": _size(facts.bytes),
-                "files": f"{facts.files:,}",
-                "versions": f"{facts.oldest}–{facts.version}",
-                "kept": _span(facts.log_s),
-                "behind": "" if facts.behind is None else f"{facts.behind:,}",
-                "too late": ", ".join(f"{count:,} ({text})" for text, count in facts.too_late.items()),
-                "committed": f"{_span(max(0.0, time.time() - facts.committed))} ago",
-            }
+            (
+                f"{facts.layer}/{facts.name}",
+                f"[{_COLOURS[facts.health]}]{facts.health}[/]",
+                "" if facts.rows is None else f"{facts.rows:,}",
+                _size(facts.bytes),
+                f"{facts.files:,}",
+                f"{facts.oldest}–{facts.version}",
+                _span(facts.log_s),
+                "" if facts.behind is None else f"{facts.behind:,}",
+                ", ".join(f"{count:,} ({text})" for text, count in facts.too_late.items()),
+                f"{_span(max(0.0, time.time() - facts.committed))} ago",
+            )
             for facts in found
         ]
-        numbers = ("rows", "bytes", "files", "versions", "kept", "behind", "committed")
-        print_table(rows, right=numbers, spare=("files", "versions", "kept", "too late"))
+        columns, spare = (
+            ("table", "health", *numbers, "too late", "committed"),
+            ("files", "versions", "kept", "too late"),
+        )
+        print_table(columns, rows, right=(*numbers, "committed"), spare=spare)
         for facts in found:
             for remark in facts.remarks:
                 err.print(f"{facts.name}: {escape(remark)}", highlight=False)
@@ -233,10 +235,7 @@ def _show(rows: list[dict[str, Any]], as_json: bool) -> None:
     elif not plain:
         err.print("nothing is remembered")
     else:
-        table = Table(*plain[0], box=None, pad_edge=False)
-        for row in plain:
-            table.add_row(*(f"{value:,}" if isinstance(value, int) else str(value) for value in row.values()))
-        out.print(table, highlight=False, markup=False)
+        print_rows(plain, list(plain[0]))
 
 
 def _text(value: Any) -> Any:
@@ -378,11 +377,9 @@ def _say(table: str, operator: str, span: Span, answers: list[Answer], as_json: 
             }
         )
         return
-    shown = Table("", "estimate", "lower", "upper", "confidence")
-    for answer in answers:
-        numbers = [_shown(value) for value in (answer.estimate, answer.lower, answer.upper)]
-        shown.add_row(answer.what, *numbers, f"{answer.confidence:.1%}")
-    out.print(shown)
+    numbers = ("estimate", "lower", "upper", "confidence")
+    rows = [(a.what, _shown(a.estimate), _shown(a.lower), _shown(a.upper), f"{a.confidence:.1%}") for a in answers]
+    print_table(("", *numbers), rows, right=numbers)
     err.print(f"{span.windows} windows, {span.start.isoformat()} to {span.end.isoformat()}", style="dim")
 
 

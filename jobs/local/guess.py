@@ -32,7 +32,7 @@ _WHOLE, _NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}"), re.compile(r"-?(0|[1-9][0
 _EPOCHS = {"timestamp_seconds": 1, "timestamp_millis": 1_000, "timestamp_micros": 1_000_000}
 _FIRST_S, _LAST_S = 946_684_800, 4_102_444_800  # the years 2000 to 2100
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_LIKE_ID = re.compile(r"(^|.*_)(id|uuid|guid|key)$|.*[a-z](Id|ID)$")
+_LIKE_ID = re.compile(r"(^|.*_)(id|uuid|guid|key)$|.*[a-z](Id|ID|Uuid|UUID|Guid|GUID|Key)$")
 _LIKE_TIME = re.compile(r"(.*_)?(time|timestamp|ts|at|date|datetime|when|created|sent)(_.*)?|.*(Time|At|Date)$", re.I)
 
 Get = Callable[[dict[str, Any]], Any]

@@ -228,7 +228,10 @@ def _tables(tree: exp.Expression, known: set[str], statement: Statement) -> dict
                 continue
             raise UnknownTable(node.name, sorted(known))
         if base != partials and (base not in statement.payloads or partials != name):
-            raise SqlError(f"{node.name}: the pipeline has no source {base!r} with payloads in JSON", f"Write {base}")
+            raise SqlError(
+                f"{node.name}: the pipeline has no source {base!r} with payloads in JSON",
+                f"Write {base}, or name the pipeline that declares it (--pipeline)",
+            )
         if partials != name and statement.principal.condition(base):
             raise SqlError(f"{node.name} is not taken: this key sees a part of {base} only", f"Write {base}")
         moment = _moment(node) or everywhere

@@ -70,6 +70,13 @@ def test_nested_fields_arrays_and_what_texts_are(tmp_path: Path) -> None:
     assert key.dotted == "flight.tail_id"
 
 
+@pytest.mark.parametrize("name", ["id", "order_id", "orderId", "scanUuid", "eventGUID", "dedupeKey"])
+def test_what_is_named_as_an_id_is_one(tmp_path: Path, name: str) -> None:
+    rows = [{"at": f"2026-01-01 00:00:{n:02}", "shelf": n, name: f"x{n}"} for n in range(30)]
+    found = Sample.of(sample(tmp_path, rows))
+    assert [leaf.dotted for leaf in found.event_id(found.event_time())[0]] == [name]
+
+
 @pytest.mark.parametrize(
     ("name", "write", "sql"),
     [
