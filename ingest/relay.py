@@ -26,7 +26,7 @@ from kafka import errors as kafka_errors
 from kafka.consumer.subscription_state import ConsumerRebalanceListener
 from kafka.structs import OffsetAndMetadata
 
-from ingest.border.admission import KEPT_BYTES, RAW_PLACE, Border, front_source, tell_refused
+from ingest.border.admission import KEPT_BYTES, RAW_ID, RAW_PLACE, Border, front_source, tell_refused
 from ingest.enrich import Enricher
 from ingest.errors import BrokerUnavailable
 from ingest.kafka import BACKOFF_FIRST_S, BACKOFF_MAX_S, KafkaPublisher, SendOutcome, broker_errors
@@ -249,10 +249,11 @@ class Refiner:
                 suspect=suspect or front.suspect,
                 reject=front.reject or envelope.reject,
             )
-        extra = (*_extra(record), (RAW_PLACE, _place(record)), (REFINED_BY, refined_by))
+        own = {RAW_ID: origin, RAW_PLACE: _place(record), REFINED_BY: refined_by}
+        extra = own | dict(_extra(record)) | own
         if self._enricher is not None and envelope.reject is None:
-            extra += self._enricher(event)
-        return dataclasses.replace(envelope, extra=tuple(dict(extra).items())), key, event.payload
+            extra |= dict(self._enricher(event))
+        return dataclasses.replace(envelope, extra=tuple(extra.items())), key, event.payload
 
 
 class LatestMirror(TopicRelay):

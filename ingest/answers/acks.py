@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import binascii
-import dataclasses
 import hashlib
 import hmac
 import logging
@@ -112,12 +111,14 @@ class AckState:
         coordinates: its place in Kafka, once known.
         products: current version of each product that holds it.
         reason: why it was rejected.
+        event_id: the id that refining gave it, if that is another one than a front node's.
     """
 
     state: str
     coordinates: Coordinates | None = None
     products: dict[str, int] | None = None
     reason: str | None = None
+    event_id: str | None = None
 
 
 def ack_state(token: Token, recent: RecentEvents, lake: LakeState, products: Sequence[str]) -> AckState:
@@ -143,28 +144,25 @@ def _looked_up(token: Token, remembered: Fate | None, lake: LakeState, products:
         return AckState("rejected", reason=remembered.failed)
     coordinates = _coordinates(remembered)
     reject = remembered.reject if remembered else None
-    if remembered is None:
-        found = lake.find_event(token.source, token.tenant, token.event_id, token.received_at)
+    event_id, in_bronze = token.event_id, False
+    if remembered is None or (coordinates is not None and coordinates.topic.endswith(RAW_SUFFIX)):
+        # Another node took it, or this one did as a front node: only bronze has its place, and its id after refining.
+        found = lake.find_event(token.source, token.tenant, event_id, token.received_at)
         if found is None:
-            return AckState("unknown")
-        coordinates, reject = found.coordinates, found.reject
-    if coordinates is not None and coordinates.topic.endswith(RAW_SUFFIX):  # from a front node
-        refined = lake.find_refined(token.source, coordinates, token.received_at)
-        if refined is None or refined.coordinates is None:
-            return AckState("queued", coordinates)
-        coordinates, reject = refined.coordinates, refined.reject
-        token = dataclasses.replace(token, event_id=refined.event_id)
-    if reject is None and (remembered is None or coordinates is not None):
-        reject = lake.quarantine_reason(token.source, token.tenant, token.event_id)
+            return AckState("unknown" if remembered is None else "queued", coordinates)
+        coordinates, reject, event_id, in_bronze = found.coordinates, found.reject, found.event_id, True
+    told = None if event_id == token.event_id else event_id
+    if reject is None and (in_bronze or coordinates is not None):
+        reject = lake.quarantine_reason(token.source, token.tenant, event_id)
     if reject is not None:
-        return AckState("rejected", coordinates, reason=reject)
+        return AckState("rejected", coordinates, reason=reject, event_id=told)
     if coordinates is None:
-        return AckState("in_bronze" if remembered is None else "logged")
+        return AckState("in_bronze" if in_bronze else "logged", event_id=told)
     held = {name: version for name in products if (version := lake.product_version(name, coordinates)) is not None}
     if held:
-        return AckState("in_product", coordinates, held)
-    if remembered is None or lake.in_bronze(token.source, coordinates):
-        return AckState("in_bronze", coordinates)
+        return AckState("in_product", coordinates, held, event_id=told)
+    if in_bronze or lake.in_bronze(token.source, coordinates):
+        return AckState("in_bronze", coordinates, event_id=told)
     return AckState("queued", coordinates)
 
 

@@ -155,7 +155,7 @@ class Responder:
         state = await self._answers.state(token, products)
         found = {name: value for name, value in dataclasses.asdict(state).items() if value is not None}
         found |= found.pop("coordinates", {})
-        return json_response({"event_id": token.event_id, "source": token.source, **found})
+        return json_response({"event_id": token.event_id, "source": token.source} | found)
 
     async def _fetch(self, request: Request) -> Response:
         text = request.path_params["token"]

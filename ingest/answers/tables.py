@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import reduce
 from itertools import islice
+from operator import and_
 from typing import Any
 
 import deltalake
@@ -23,7 +25,7 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 from deltalake.exceptions import TableNotFoundError
 
-from ingest.border.admission import RAW_PLACE
+from ingest.border.admission import RAW_ID
 from ingest.errors import RequestRefused
 from lakehouse.contract.deltalog import DeltaLog, TableGone
 from lakehouse.contract.lake import COMMIT_THROUGH, Lake, TableRef
@@ -58,10 +60,10 @@ class BronzeEvent:
         reject: why the border refused it, or None.
     """
 
+    event_id: str
     coordinates: Coordinates | None
     reject: str | None
-    payload: bytes | None = None
-    event_id: str = ""
+    payload: bytes | None
 
 
 class LakeState:
@@ -88,32 +90,16 @@ class LakeState:
         return (-1, {}) if table is None else self._of(table).now()
 
     def find_event(self, source: str, tenant: str, event_id: str, received_at: int) -> BronzeEvent | None:
-        """Find an event in bronze by its id; reads about a day of the table."""
-        row = self._first_row(
-            self._lake.bronze(source),
-            ["topic", "partition", "offset", "reject", "payload"],
-            {"event_id": event_id, "source": source, "tenant": tenant},
-            received_at,
-        )
+        """Find an event in bronze by its id, or by the id that a front node gave it; reads about a day of the table."""
+        columns = ["event_id", "topic", "partition", "offset", "reject", "payload"]
+        wanted = {"source": source, "tenant": tenant}
+        bronze = self._lake.bronze(source)
+        row = self._first_row(bronze, columns, {**wanted, "event_id": event_id}, received_at)
+        row = row or self._first_row(bronze, columns, wanted, received_at, raw_id=event_id)
         if row is None:
             return None
         at = None if row["offset"] is None else Coordinates(row["topic"], row["partition"], row["offset"])
-        return BronzeEvent(at, row["reject"], row.get("payload"), event_id)
-
-    def find_refined(self, source: str, raw: Coordinates, received_at: int) -> BronzeEvent | None:
-        """Find the event in bronze that was refined from the raw one at these coordinates; reads about a day."""
-        columns = ["event_id", "topic", "partition", "offset", "reject", "headers"]
-        rows = self._scan(self._lake.bronze(source), columns, {"source": source}, received_at)
-        if rows is None:
-            return None
-        place = f"{raw.topic}/{raw.partition}/{raw.offset}".encode()
-        for batch in rows:
-            found = batch.filter(pc.equal(pc.map_lookup(batch["headers"], RAW_PLACE, "first"), place))
-            if found.num_rows:
-                row = found.slice(0, 1).drop_columns(["headers"]).to_pylist()[0]
-                at = Coordinates(row["topic"], row["partition"], row["offset"])
-                return BronzeEvent(at, row["reject"], event_id=row["event_id"])
-        return None
+        return BronzeEvent(row["event_id"], at, row["reject"], row.get("payload"))
 
     def quarantine_reason(self, source: str, tenant: str, event_id: str) -> str | None:
         """Why the event is in quarantine, or None."""
@@ -132,34 +118,40 @@ class LakeState:
             return self._progress.setdefault(table.path, _TableProgress(table))
 
     def _first_row(
-        self, table: TableRef, columns: list[str], wanted: dict[str, str], received_at: int | None = None
+        self,
+        table: TableRef,
+        columns: list[str],
+        wanted: dict[str, str],
+        received_at: int | None = None,
+        raw_id: str | None = None,
     ) -> dict[str, Any] | None:
-        batches = self._scan(table, columns, wanted, received_at)
-        for batch in batches or ():
-            if batch.num_rows:
-                return dict(batch.slice(0, 1).to_pylist()[0])
-        return None
+        """The first row with these values; None if there is none, or no table.
 
-    def _scan(
-        self, table: TableRef, columns: list[str], wanted: dict[str, str], received_at: int | None
-    ) -> Iterable[pa.RecordBatch] | None:
-        """Rows with these values, or None if the table is absent."""
+        Args:
+            received_at: the row is of about this day, microseconds since the epoch.
+            raw_id: the row is of an event that a front node received at ``received_at`` and gave this id.
+        """
         try:
             data = deltalake.DeltaTable(str(table.path)).to_pyarrow_dataset()
         except TableNotFoundError:
             return None
         names = set(data.schema.names)
-        match = None
-        for column, value in wanted.items():
-            if column in names:
-                test = ds.field(column) == value
-                match = test if match is None else match & test
-        if received_at is not None and "date" in names:
-            day = datetime.fromtimestamp(received_at / 1e6, UTC).date()
-            match = match & ds.field("date").isin(_days(data.schema.field("date").type, day))
+        tests = [ds.field(column) == value for column, value in wanted.items() if column in names]
+        if received_at is not None:
+            at = datetime.fromtimestamp(received_at // 1_000_000, UTC) + timedelta(microseconds=received_at % 1_000_000)
+            if "date" in names:
+                tests.append(ds.field("date").isin(_days(data.schema.field("date").type, at.date())))
+            if raw_id is not None:
+                if "headers" not in names:
+                    return None
+                if "received_at" in names:  # few row groups have it
+                    tests.append(ds.field("received_at") == at)
+                tests.append(pc.map_lookup(ds.field("headers"), RAW_ID, "first") == raw_id.encode())
         chosen = [column for column in columns if column in names]
-        batches: Iterable[pa.RecordBatch] = data.scanner(columns=chosen, filter=match).to_batches()
-        return batches
+        for batch in data.scanner(columns=chosen, filter=reduce(and_, tests)).to_batches():
+            if batch.num_rows:
+                return dict(batch.slice(0, 1).to_pylist()[0])
+        return None
 
 
 class _TableProgress:

@@ -38,6 +38,7 @@ MAX_DEPTH = 100  # of nested objects and arrays
 KEPT_BYTES = 65_536  # kept of an event that is too large
 RAW_SUFFIX = ".raw"
 RAW_PLACE = "raw"  # extra header of a refined event: its place in the raw topic
+RAW_ID = "raw_id"  # the same: the id that the front node gave it
 
 _lines = EventLines(logging.getLogger(__name__))
 _SHORT = MAX_ID_BYTES // 4  # a text of this many characters never has more bytes

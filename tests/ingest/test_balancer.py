@@ -213,7 +213,6 @@ async def test_answers_and_tokens_outlive_a_node(broker: EmbeddedBroker, s3: str
                 assert (status, state["state"], state["event_id"]) == (200, "in_product", str(number))
 
 
-@pytest.mark.xfail(strict=True, reason="only the front node that gave a token knows which refined event it became")
 async def test_tokens_of_front_nodes_outlive_a_node(broker: EmbeddedBroker, s3: str, tmp_path: Path) -> None:
     name = f"fronts-{uuid.uuid4().hex[:8]}"
     nodes, tokens = Nodes(tmp_path, f"{s3}/{name}", broker.bootstrap, name, front=True), dict[int, str]()

@@ -22,6 +22,8 @@ from kafka import KafkaAdminClient, KafkaProducer
 from kafka.admin import ConfigResource, ConfigResourceType
 
 from ingest import relay
+from ingest.answers.acks import RecentEvents, Signer, ack_state
+from ingest.answers.tables import LakeState
 from ingest.border.admission import front_source
 from ingest.broker import EmbeddedBroker
 from ingest.relay import RefineNode
@@ -106,9 +108,14 @@ async def test_two_steps(broker: EmbeddedBroker, tmp_path: Path) -> None:
         token = answer["tokens"][8]
         _, _, state = await get(url, f"/v1/acks/{token}")
         assert (state["state"], state["topic"]) == ("queued", "two-step.raw")
-        _bronze(Lake(tmp_path / "lake"), found["8"])
+        lake = Lake(tmp_path / "lake")
+        _bronze(lake, found["8"])
         _, _, state = await get(url, f"/v1/acks/{token}")
         assert (state["state"], state["topic"], state["offset"]) == ("in_bronze", "two-step", found["8"].offset)
+        assert state["event_id"] == "8"
+        tokens = [Signer.of_lake(lake.shared).open(text) for text in answer["tokens"][8:10]]
+        other = [ack_state(token, RecentEvents({}), LakeState(lake), []) for token in tokens]
+        assert [(found.state, found.event_id) for found in other] == [("in_bronze", "8"), ("unknown", None)]
 
 
 def _bronze(lake: Lake, record: Any) -> None:
@@ -118,12 +125,13 @@ def _bronze(lake: Lake, record: Any) -> None:
         [
             *[(name, pa.string()) for name in ("event_id", "source", "tenant", "reject", "topic")],
             ("headers", pa.map_(pa.string(), pa.binary())), ("partition", pa.int32()), ("offset", pa.int64()),
+            ("received_at", pa.timestamp("us", "UTC")),
         ]
     )  # fmt: skip
     row = {
         "event_id": envelope.event_id, "source": "clicks", "tenant": "default", "reject": None, "topic": record.topic,
         "headers": [(name, value) for name, value in record.headers], "partition": record.partition,
-        "offset": record.offset,
+        "offset": record.offset, "received_at": envelope.received_at,
     }  # fmt: skip
     offsets = {"offsets": {f"{record.topic}/{record.partition}": record.offset + 1}}
     write_deltalake(
