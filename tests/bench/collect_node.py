@@ -97,7 +97,7 @@ async def run(folder: Path, bootstrap: str, topic: str, protocol: str) -> None:
     pipeline = Pipeline({"clicks": source})
     answers = Answers(pipeline.sources.get, recent, ProductTables(Lake(folder), 0.02), 10)
     stats = NodeStats("bench", log, delivery, sources, requests)
-    app = make_app(requests, stats, Responder(answers, pipeline, requests))
+    app = make_app(requests, stats, Responder(answers, pipeline, requests, folder / "callbacks"))
     settings = CollectSettings(port=0, protocol="hml" if protocol == "none" else protocol)
     server = HttpServer(app, requests, settings)
     await asyncio.to_thread(publisher.start, delivery.deliver)

@@ -101,7 +101,7 @@ async def serving(
     requests = RequestIntake(intakes, lambda: log.problem or ("full" if log.full else ""), gate, Signer.of_lake(folder))
     stats = NodeStats("n1", log, delivery, ONE, requests)
     answers = Answers(pipeline.sources.get, recent, ProductTables(Lake(folder), 0.02), 10)
-    app = make_app(requests, stats, Responder(answers, pipeline, requests))
+    app = make_app(requests, stats, Responder(answers, pipeline, requests, folder / "callbacks"))
     server = HttpServer(app, requests, settings or CollectSettings(port=0))
     tasks = [asyncio.create_task(delivery.run()), asyncio.create_task(server.serve())]
     try:
