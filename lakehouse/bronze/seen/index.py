@@ -34,7 +34,6 @@ SPILL = 131_072  # entries in memory (6 MB) that become a run
 LARGEST = 8 << 20  # entries of a run that is merged no further: 0.4 GB, a second or two of work
 _TIER = 4  # runs of one size that are merged
 _MANIFEST = "index.json"
-_FORMER = ("data.mdb", "lock.mdb")  # of the index as it was until 2026-11; it is filled in from bronze
 
 
 class RunIndex(SeenIndex):
@@ -235,7 +234,7 @@ class RunIndex(SeenIndex):
     def _tidy(self, journal: str) -> None:
         """Remove what is not, or no longer, of the index."""
         named = {journal, *(run.path.name for run in self._runs)}
-        for kind in ("run-*", "journal-*", *_FORMER):
+        for kind in ("run-*", "journal-*"):
             for path in self.folder.glob(kind):
                 if path.name not in named:
                     path.unlink(missing_ok=True)

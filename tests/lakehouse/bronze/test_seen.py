@@ -202,15 +202,6 @@ def test_a_damaged_index_says_that_it_is_empty(tmp_path: Path, caplog: pytest.Lo
         index.close()
 
 
-def test_the_index_as_it_was_before_is_filled_in_anew(tmp_path: Path) -> None:
-    for name in ("data.mdb", "lock.mdb", "declaration"):
-        (tmp_path / name).write_bytes(b"x")
-    index = RunIndex(tmp_path)
-    assert index.position() == ""
-    index.close()
-    assert sorted(p.name.split("-")[0] for p in tmp_path.iterdir()) == ["declaration", "index.json", "journal"]
-
-
 def test_a_full_disk_leaves_the_index_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = RunIndex(tmp_path, 25)
     index.judge(some(range(10)), "a")
