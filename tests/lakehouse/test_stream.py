@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
-import urllib.request
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -257,68 +254,5 @@ def test_killed_at_every_crash_point_nothing_is_lost_or_counted_twice(
                 process.wait()
     place.send(mixture(0, 30))
     place.run_until_arrived(spark)
-    assert_exact(place.lake, place.pipeline, place.records)
-    assert verified(spark, place) == ALL_EQUAL
-
-
-def metrics_of(log: Path) -> dict[str, float]:
-    """What a driver serves at the address that its log names: its JVM and its queries too."""
-    address = re.findall(r"metrics at (\S+)", log.read_text())[-1]
-    with urllib.request.urlopen(address, timeout=30) as answer:
-        lines = [line.rpartition(" ") for line in answer.read().decode().splitlines() if not line.startswith("#")]
-    found = {name: float(value) for name, _, value in lines}
-    assert found["millrace_lakehouse_spark_up"] == 1
-    assert found["jvm_process_resident_memory_bytes"] > found["process_resident_memory_bytes"] > 0
-    return found
-
-
-def test_stages_in_drivers_of_their_own_by_spark_submit(new_site: Callable[[], Site], spark: SparkSession) -> None:
-    place = new_site()
-    place.send(mixture(0, 60))
-    binaries = Path(sys.executable).parent
-    environ = {**os.environ, "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}", "MILLRACE_SPARK_REHEARSE": "false"}
-    environ.pop("SPARK_HOME", None)
-    drivers: list[subprocess.Popen[bytes]] = []
-
-    def submit(name: str, crash_at: str = "") -> subprocess.Popen[bytes]:
-        command = [str(binaries / "spark-submit"), "--driver-memory", "512m", *QUICK, f"jobs/run_{name}.py"]
-        command += ["--lake", str(place.lake.root), "--pipeline", place.settings.pipeline]
-        if name == "bronze":
-            command += ["--set", f"kafka={place.bootstrap}"]
-        changed = {**environ, "MILLRACE_CRASH_AT": crash_at}
-        with (place.lake.root.parent / f"{name}.log").open("ab") as log:
-            return subprocess.Popen(command, cwd=ROOT, env=changed, stdout=log, stderr=log, start_new_session=True)
-
-    try:
-        drivers += [submit("bronze"), submit("silver")]
-        killed = submit("gold", "live.after_first_commit")  # kill -9 between two products of one batch
-        drivers.append(killed)
-        number = 100
-        while killed.poll() is None:
-            place.send(mixture(number := number + 20, 20))
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                killed.wait(1)
-        assert killed.returncode == 128 + signal.SIGKILL  # as Java tells it of its Python
-        drivers[-1] = submit("gold")
-        alive = lambda: all(process.poll() is None for process in drivers)  # noqa: E731
-        eventually(place.arrived(), 600, alive)
-        last = mixture(30, 60)
-        place.send(last)
-        eventually(place.arrived(), 600, alive)
-        every = len(place.records)
-        for name, least in (("bronze", every), ("silver", every), ("gold", len(last))):  # its counts died with it
-
-            def told(name: str = name, least: int = least) -> bool:
-                taken = f'millrace_lakehouse_events_total{{query="{name}-clicks",what="taken"}}'
-                return least <= metrics_of(place.lake.root.parent / f"{name}.log").get(taken, 0) <= every
-
-            eventually(told, 60, alive)
-        share = 'millrace_lakehouse_retention_share{source="clicks"}'
-        eventually(lambda: metrics_of(place.lake.root.parent / "bronze.log").get(share, 1.0) < 0.1, 60, alive)
-    finally:
-        for process in drivers:
-            os.killpg(process.pid, signal.SIGTERM)
-        for process in drivers:
-            process.wait(120)
     assert_exact(place.lake, place.pipeline, place.records)
     assert verified(spark, place) == ALL_EQUAL
