@@ -14,13 +14,24 @@ from lakehouse.contract.lake import Lake
 from lakehouse.contract.settings import load_settings
 from lakehouse.contract.storage import lake_path
 from lakehouse.session import build_session
+from lakehouse.silver.avro import FOLDER
 from tests.lakehouse.lakes import Site, site
+from tests.s3 import BUCKET, S3Server
 
 
 @pytest.fixture(scope="session")
-def spark() -> Iterator[SparkSession]:
-    """The session, as every driver makes it."""
-    session = build_session(load_settings({}, spark__driver_memory="1g"), "tests")
+def spark(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+    """The session, as every driver makes it. It reads the S3-compatible server too, as soon as that is started."""
+    work = tmp_path_factory.mktemp("work")
+    settings = load_settings(
+        {},
+        lake=f"s3://{BUCKET}",
+        work=str(work),
+        spark__driver_memory="1g",
+        spark__conf={FOLDER: str(work / "schemas")},
+    )
+    with s3_server.in_environment():
+        session = build_session(settings, "tests")
     yield session
     session.stop()
 
@@ -40,6 +51,11 @@ def lake(bucket: str, tmp_path: Path) -> Lake:
 
 
 @pytest.fixture
-def new_site(tmp_path: Path, broker: EmbeddedBroker) -> Callable[[], Site]:
-    """Makes a lake with a topic of its own."""
-    return lambda: site(tmp_path, broker.bootstrap, f"clicks-{uuid.uuid4().hex[:8]}")
+def new_site(tmp_path: Path, broker: EmbeddedBroker) -> Callable[..., Site]:
+    """Makes a lake with a topic of its own, below ``tmp_path`` or in a bucket."""
+
+    def made(bucket: str = "") -> Site:
+        name = f"clicks-{uuid.uuid4().hex[:8]}"
+        return site(tmp_path, broker.bootstrap, name, lake=f"{bucket}/{name}" if bucket else "")
+
+    return made

@@ -23,11 +23,13 @@ from pyspark.sql import SparkSession
 from jobs.local.broker import ensure_topics
 from lakehouse.bronze.table import COLUMNS
 from lakehouse.contract.envelope import Envelope, fingerprint
-from lakehouse.contract.lake import Lake
+from lakehouse.contract.kafkasecurity import PLAINTEXT, ClientSecurity
+from lakehouse.contract.lake import ALERTS, Lake
 from lakehouse.contract.pipeline import Pipeline, load_pipeline
 from lakehouse.contract.pipeline.files import PipelineFiles
 from lakehouse.contract.settings import Settings, load_settings
 from lakehouse.gold.store import ProductStore
+from lakehouse.lock import WriterLocks
 from lakehouse.stages import Stages
 from lakehouse.stream import KafkaAccess, PipelineChanges, run
 
@@ -157,9 +159,9 @@ def mixture(first: int, count: int) -> list[Sent]:
     return records
 
 
-def produce(bootstrap: str, topic: str, records: Iterable[Sent]) -> None:
+def produce(bootstrap: str, topic: str, records: Iterable[Sent], security: ClientSecurity = PLAINTEXT) -> None:
     """Send and wait for the acknowledgements."""
-    producer = KafkaProducer(bootstrap_servers=bootstrap, acks="all", linger_ms=5)
+    producer = KafkaProducer(bootstrap_servers=bootstrap, acks="all", linger_ms=5, **security.for_kafka_python())
     try:
         for record in records:
             producer.send(topic, record.payload, b"k", headers=record.headers(), partition=record.partition)
@@ -259,9 +261,9 @@ def assert_exact(lake: Lake, pipeline: Pipeline, records: Sequence[Sent]) -> Non
     assert DeltaTable(str(lake.quarantine().path)).to_pyarrow_table().num_rows == wanted.rejected
 
 
-def ends(bootstrap: str, topic: str) -> dict[str, int]:
+def ends(bootstrap: str, topic: str, security: ClientSecurity = PLAINTEXT) -> dict[str, int]:
     """``TOPIC/PARTITION`` to the offset behind the last record."""
-    consumer = KafkaConsumer(bootstrap_servers=bootstrap, metrics_enabled=False)
+    consumer = KafkaConsumer(bootstrap_servers=bootstrap, metrics_enabled=False, **security.for_kafka_python())
     try:
         partitions = [TopicPartition(topic, number) for number in consumer.partitions_for_topic(topic) or ()]
         return {f"{p.topic}/{p.partition}": end for p, end in consumer.end_offsets(partitions).items() if end}
@@ -342,17 +344,36 @@ class Site:
 
     Attributes:
         records: all that was sent.
+        sender: how the sender of records logs in to Kafka.
     """
 
     settings: Settings
     pipeline: Pipeline
     bootstrap: str
     records: list[Sent]
+    sender: ClientSecurity = PLAINTEXT
 
     @property
     def lake(self) -> Lake:
         """The lake."""
-        return Lake(self.settings.lake)
+        return Lake.of(self.settings)
+
+    @property
+    def folder(self) -> Path:
+        """Where the pipeline's folder is, and logs of drivers go."""
+        return Path(self.settings.pipeline).parent
+
+    def moved(self, machine: str = "other") -> Site:
+        """The site on another machine, which has nothing but the lake; a lake on this machine stays."""
+        if not self.lake.remote:
+            return self
+        return dataclasses.replace(self, settings=dataclasses.replace(self.settings, work=str(self.folder / machine)))
+
+    def wait_for_locks(self) -> None:
+        """Wait until a killed driver's locks have run out; the system releases those of a lake on this machine."""
+        if self.lake.remote:
+            with WriterLocks(self.lake, [*self.pipeline.products, ALERTS], patience_s=60):
+                pass
 
     @property
     def topic(self) -> str:
@@ -361,12 +382,12 @@ class Site:
 
     def send(self, records: Sequence[Sent]) -> None:
         """Produce and remember."""
-        produce(self.bootstrap, self.topic, records)
+        produce(self.bootstrap, self.topic, records, self.sender)
         self.records += records
 
     def arrived(self, *names: str) -> Callable[[], bool]:
         """Check that all sent so far is in the products."""
-        targets = ends(self.bootstrap, self.topic)
+        targets = ends(self.bootstrap, self.topic, self.sender)
         return lambda: through(self.lake, self.pipeline, targets, *names)
 
     @contextlib.contextmanager
@@ -374,6 +395,7 @@ class Site:
         self, spark: SparkSession, stages: Stages | None = None, *, accept_loss: bool = False
     ) -> Iterator[Callable[[], bool]]:
         """The queries in this process, as its files say; yields a check that they run. What ended them is raised."""
+        self.wait_for_locks()
         with driving(spark, self.settings, None, stages or Stages(), self.bootstrap, accept_loss=accept_loss) as driver:
             yield driver.is_alive
 
@@ -383,13 +405,13 @@ class Site:
             eventually(self.arrived(), alive=alive)
 
 
-def site(folder: Path, bootstrap: str, topic: str) -> Site:
-    """A new lake in ``folder`` with a topic of its own."""
+def site(folder: Path, bootstrap: str, topic: str, lake: str = "") -> Site:
+    """A new lake in ``folder``, or at ``lake``, with a topic of its own."""
     pipeline = pipeline_in(folder / "clicks", topic)
     ensure_topics(pipeline.sources.values(), bootstrap)
-    clicks = str(folder / "clicks")
+    places = {"lake": lake, "work": str(folder / "work")} if lake else {"lake": folder / "lake"}
     settings = load_settings(
-        {}, lake=folder / "lake", pipeline=clicks, kafka__bootstrap=bootstrap, spark__rehearse=False
+        {}, **places, pipeline=str(folder / "clicks"), kafka__bootstrap=bootstrap, spark__rehearse=False
     )
     return Site(settings, pipeline, bootstrap, [])
 

@@ -17,6 +17,7 @@ from pyspark.sql import SparkSession
 
 from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.contract.pipeline.expectations import HALT, QUARANTINE, WARN, Expectation
+from lakehouse.contract.storage import spark_uri
 from lakehouse.errors import BronzeReplaced, ExpectationHalt, QueryFailed
 from lakehouse.maintain.care import compact_bronze
 from lakehouse.quality.engine import EVENT, bound_checks
@@ -50,9 +51,9 @@ def rows(place: Site, name: str) -> list[dict[str, Any]]:
 
 
 def test_a_schema_grows_and_widens_and_sql_changes(
-    new_site: Callable[[], Site], spark: SparkSession, caplog: pytest.LogCaptureFixture
+    new_site: Callable[..., Site], spark: SparkSession, bucket: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place = new_site()
+    place = new_site(bucket)
     place = redeclared(place, ("price BIGINT", "price INT"))
     place.send([sent(click(n, price=n, coupon=f"c{n % 3}")) for n in range(30)])
     place.send([sent(click(100, price=1 << 40)), sent(click(101, price=2.5)), sent(click(102, price="dear"))])
@@ -63,7 +64,7 @@ def test_a_schema_grows_and_widens_and_sql_changes(
     # int → bigint, and the field that was there all the time is declared: both hold for the past too.
     table_id = DeltaTable(str(place.lake.find("totals").path)).metadata().id
     place = redeclared(
-        place,
+        place.moved(),  # a machine that knows nothing of the earlier declaration
         ("price INT", "price BIGINT, coupon STRING"),
         ("AS window_start, count(*) AS n FROM", "AS window_start, count(*) AS n, count(coupon) AS coupons FROM"),
     )
@@ -112,7 +113,7 @@ def test_a_schema_grows_and_widens_and_sql_changes(
         path = str(place.lake.find(name).path)
         dataset = DeltaTable(path).to_pyarrow_dataset()
         here = duckdb.sql("SELECT count(*) AS n FROM dataset").to_arrow_table()["n"].to_pylist()
-        assert here == [spark.read.format("delta").load(path).count()] == [dataset.count_rows()]
+        assert here == [spark.read.format("delta").load(spark_uri(path)).count()] == [dataset.count_rows()]
 
 
 def test_expectations_that_warn_and_halt(new_site: Callable[[], Site], spark: SparkSession) -> None:

@@ -1,56 +1,53 @@
-"""A lake in an object store: drivers, loader, replay and server on a real S3-compatible server."""
+"""A lake in an object store: drivers, care, replay and server's tails on a real S3-compatible server.
+
+What else runs there is in the tests that take ``bucket`` or ``lake`` for an argument.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 
 import pytest
+from deltalake import DeltaTable
+from kafka import KafkaAdminClient, TopicPartition
+from pyspark.sql import SparkSession
 
-from ingest.broker import EmbeddedBroker
-from jobs.local.broker import ensure_topics
-from lakehouse.contract.lake import Lake
-from lakehouse.contract.settings import load_settings
-from tests.lakehouse.lakes import Site, assert_exact, eventually, mixture, pipeline_in
+from lakehouse.contract.deltalog import DeltaLog
+from lakehouse.contract.lake import TableRef
+from lakehouse.maintain import care
+from lakehouse.replay import verify
+from serve.tables.state import TableReader
+from serve.tables.tables import Opened, Tail
+from tests.lakehouse.lakes import Site, assert_exact, ends, eventually, mixture
+from tests.lakehouse.test_stream import ALL_EQUAL
 
 pytestmark = [pytest.mark.spark, pytest.mark.broker, pytest.mark.s3, pytest.mark.soak]
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def place(s3: str, tmp_path: Path, broker: EmbeddedBroker) -> Site:
-    """A lake below a prefix of its own."""
-    pipeline = pipeline_in(tmp_path / "clicks", f"clicks-{uuid.uuid4().hex[:8]}")
-    ensure_topics(pipeline.sources.values(), broker.bootstrap)
-    settings = load_settings(
-        {},
-        lake=f"{s3}/{uuid.uuid4().hex}",
-        work=str(tmp_path / "work"),
-        pipeline=str(tmp_path / "clicks"),
-        kafka__bootstrap=broker.bootstrap,
-    )
-    return Site(settings, pipeline, broker.bootstrap, [])
-
-
-def command(place: Site, *words: str, work: Path | None = None) -> list[str]:
+def command(place: Site, *words: str) -> list[str]:
     settings = place.settings
     options = ["--lake", str(settings.lake), "--pipeline", settings.pipeline]
-    options += ["--set", f"work={work or settings.work}", "--set", f"kafka={place.bootstrap}"]
+    options += ["--set", f"work={settings.work}", "--set", f"kafka={place.bootstrap}"]
     return [sys.executable, "-m", "jobs.cli", words[0], *options, *words[1:]]
 
 
 @contextlib.contextmanager
-def driver(place: Site, log: Path, work: Path | None = None) -> Iterator[subprocess.Popen[bytes]]:
+def driver(place: Site) -> Iterator[subprocess.Popen[bytes]]:
     environ = {**os.environ, "MILLRACE_SPARK_DRIVER_MEMORY": "700m", "MILLRACE_SPARK_REHEARSE": "false"}
-    with log.open("ab") as file:
-        process = subprocess.Popen(command(place, "run", work=work), cwd=ROOT, env=environ, stdout=file, stderr=file)
+    with (place.folder / "driver.log").open("ab") as file:
+        process = subprocess.Popen(command(place, "run"), cwd=ROOT, env=environ, stdout=file, stderr=file)
     try:
         yield process
     finally:
@@ -58,10 +55,10 @@ def driver(place: Site, log: Path, work: Path | None = None) -> Iterator[subproc
         process.wait(60)
 
 
-def test_exact_through_a_kill_and_on_another_machine(place: Site, tmp_path: Path) -> None:
-    log = tmp_path / "driver.log"
+def test_exact_through_a_kill_and_on_another_machine(new_site: Callable[..., Site], s3: str) -> None:
+    place = new_site(s3)
     place.send(mixture(0, 60))
-    with driver(place, log) as process:
+    with driver(place) as process:
         eventually(place.arrived(), alive=lambda: process.poll() is None)
         place.send(mixture(40, 60))
         process.send_signal(signal.SIGKILL)
@@ -69,16 +66,106 @@ def test_exact_through_a_kill_and_on_another_machine(place: Site, tmp_path: Path
     killed_at = time.monotonic()
     place.send(mixture(100, 20))
     # Another machine: nothing of the first one's work folder, and its locks have to run out.
-    other = tmp_path / "other"
+    other = place.moved()
     while time.monotonic() - killed_at < 120:
-        with driver(place, log, other) as process:
+        with driver(other) as process:
             eventually(lambda: place.arrived()() or process.poll() is not None)
             if process.poll() is None:
                 break
     assert_exact(place.lake, place.pipeline, place.records)
-    again = Site(place.settings, place.pipeline, place.bootstrap, place.records)
     done = subprocess.run(
-        command(again, "replay", "--verify", work=other), cwd=ROOT, capture_output=True, text=True, check=False
+        command(place.moved("third"), "replay", "--verify"), cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert not [found for found in Lake.of(place.settings).root.parent.iterdir() if found.name == "work"]
+    assert not [found for found in place.lake.root.parent.iterdir() if found.name == "work"]
+
+
+def test_two_machines_take_turns(new_site: Callable[..., Site], s3: str, spark: SparkSession) -> None:
+    """The first one's checkpoint names records that Kafka no longer has, and bronze took from the second."""
+    place = new_site(s3)
+    place.send(mixture(0, 60))
+    place.run_until_arrived(spark)
+    place.send(mixture(30, 60))
+    place.moved().run_until_arrived(spark)
+    admin = KafkaAdminClient(bootstrap_servers=place.bootstrap)
+    gone = {TopicPartition(*divided(at)): end for at, end in ends(place.bootstrap, place.topic).items()}
+    admin.delete_records(gone)
+    admin.close()
+    place.send(mixture(60, 60))
+    place.run_until_arrived(spark)
+    assert_exact(place.lake, place.pipeline, place.records)
+    rows = DeltaTable(str(place.lake.bronze("clicks").path)).to_pyarrow_table(columns=["offset"])
+    assert rows.num_rows == len(place.records)
+
+
+def divided(at: str) -> tuple[str, int]:
+    topic, _, number = at.rpartition("/")
+    return topic, int(number)
+
+
+class Following:
+    """The rows of a table, as a server follows them, in a thread."""
+
+    def __init__(self, table: TableRef) -> None:
+        self.table = table
+        self.rows: dict[tuple[object, ...], tuple[object, ...]] = {}
+        self.version = -1
+        self.breaks: list[str] = []
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self._task = asyncio.run_coroutine_threadsafe(self._follow(), self._loop)
+
+    def close(self) -> None:
+        """End it. Raises what has ended it before."""
+        if not self._task.cancel():
+            self._task.result()
+        asyncio.run_coroutine_threadsafe(self._loop.shutdown_default_executor(), self._loop).result(60)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _follow(self) -> None:
+        async for found in Tail(self.table.path, poll_ms=50).follow():
+            if isinstance(found, Opened):
+                state = found.state
+                self.breaks += [found.detail] if found.detail else []
+            self.rows, self.version = dict(state.rows), state.version
+
+
+def test_care_beside_the_queries_and_who_follows_them(
+    new_site: Callable[..., Site], s3: str, spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files are put together and removed after each batch, and logs are cut, as in a lake of many hours."""
+    place = new_site(s3)
+    for name in ("LOOK_EVERY_S", "TIDY_EVERY_S", "SWEEP_EVERY_S"):
+        monkeypatch.setattr(care, name, 0.0)
+    done: list[object] = []
+
+    def noted(function: Callable[..., object], *arguments: object, **options: object) -> object:
+        done.append(found := function(*arguments, **options))
+        return found
+
+    eager = {"compact_bronze": {"many": 2}, "compact_product": {"many": 2}, "checkpoint_log": {"every": 1}}
+    for name, options in eager.items():
+        monkeypatch.setattr(care, name, partial(noted, getattr(care, name), **options))
+    bronze = place.lake.bronze("clicks")
+    tables = [place.lake.table(product.layer, product.name) for product in place.pipeline.products.values()]
+    with ExitStack() as stack:
+        followed = [stack.enter_context(closing(Following(table))) for table in tables]
+        with place.running(spark) as alive:
+            for number in range(12):
+                place.send(mixture(20 * number, 30))
+                eventually(place.arrived(), alive=alive)
+                if number in (3, 10):  # at last they are long enough again for the proof, which reads an older version
+                    kept = f"interval {'0 seconds' if number == 3 else '1 day'}"
+                    properties = {f"delta.{what}RetentionDuration": kept for what in ("log", "deletedFile")}
+                    DeltaTable(str(bronze.path)).alter.set_table_properties(properties)
+            eventually(lambda: DeltaLog(bronze.path).checkpoints() != [], alive=alive)
+        assert {"folded", "log checkpoint"} <= {found for found in done if isinstance(found, str)}
+        assert any(isinstance(found, int) and found > 0 for found in done)
+        assert_exact(place.lake, place.pipeline, place.records)
+        assert [(found.table, found.equal) for found in verify(spark, place.settings, place.pipeline)] == ALL_EQUAL
+        for one in followed:
+            eventually(lambda one=one: one.version == DeltaLog(one.table.path).newest(), 60)
+            assert (one.breaks, one.rows) == ([], TableReader(one.table.path).load().rows), one.table.name

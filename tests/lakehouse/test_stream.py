@@ -227,10 +227,12 @@ def test_a_topic_that_begins_anew_is_refused_until_the_source_has_another(
 
 def driver(place: Site, crash_at: str) -> subprocess.Popen[bytes]:
     """All stages in a process of their own."""
+    place.wait_for_locks()
     command = [sys.executable, "jobs/run_pipeline.py", "--lake", str(place.lake.root)]
     command += ["--pipeline", place.settings.pipeline, "--set", f"kafka={place.bootstrap}"]
+    command += ["--set", f"work={place.settings.work_folder()}"]
     changed = {"MILLRACE_SPARK_REHEARSE": "false", "MILLRACE_SPARK_DRIVER_MEMORY": "1g", "MILLRACE_CRASH_AT": crash_at}
-    log = (place.lake.root.parent / "driver.log").open("ab")
+    log = (place.folder / "driver.log").open("ab")
     with log:
         return subprocess.Popen(
             command, cwd=ROOT, env={**os.environ, **changed}, stdout=log, stderr=log, start_new_session=True
