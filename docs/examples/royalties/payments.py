@@ -9,6 +9,7 @@ paid (``--unanswered``), and another without paying (``--lost``). ``GET /payment
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import sqlite3
@@ -76,11 +77,12 @@ class _PaymentRequest(BaseHTTPRequestHandler):
 
     def _answer(self, content: dict[str, Any]) -> None:
         body = json.dumps(content).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
+        with contextlib.suppress(ConnectionError):  # whoever asked was killed
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Say nothing of single requests."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import sqlglot
@@ -84,7 +85,7 @@ def parsed(sql: str) -> exp.Expr:
         tree = sqlglot.parse_one(sql, dialect="duckdb")
     except SqlglotError as error:
         told = getattr(error, "errors", None)
-        raise FilterError(f"not SQL: {told[0]['description'] if told else str(error).splitlines()[0]}") from None
+        raise FilterError(_not_sql(told[0]["description"] if told else str(error).splitlines()[0])) from None
     except RecursionError:
         raise FilterError(f"it is nested too deeply, {MAX_DEPTH} levels are taken") from None
     if not isinstance(tree, exp.Expr):
@@ -100,7 +101,7 @@ def check(tree: exp.Expr) -> None:
         if type(node) not in ALLOWED:
             raise FilterError(f"{_named(node)} is not taken in a filter", "docs/reference/protocol.md lists what is")
         if problems := node.error_messages():  # of a unary operator without a value, for one
-            raise FilterError(f"not SQL: {problems[0]}")
+            raise FilterError(_not_sql(problems[0]))
         if isinstance(node, exp.Column) and node.table:
             dotted = ".".join(part.name for part in node.parts)
             remedy = f'Write {node.name}, or with quotes "{dotted}" for a field of a reference'
@@ -150,6 +151,12 @@ def _levels(tree: exp.Expr) -> Iterator[tuple[int, exp.Expr]]:
         for child in node.iter_expressions():
             same = isinstance(node, exp.Connector) and type(child) is type(node)
             waiting.append((depth if same or isinstance(node, exp.Paren) else depth + 1, child))
+
+
+def _not_sql(problem: str) -> str:
+    """What the parser says, without the names of its classes."""
+    lacks = re.match(r"Required keyword: '\w+' missing for <class '[\w.]*?(\w+)'>", problem)
+    return f"not SQL: {lacks[1].upper()} lacks a value" if lacks else f"not SQL: {problem}"
 
 
 def _named(node: exp.Expr) -> str:
