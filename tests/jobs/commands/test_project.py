@@ -12,6 +12,7 @@ import subprocess
 import sys
 import termios
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.contract.settings import conf_dir
+from serve.client import SyncSubscription, TableView, Unauthorized, subscribe
 from tests.jobs.local.test_guess import flights, sample
+from tests.system.worked_case import processes_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -170,46 +173,91 @@ def test_ctrl_c_at_a_question_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file]
 
 
-def get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=60) as answer:
-        return json.loads(answer.read())
+def ask(method: str, url: str, key: str, body: str = "", content_type: str = "application/json") -> tuple[int, Any]:
+    """Status and JSON of the answer."""
+    headers = {"content-type": content_type} | ({"authorization": f"Bearer {key}"} if key else {})
+    try:
+        request = urllib.request.Request(url, body.encode() or None, headers, method=method)
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.loads(answer.read() or b"null")
+    except urllib.error.HTTPError as refused:
+        return refused.code, json.loads(refused.read())
 
 
 @pytest.mark.spark
 @pytest.mark.broker
-def test_a_new_pipeline_runs_on_its_own_sample(tmp_path: Path) -> None:
+def test_a_new_pipeline_runs_on_its_own_sample_below_a_control_plane(tmp_path: Path) -> None:
+    """Subscriptions and a source that REST creates are there at once; Ctrl-C leaves no process."""
     rows, lake = flights(), tmp_path / "lake"
     made = millrace("init", str(tmp_path / "flights"), "--from", str(sample(tmp_path, rows)), "--yes")
     assert made.returncode == 0, made.stderr
     arguments = ["--pipeline", str(tmp_path / "flights"), "--lake", str(lake)]
-    command = [sys.executable, "-m", "jobs.cli", "up", *arguments, "--set", "serve.port=0", "--set", "collect.port=0"]
+    ports = [f"--set={part}.port=0" for part in ("serve", "collect", "control")]
+    command = [sys.executable, "-m", "jobs.cli", "up", "--control", *arguments, *ports]
     with (tmp_path / "up.log").open("wb") as log:
         stack = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
     try:
         until = time.monotonic() + 240
+
+        def in_time(*facts: Any) -> None:
+            assert stack.poll() is None and time.monotonic() < until, ((tmp_path / "up.log").read_text(), *facts)
+            time.sleep(0.2)
+
         while b"ready: " not in (tmp_path / "up.log").read_bytes():
-            assert stack.poll() is None, (tmp_path / "up.log").read_text()
-            assert time.monotonic() < until, (tmp_path / "up.log").read_text()
-            time.sleep(0.3)
+            in_time()
         where = {part.name: part.address for part in parts(Lake(lake))}
-        body = "".join(json.dumps(row) + "\n" for row in [*rows, *rows[:20]]).encode()  # some are sent twice
-        headers = {"content-type": "application/x-ndjson"}
-        request = urllib.request.Request(f"{where['collect']}/v1/flights", body, headers)
-        assert urllib.request.urlopen(request, timeout=30).status == 202
-        pipeline = load_pipeline(tmp_path / "flights")
-        window, _, distinct = pipeline.products
-        column = {window: "events", distinct: "flights"}
-        while True:
-            found = {
-                name: sum(row[column[name]] for row in get(f"{where['serve']}/v1/tables/{name}")["rows"])
-                for name in column
-                if Lake(lake).table("gold", name).exists()
-            }
-            if found == dict.fromkeys(column, len(rows)):
-                break
-            assert time.monotonic() < until, found
-            time.sleep(0.5)
+        admin = (lake / "_millrace" / "control" / "admin.key").read_text().strip()
+
+        def manage(method: str, path: str, status: int, body: str = "", content_type: str = "application/json") -> Any:
+            answered, answer = ask(method, f"{where['control']}/v1/{path}", admin, body, content_type)
+            assert answered == status, answer
+            return answer
+
+        def create(kind: str, **body: Any) -> Any:
+            return manage("POST", kind, 201, json.dumps(body))
+
+        def collected(source: str, key: str, events: list[Any]) -> int:
+            lines = "".join(json.dumps(event) + "\n" for event in events)
+            return ask("POST", f"{where['collect']}/v1/{source}", key, lines, "application/x-ndjson")[0]
+
+        def follow(table: str, column: str, total: int) -> None:
+            while not Lake(lake).table("gold", table).exists():
+                in_time(table)
+            key, view = create("subscriptions", **app, table=table)["key"], TableView()
+            with SyncSubscription(subscribe(where["serve"], table, key=key)) as messages:
+                for message in messages:
+                    view.apply(message)
+                    if (found := sum(row[column] for row in view.rows.values())) == total:
+                        return
+                    in_time(found)
+
+        app = {"tenant": "default", "app": "tower"}
+        create("tenants", name="default")
+        create("tenants/default/apps", name="tower")
+        sender = create("keys", **app, actions=["send"], sources=["flights"])["key"]
+        assert [collected("flights", key, rows) for key in ("", admin)] == [401, 401]
+        assert collected("flights", sender, [*rows, *rows[:20]]) == 202  # some are sent twice
+        window, _, distinct = load_pipeline(tmp_path / "flights").products
+        follow(window, "events", len(rows))
+        follow(distinct, "flights", len(rows))
+        with pytest.raises(Unauthorized), SyncSubscription(subscribe(where["serve"], distinct)) as messages:
+            next(iter(messages))
+
+        patterns = (ROOT / "docs" / "guide" / "patterns.md").read_text(encoding="utf-8")
+        declaration = patterns.partition("```toml\n# lake/_millrace/control/state/sources/visits.toml")[2].partition(
+            "```"
+        )[0]
+        manage("PUT", "sources/visits", 200, f"#{declaration}", "application/toml")
+        sender = create("keys", **app, actions=["send"], sources=["visits"])["key"]
+        visits = [{"id": number, "at": 1_767_225_600_000 + number, "who": f"w{number % 3}"} for number in range(30)]
+        while (status := collected("visits", sender, visits)) != 202:
+            in_time(status)
+        follow("visits_by_person", "n", len(visits))
+        manage("DELETE", "sources/visits", 204)
+        while (status := collected("visits", sender, visits)) == 202:
+            in_time(status)
     finally:
         stack.send_signal(signal.SIGINT)
-        stack.wait(90)
-    assert os.listdir(lake)
+        ended = stack.wait(90)
+    assert ended == 0, (tmp_path / "up.log").read_text()
+    assert processes_of(lake) == []

@@ -12,15 +12,25 @@ import pytest
 from deltalake import DeltaTable
 from pyspark.sql import SparkSession
 
+from lakehouse.contract.envelope import fingerprint
 from lakehouse.contract.pipeline.added import Declared, QuerySpec, checked_query
 from lakehouse.gold.store import ProductStore
 from lakehouse.replay import verify
 from tests.lakehouse.lakes import Sent, Site, assert_exact, eventually, expected, is_valid, mixture
+from tests.lakehouse.test_evolution import redeclared
 
 pytestmark = [pytest.mark.spark, pytest.mark.broker]
 
 CITIES = "SELECT place.city AS city, count(*) AS n, sum(price) AS total FROM clicks GROUP BY place.city"
 EVENTS = "SELECT id, place.city AS city FROM clicks WHERE price <= 4"
+TEAMS = "SELECT p.team AS team, count(*) AS n FROM clicks c JOIN people p ON c.who = p.name GROUP BY p.team"
+REFERENCE = """
+[sources.clicks.enrich.people]
+file = "people.csv"
+column = "name"
+key = "{who}"
+
+[products.per_city]"""
 MOST = "SELECT 1 AS one, max(n) AS n, count(*) AS windows FROM totals"
 
 
@@ -40,6 +50,29 @@ def cheap(records: Sequence[Sent]) -> Counter[int]:
         event = json.loads(record.payload or b"")
         events.setdefault(record.event_id or str(event["id"]), event)
     return Counter(event["id"] for event in events.values() if event["price"] is not None and event["price"] <= 4)
+
+
+class Enriched(Sent):
+    """Some records carry a row of the reference, as a collector adds it to the headers."""
+
+    @property
+    def team(self) -> str:
+        """Empty: the reference has no row."""
+        return "" if self.event_id is None or self.partition else fingerprint(self.event_id.encode())[0]
+
+    def headers(self) -> list[tuple[str, bytes]]:
+        row = json.dumps({"name": "somebody", "team": self.team}).encode()
+        return [*super().headers(), *([("people", row)] if self.team else [])]
+
+
+def enriched(records: Sequence[Sent]) -> list[Sent]:
+    return [Enriched(record.payload, record.event_id, record.reject) for record in records]
+
+
+def by_team(records: Sequence[Sent]) -> Counter[str]:
+    """What :data:`TEAMS` gives, in plain Python."""
+    found = {record.event_id: record for record in filter(is_valid, records)}
+    return Counter(record.team for record in found.values() if isinstance(record, Enriched) and record.team)
 
 
 class Queries:
@@ -69,6 +102,11 @@ class Queries:
             return Counter()
         return Counter(row["id"] for row in self.rows(name))
 
+    def teams(self) -> Counter[str]:
+        if not self.place.lake.table("gold", "teams").exists():
+            return Counter()
+        return Counter({row["team"]: row["n"] for row in self.rows("teams")})
+
     def cities(self, name: str) -> dict[str, tuple[int, int]]:
         if not self.place.lake.table("gold", name).exists():
             return {}
@@ -83,9 +121,9 @@ def mark(place: Site) -> Any:
 
 
 def test_queries_come_and_go_beside_those_that_run(new_site: Callable[[], Site], spark: SparkSession) -> None:
-    place = new_site()
+    place = redeclared(new_site(), ("\n[products.per_city]", REFERENCE))
     queries = Queries(place)
-    early = mixture(0, 80)
+    early = enriched(mixture(0, 80))
     place.send(early)
     with place.running(spark) as alive:
         eventually(place.arrived(), alive=alive)
@@ -94,11 +132,13 @@ def test_queries_come_and_go_beside_those_that_run(new_site: Callable[[], Site],
         queries.add("new_cities", CITIES)
         queries.add("events", EVENTS, start="start")
         queries.add("new_events", EVENTS)
+        queries.add("teams", TEAMS, start="start")
         queries.add("most", MOST, key=("one",))
         queries.add("broken", "SELECT place.nothing AS x, count(*) AS n FROM clicks GROUP BY place.nothing")
         started = {
             "events": "running",
             "new_events": "running",
+            "teams": "running",
             "all_cities": "running",
             "new_cities": "running",
             "most": "running",
@@ -108,7 +148,7 @@ def test_queries_come_and_go_beside_those_that_run(new_site: Callable[[], Site],
         assert "nothing" in queries.declared.state("broken").reason
         eventually(lambda: queries.cities("all_cities") == by_city(early), alive=alive)
 
-        place.send([*early[:20], *mixture(1_000, 60)])  # copies of what was there before now do not count as new
+        place.send([*early[:20], *enriched(mixture(1_000, 60))])  # copies of earlier events are not new
         eventually(place.arrived(), alive=alive)
         late = {
             city: (n - by_city(early).get(city, (0, 0))[0], total - by_city(early).get(city, (0, 0))[1])
@@ -119,6 +159,7 @@ def test_queries_come_and_go_beside_those_that_run(new_site: Callable[[], Site],
         totals = expected(place.records).totals
         most = {"one": 1, "n": max(n for _, n in totals), "windows": len(totals)}
         eventually(lambda: queries.rows("most") == [most], alive=alive)
+        eventually(lambda: queries.teams() == by_team(place.records), alive=alive)
         eventually(lambda: queries.ids("events") == cheap(place.records), alive=alive)
         eventually(lambda: queries.ids("new_events") == cheap(place.records) - cheap(early), alive=alive)
         after = mark(place)
@@ -138,7 +179,8 @@ def test_queries_come_and_go_beside_those_that_run(new_site: Callable[[], Site],
         assert proven["events"]
         assert proven["new_events"]
         eventually(lambda: queries.ids("events") == cheap(place.records), alive=alive)
-        for name in ("events", "new_events"):
+        assert proven["teams"]
+        for name in ("events", "new_events", "teams"):
             queries.remove(name, drop=True)
         queries.remove("all_cities", drop=True)
         queries.remove("new_cities", drop=False)
