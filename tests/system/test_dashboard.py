@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from playwright.async_api import Browser, BrowserContext, Page, expect
 from jobs.local.stack import free_port
 from lakehouse.contract.lake import Lake
 from tests.chaos.proxy import Link
+from tests.serve.conftest import serving
+from tests.serve.tables.test_events import Bronze
 from tests.system.browser import launched, require_browser
 from tests.system.dashboard import CITIES, EVENTS, LATE, Growing
 from tests.system.test_meetup_page import PATIENCE_S, Server
@@ -277,6 +280,39 @@ async def test_sql_filters_and_aggregates_the_stream_and_says_what_is_wrong(stag
     figures = {"events": growing.events + LATE, "rows": len(growing.by_city) + 1}
     await eventually(lambda: values(page, ".figures div"), lambda: figures)
     await page.close()
+
+
+async def test_sql_joins_single_events_with_a_reference(stage: Stage, tmp_path: Path) -> None:
+    root = tmp_path / "lake"
+    bronze = Bronze(root)
+    bronze.append(1, town="Bonn")
+    bronze.append(2)
+    port = free_port()
+    async with serving(root, str(tmp_path)) as url, Link(port, int(url.rpartition(":")[2])) as network:
+        page = await stage.context.new_page()
+        page.set_default_timeout(1_000 * PATIENCE_S)
+        await page.goto(f"http://127.0.0.1:{port}/")
+
+        async def shown() -> set[tuple[str, ...]]:
+            rows = [text.split("\t") for text in await page.locator("#view tbody tr").all_inner_texts()]
+            return {tuple(row) for row in rows}
+
+        await page.locator("#statement").fill("SELECT ride_id FROM rides r JOIN towns t ON r.city = t.state")
+        await page.get_by_role("button", name="Follow").click()
+        await expect(page.get_by_role("alert")).to_contain_text("not joined as it is declared")
+        await page.locator("#statement").fill(
+            "SELECT r.ride_id, t.state FROM rides r JOIN towns t ON r.city = t.name WHERE r.amount < 50"
+        )
+        await page.get_by_role("button", name="Follow").click()
+        await eventually(shown, lambda: {("1", "default", "1", "NRW")})
+        bronze.append(3, 9, town="Bonn")
+        network.up = False
+        network.cut()
+        bronze.append(4, town="Bonn")
+        bronze.append(5)
+        network.up = True
+        await eventually(shown, lambda: {(str(ride), "default", str(ride), "NRW") for ride in (1, 3, 4)})
+        await page.close()
 
 
 async def test_sql_is_registered_as_a_continuous_query(stage: Stage) -> None:
