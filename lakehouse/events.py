@@ -49,6 +49,7 @@ SMALL_BATCH = 20_000
 COMPILED = {"spark.sql.codegen.wholeStage": "true", "spark.sql.codegen.factoryMode": "FALLBACK"}
 """Spark settings of sessions whose plans run again and again, or over many rows."""
 
+PARTITIONS = "spark.sql.shuffle.partitions"
 _FEW = 500  # copies that a filter names one by one; more are joined
 _OF_COMMIT = ("bronze_at", "date")  # bronze columns that the commit gives
 # Bronze columns that are a Kafka record's own, and what they are called there.
@@ -187,7 +188,9 @@ class LocalQueries:
         tenant: str,
     ) -> None:
         check_repeatable(source, products)
-        self.session = compiled_session(spark)
+        self.session = compiled_session(spark)  # of long batches; a prepared query has a session of its own
+        cores = spark.sparkContext.defaultParallelism
+        self.session.conf.set(PARTITIONS, max(cores, int(self.session.conf.get(PARTITIONS) or 1)))
         self.operators = list(operators)
         self._source = source
         self._read = columns_read(products)
@@ -259,6 +262,17 @@ class LocalQueries:
     def parsed(self, bronze: DataFrame) -> DataFrame:
         """Bronze rows as events, with all that bronze has of them."""
         return self.narrowed(conform(bronze, self._source, carried=CARRIED), *COLUMNS.names)
+
+    def read_again(self, bronze: DataFrame) -> DataFrame:
+        """The same, of rows that bronze has: what no product reads of an event, only quarantine and warnings have."""
+        events = self.parsed(bronze)
+        if self._read is None:
+            return events
+        told = F.col("reason").isNotNull()
+        if "warned" in events.columns:
+            told = told | F.col("warned").isNotNull()
+        read = self._read | self._needed
+        return events.select([c if c.lower() in read else F.when(told, F.col(c)).alias(c) for c in events.columns])
 
     def of_records(self, records: pa.Table) -> tuple[pa.Table, pa.Table]:
         """Kafka records as events, and as bronze rows without the columns that a commit gives.

@@ -237,7 +237,7 @@ class LiveProducts(BronzeFollower):
 
     def _long(self, found: Changes) -> DataFrame:
         schema = from_arrow_schema(_WITHOUT_DATE)
-        return self.local.parsed(self._spark.read.schema(schema).parquet(*map(spark_uri, found.files)))
+        return self.local.read_again(self._spark.read.schema(schema).parquet(*map(spark_uri, found.files)))
 
     def _step(self, version: int, events: Events) -> None:
         """Bring the index and the products to a version, given all events between."""

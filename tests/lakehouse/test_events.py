@@ -33,7 +33,6 @@ from lakehouse.events import (
 )
 from lakehouse.operators.registry import operator_of
 from lakehouse.prepared import PreparedQuery, Table
-from lakehouse.silver.conform import CARRIED, conform
 from tests.lakehouse.lakes import bronze_rows, mixture, pipeline_in
 
 pytestmark = pytest.mark.spark
@@ -110,8 +109,11 @@ def test_small_and_long_batches_are_the_same(spark: SparkSession, pipeline: Pipe
     frame = spark.createDataFrame(bronze, from_arrow_schema(COLUMNS))
     source = pipeline.sources["clicks"]
     small = queries.of_bronze(bronze)
-    events = queries.narrowed(conform(frame, source, carried=CARRIED), *COLUMNS.names).coalesce(1)
-    with materialized(events) as rows:
+    parsed, read_again = queries.parsed(frame).coalesce(1), queries.read_again(frame).coalesce(1)
+    with materialized(parsed) as rows, materialized(read_again) as kept:
+        again = SparkEvents(kept, source)
+        assert in_order(again.columns(SEEN)) == in_order(small.columns(SEEN))
+        assert results(again, queries, 0) == results(small, queries, 0)
         long = SparkEvents(rows, source)
         assert in_order(small.columns(SEEN)) == in_order(long.columns(SEEN))
         assert as_bronze(rows).toArrow().sort_by("offset").select(["event_id", "reject", "payload"]) == bronze.sort_by(
