@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 import sys
 from collections.abc import Mapping
 from enum import StrEnum
@@ -20,6 +22,9 @@ from lakehouse.contract.settings import Settings
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
+
+
+_PLAN = re.compile(r";\n|\n\nJVM stacktrace")  # of Spark's own, behind what a message says
 
 
 class Engine(StrEnum):
@@ -44,6 +49,7 @@ def sql(
     from serve.sql.payloads import payload_schemas
     from serve.sql.statement import rows_as_json, run_sql
 
+    logging.getLogger("sqlglot").setLevel(logging.ERROR)  # what it warns of is refused
     settings = chosen_settings()
     try:
         sources = declared_pipeline(settings).sources
@@ -71,8 +77,11 @@ def _by_spark(settings: Settings, sources: Mapping[str, Source], query: str) -> 
         UnknownTable: it names a table that the lake does not have.
         SqlError: it does more than read, or Spark refuses it.
     """
+    from pyspark.logger import PySparkLogger
+
     from lakehouse.session import build_session
 
+    PySparkLogger.getLogger("SQLQueryContextLogger").setLevel(logging.CRITICAL)  # the errors say the same
     lake = Lake.of(settings)
     names = named_tables(lake, sources, query)
     with err.status("starting Spark …"):
@@ -132,7 +141,7 @@ def spark_rows(
             _rows(spark, lake, sources, name, table).createOrReplaceTempView(name)
         return spark.sql(query.strip().rstrip(";")).toArrow()
     except PySparkException as error:
-        raise SqlError(str(error).partition("\n\nJVM stacktrace")[0].strip()) from None
+        raise SqlError(_PLAN.split(str(error), maxsplit=1)[0].strip()) from None
 
 
 def _rows(spark: SparkSession, lake: Lake, sources: Mapping[str, Source], name: str, base: str) -> DataFrame:

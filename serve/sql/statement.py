@@ -201,7 +201,7 @@ def read_statement(sql: str, dialect: str = "duckdb") -> exp.Expression:
         if statement.name.upper() != "TABLES":
             raise SqlError(f"SHOW {statement.name} is not taken", "Use SHOW TABLES or DESCRIBE NAME")
     elif not isinstance(statement, _READS) or any(True for _ in statement.find_all(*_WRITES)):
-        raise SqlError("only reading statements are taken", "Use SELECT, WITH, DESCRIBE or SHOW TABLES")
+        raise SqlError("only reading statements are taken", "Use SELECT, WITH or DESCRIBE")
     return statement
 
 
@@ -300,7 +300,7 @@ def _open(connection: duckdb.DuckDBPyConnection, lake: Lake, opened: _Opened, pr
         info, fold = _described(path, table, rows.schema)
     except (TableGone, TableUnreadable, PositionExpired) as error:
         raise SqlError(str(error)) from None
-    except (DeltaError, OSError) as error:
+    except (DeltaError, OSError, pa.ArrowException) as error:
         raise SqlError(f"table {name!r} cannot be read: {str(error).splitlines()[0]}") from None
     guard = principal.condition(name)
     raw = "__source" if guard else alias if fold is None and opened.events is None else alias + PARTIALS
