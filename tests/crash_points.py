@@ -56,3 +56,8 @@ ONCE_CRASH_POINTS = (
     "once.acknowledge_upstream",
 )
 """Points of a client that calls a third party exactly once: each is passed after the step of its name."""
+
+
+def points_of(*parts: str) -> list[str]:
+    """The points of the write path that these parts pass."""
+    return [point for point in CRASH_POINTS if point.startswith(parts)]

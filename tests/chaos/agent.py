@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
 import re
 import shutil
 import signal
@@ -15,7 +17,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from random import Random
+from random import Random, SystemRandom
 
 from tests.chaos.installation import SOURCE, Installation, descendants, group, only
 
@@ -25,6 +27,13 @@ FRAME = b"\xa7MR\x9e"  # begins each record of the message log, as its file form
 ID = re.compile(rb'"id":(\d+)')
 CLOCKS = "moved clocks: under libfaketime 0.9.10, time.sleep of Python 3.11 fails (Invalid argument)"
 PARTS = {"collect": 3, "serve": 3, "lakehouse": 2, f"inbox-{SOURCE}": 2}
+
+
+def dice(name: str) -> Random:
+    """What a test draws from; CHAOS_SEED repeats a round."""
+    seed = int(os.environ.get("CHAOS_SEED", "0")) or SystemRandom().randrange(1, 1 << 31)
+    print(json.dumps({"test": name, "CHAOS_SEED": seed}))
+    return Random(seed)
 
 
 @dataclass

@@ -154,6 +154,7 @@ def _check(records: list, total: int) -> None:  # type: ignore[type-arg]
     assert sum(Envelope.from_headers(record.headers).suspect for record in records) < total / 2
 
 
+@pytest.mark.soak  # tests/chaos/test_collect.py has a short one, by the other ways in
 async def test_a_broker_that_goes_and_comes_back(tmp_path: Path) -> None:
     broker = EmbeddedBroker(tmp_path / "broker", heap_mb=256, die_with_parent=True)
     bootstrap = broker.start()

@@ -1,7 +1,7 @@
 """The whole crash matrix: kill -9 at every point of the write path, at the first, second and third time it is passed.
 
 `make crashes`; a minute a kill beside other work on two cores. Joins are in stateful/test_live_join.py. By default one
-driver is killed, between two products of a batch (test_stream.py), and what needs no Spark (care, queries that are
+driver is killed, at a point that a seed chooses (test_stages.py), and what needs no Spark (care, queries that are
 cleared away, loads).
 """
 
@@ -26,7 +26,7 @@ from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.contract.pipeline.files import declared_pipeline
 from lakehouse.load.commit import write_rows
 from lakehouse.replay import digest, verify
-from tests.crash_points import ADDED_CRASH_POINTS, CRASH_POINTS, REBUILD_CRASH_POINTS
+from tests.crash_points import ADDED_CRASH_POINTS, REBUILD_CRASH_POINTS, points_of
 from tests.lakehouse.derived.test_added import CITIES, Queries, by_city
 from tests.lakehouse.lakes import Sent, Site, assert_exact, click, eventually, mixture, sent, site
 from tests.lakehouse.test_evolution import redeclared
@@ -35,7 +35,7 @@ from tests.lakehouse.test_stream import ALL_EQUAL, driver
 
 pytestmark = [pytest.mark.spark, pytest.mark.broker, pytest.mark.soak]
 POINTS_OF_ONE_PRODUCT = ["bronze.before_append", "bronze.after_append", "live.before_commit", "live.after_commits"]
-POINTS = [point for point in CRASH_POINTS if point.startswith(("bronze.", "live."))]
+POINTS = points_of("bronze.", "live.")
 
 
 STATEFUL = """

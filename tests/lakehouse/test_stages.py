@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from lakehouse.session import JVM_OPTIONS
+from tests.chaos.agent import dice
+from tests.crash_points import points_of
 from tests.lakehouse.lakes import Site, assert_exact, eventually, mixture
 
 pytestmark = [pytest.mark.spark, pytest.mark.broker]
@@ -33,41 +35,45 @@ def metrics_of(log: Path) -> dict[str, float]:
     return found
 
 
-def test_stages_in_drivers_of_their_own_by_spark_submit(new_site: Callable[[], Site]) -> None:
+def test_stages_in_drivers_of_their_own_by_spark_submit_one_of_them_killed(new_site: Callable[[], Site]) -> None:
+    """kill -9 of bronze's driver or of gold's at one of its crash points; CHAOS_SEED says which."""
+    chance = dice("stages")
+    point = chance.choice(points_of("bronze.", "live."))
+    killed = "bronze" if point.startswith("bronze.") else "gold"
     place = new_site()
     place.send(mixture(0, 60))
     binaries = Path(sys.executable).parent
     environ = {**os.environ, "PATH": f"{binaries}{os.pathsep}{os.environ['PATH']}", "MILLRACE_SPARK_REHEARSE": "false"}
     environ.pop("SPARK_HOME", None)
-    drivers: list[subprocess.Popen[bytes]] = []
+    drivers: dict[str, subprocess.Popen[bytes]] = {}
 
-    def submit(name: str, crash_at: str = "") -> subprocess.Popen[bytes]:
+    def submit(name: str, crash_at: str = "") -> None:
         command = [str(binaries / "spark-submit"), "--driver-memory", "512m", *QUICK, f"jobs/run_{name}.py"]
         command += ["--lake", str(place.lake.root), "--pipeline", place.settings.pipeline]
         if name == "bronze":
             command += ["--set", f"kafka={place.bootstrap}"]
-        changed = {**environ, "MILLRACE_CRASH_AT": crash_at}
+        env = {**environ, "MILLRACE_CRASH_AT": crash_at}
         with (place.lake.root.parent / f"{name}.log").open("ab") as log:
-            return subprocess.Popen(command, cwd=ROOT, env=changed, stdout=log, stderr=log, start_new_session=True)
+            drivers[name] = subprocess.Popen(command, cwd=ROOT, env=env, stdout=log, stderr=log, start_new_session=True)
 
     try:
-        drivers += [submit("bronze"), submit("silver")]
-        killed = submit("gold", "live.after_first_commit")  # kill -9 between two products of one batch
-        drivers.append(killed)
+        for name in ("bronze", "silver", "gold"):
+            submit(name, f"{point}:{chance.randint(1, 3)}" if name == killed else "")
         number = 100
-        while killed.poll() is None:
+        while drivers[killed].poll() is None:
             place.send(mixture(number := number + 20, 20))
             with contextlib.suppress(subprocess.TimeoutExpired):
-                killed.wait(1)
-        assert killed.returncode == 128 + signal.SIGKILL  # as Java tells it of its Python
-        drivers[-1] = submit("gold")
-        alive = lambda: all(process.poll() is None for process in drivers)  # noqa: E731
+                drivers[killed].wait(1)
+        assert drivers[killed].returncode == 128 + signal.SIGKILL  # as Java tells it of its Python
+        submit(killed)
+        alive = lambda: all(process.poll() is None for process in drivers.values())  # noqa: E731
         eventually(place.arrived(), 600, alive)
         last = mixture(30, 60)
         place.send(last)
         eventually(place.arrived(), 600, alive)
         every = len(place.records)
-        for name, least in (("bronze", every), ("silver", every), ("gold", len(last))):  # its counts died with it
+        for name in drivers:
+            least = len(last) if name == killed else every  # its counts died with it
 
             def told(name: str = name, least: int = least) -> bool:
                 taken = f'millrace_lakehouse_events_total{{query="{name}-clicks",what="taken"}}'
@@ -77,9 +83,9 @@ def test_stages_in_drivers_of_their_own_by_spark_submit(new_site: Callable[[], S
         share = 'millrace_lakehouse_retention_share{source="clicks"}'
         eventually(lambda: metrics_of(place.lake.root.parent / "bronze.log").get(share, 1.0) < 0.1, 60, alive)
     finally:
-        for process in drivers:
+        for process in drivers.values():
             os.killpg(process.pid, signal.SIGTERM)
-        for process in drivers:
+        for process in drivers.values():
             process.wait(120)
     assert_exact(place.lake, place.pipeline, place.records)
     replay = [sys.executable, "-m", "jobs.cli", "replay", "--verify", "--lake", str(place.lake.root)]

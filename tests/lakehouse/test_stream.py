@@ -24,7 +24,7 @@ from lakehouse.errors import QueryFailed, TableBusy, TopicReplaced
 from lakehouse.lock import WriterLocks
 from lakehouse.replay import digest, verify
 from lakehouse.session import JVM_OPTIONS
-from tests.crash_points import CRASH_POINTS
+from tests.crash_points import points_of
 from tests.lakehouse.lakes import (
     Sent,
     Site,
@@ -244,8 +244,7 @@ def test_killed_at_every_crash_point_nothing_is_lost_or_counted_twice(
     new_site: Callable[[], Site], spark: SparkSession
 ) -> None:
     place = new_site()
-    passed = [point for point in CRASH_POINTS if point.startswith(("bronze.", "live."))]
-    for number, point in enumerate(passed):
+    for number, point in enumerate(points_of("bronze.", "live.")):
         place.send(mixture(100 * number, 60))
         process = driver(place, point)
         try:

@@ -217,6 +217,19 @@ def test_an_alert_is_said_once_when_it_comes_about_and_once_when_it_ends(lake: L
     assert [state[2] for state in states(lake)] == ["cleared"]
 
 
+def test_conditions_that_hold_together_do_not_make_an_alert_flap(lake: Lake) -> None:
+    loads = Product(lake)
+    both = Alert(product="loads", name="both", when="n > 10", clear="n > 12 AND kw > 0", by=("city",), value="kw")
+    driver = Driver(lake, a_pipeline(alerts=[both]))
+    said = []
+    for ulm in (13, 14, 15, 16, 7, 13):
+        loads.put(("Ulm", at(0), ulm, 1.0))
+        driver.turn()
+        said.append(states(lake)[0][2:5])
+    raised, cleared = ("raised", 1, None), ("cleared", 1, 2)
+    assert said == [raised, cleared, cleared, cleared, cleared, ("raised", 6, None)]
+
+
 def test_an_alert_belongs_to_the_tenant_of_its_key(lake: Lake) -> None:
     loads = Product(lake)
     loads.put(("acme", at(0), 11, 1.0), ("globex", at(0), 12, 1.0))
