@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Coroutine, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from serve.client.publish import Publisher
+from serve.client.publish import EventState, Publisher
 from serve.client.subscription import Message, Subscription
 
 _T = TypeVar("_T")
@@ -95,3 +95,11 @@ class SyncPublisher(_InThread[Publisher]):
     def settled(self) -> None:
         """As :meth:`Publisher.settled`."""
         self._wait(self.state.settled())
+
+    def rejected(self) -> list[tuple[EventState, bytes]]:
+        """As :meth:`Publisher.rejected`."""
+        return self._wait(self.state.rejected())
+
+    def forget(self, ids: Iterable[str]) -> None:
+        """As :meth:`Publisher.forget`."""
+        self._wait(self.state.forget(ids))

@@ -101,10 +101,10 @@ def test_every_logged_event_arrives_once_though_publisher_and_collector_are_kill
             number = logged = int(rest[-1]) + 1 if rest else logged
         last = subprocess.run([*program, str(number), str(number + 1)], cwd=ROOT, capture_output=True, timeout=120)
         assert last.returncode == 0, last.stderr
+        found = consume(broker.bootstrap, "client", logged + 1)  # what is in the collector's log comes to Kafka
     finally:
         collector.kill()
         collector.wait()
-    found = consume(broker.bootstrap, "client", logged + 1)
     ids = [Envelope.from_headers(record.headers).event_id for record in found]
     payloads = {(event_id, record.value) for event_id, record in zip(ids, found, strict=True)}
     assert {str(each) for each in range(logged + 1)} <= set(ids)
@@ -154,9 +154,16 @@ async def test_final_answers_are_raised_and_the_log_stays(broker: EmbeddedBroker
 
         def without_asyncio() -> None:
             with SyncPublisher(Publisher(url, "clicks", tmp_path / "log", "id", key=key)) as publisher:
-                assert publisher.publish(click(2)) == ["2"]
+                assert publisher.publish(click(2), {"id": 3}) == ["2", "3"]
                 publisher.settled()
+                assert [state.event_id for state, _ in publisher.rejected()] == ["3"]
+                publisher.forget(["3"])
+                assert publisher.rejected() == []
 
         await asyncio.to_thread(without_asyncio)
-    found = await asyncio.to_thread(consume, broker.bootstrap, "final", 2)
-    assert sorted(Envelope.from_headers(record.headers).event_id for record in found) == ["1", "2"]
+    found = await asyncio.to_thread(consume, broker.bootstrap, "final", 3)
+    kept = sorted(
+        (envelope.event_id, envelope.reject is None)
+        for envelope in (Envelope.from_headers(one.headers) for one in found)
+    )
+    assert kept == [("1", True), ("2", True), ("3", False)]
