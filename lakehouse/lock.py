@@ -37,6 +37,7 @@ LIVES_S = 15.0
 RENEW_S = 4.0
 GRACE_S = 5.0
 _AGAIN_S = 0.05
+_QUIET_S = 0.5  # between looks at the lock of a process that gives no sign of life
 _FORGOTTEN_S = 3_600.0
 _MOST_BYTES = 64
 _KEPT = 1_000  # objects of earlier holders; twice as many at the most
@@ -48,7 +49,13 @@ Advance = Callable[[bytes], bytes]
 
 
 class Lock(ABC):
-    """A lock with a small value, which outlives its holders."""
+    """A lock with a small value, which outlives its holders.
+
+    Attributes:
+        sign: the newest sign of life of the holder that was in the way last; a new one proves that it lives.
+    """
+
+    sign = 0.0
 
     @abstractmethod
     def take(self, advance: Advance = bytes) -> bytes | None:
@@ -86,6 +93,7 @@ class _FileLock(Lock):
         try:
             return self._taken(advance, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            self.sign += 1.0  # the system has no locks of the dead
             return None
 
     def wait(self, advance: Advance) -> bytes:
@@ -142,7 +150,8 @@ class _StoreLock(Lock):
             number = int(newest.removesuffix(_RELEASED))
             place = self._path / _numbered(number)
             holder = json.loads(place.read_bytes())
-            if not newest.endswith(_RELEASED) and session.holds(holder["session"], place):
+            if not newest.endswith(_RELEASED) and (sign := session.holds(holder["session"], place)):
+                self.sign = sign
                 return None
             found = bytes.fromhex(holder["value"])
         return self._taken(session, number, found, looked, advance)
@@ -203,11 +212,12 @@ class _Session:
         self._renew()
         threading.Thread(target=self._keep, name="lock session", daemon=True).start()
 
-    def holds(self, name: str, place: StorePath) -> bool:
-        """Whether the process of a session may still hold the lock that it took at a place."""
+    def holds(self, name: str, place: StorePath) -> float:
+        """A sign of life of a session's process if that may still hold the lock that it took at a place, else 0."""
         if name == self.name:
-            return place in self.held
-        return time.time() < self._until(name) + GRACE_S
+            return time.time() if place in self.held else 0.0
+        until = self._until(name)
+        return until if time.time() < until + GRACE_S else 0.0
 
     def _until(self, name: str) -> float:
         try:
@@ -243,7 +253,9 @@ class WriterLocks:
     """Holds the writer's locks of several tables; a context manager.
 
     Args:
-        patience_s: time to wait for a held lock, which maintenance holds for a moment.
+        patience_s: time to wait for a held lock, which maintenance holds for a moment. In an object store that is until
+            its holder has given a sign of life, or the lock of one that gives none is free: at most :data:`LIVES_S` and
+            :data:`GRACE_S`. 0: do not wait.
     """
 
     def __init__(self, lake: Lake, names: Iterable[str], patience_s: float = 0.0) -> None:
@@ -257,12 +269,7 @@ class WriterLocks:
         try:
             for name in self._names:
                 path = self._folder / f"{name}.lock"
-                lock = lock_at(path)
-                while lock.take() is None:
-                    if time.monotonic() >= until:
-                        raise TableBusy(name, path)
-                    time.sleep(_AGAIN_S)
-                self._held.callback(lock.release)
+                self._held.callback(self._taken(name, path, until).release)
         except BaseException:
             self._held.close()
             raise
@@ -272,3 +279,17 @@ class WriterLocks:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._held.close()
+
+    def _taken(self, name: str, path: LakePath, until: float) -> Lock:
+        lock, sign, pause_s = lock_at(path), math.nan, _AGAIN_S
+        while lock.take() is None:
+            if math.isnan(sign):
+                sign = lock.sign
+            if time.monotonic() >= until:
+                if lock.sign != sign or not self._patience_s:
+                    raise TableBusy(name, path)
+                if pause_s == _AGAIN_S:
+                    log.info("the process that writes %s gives no sign of life; its lock ends by itself", name)
+                pause_s = _QUIET_S
+            time.sleep(pause_s)
+        return lock

@@ -41,6 +41,7 @@ JVM_OPTIONS = (
 )
 
 _NEEDED = ("io.delta.sql.DeltaSparkSessionExtension", "org.apache.spark.sql.kafka010.KafkaSourceProvider")
+_NEEDED_ON_S3 = "org.apache.hadoop.fs.s3a.S3AFileSystem"
 _UNLIKE = ("payload", "fingerprint", "event_id", "key", "offset", "received_at")
 
 _TUNED = {
@@ -123,7 +124,8 @@ def build_session(settings: Settings, app: str, *, record_classes: Path | None =
     s3 = str(settings.lake).startswith("s3")
     paths = [*jar_paths("spark"), *(jar_paths("s3") if s3 else [])]
     jars = ",".join(str(jar) for jar in paths)
-    if submitted and _onto_class_path(jars.split(",")) and "spark.jars" in given:
+    needed = (*_NEEDED, _NEEDED_ON_S3) if s3 else _NEEDED
+    if submitted and _onto_class_path(jars.split(","), needed) and "spark.jars" in given:
         builder = builder.config("spark.jars", f"{given['spark.jars']},{jars}")
     master = given.get("spark.master", settings.spark.master)
     schemas = Lake.of(settings).shared / SCHEMAS
@@ -228,8 +230,11 @@ def _given_on_submit() -> dict[str, str]:
     return dict(SparkConf().getAll())
 
 
-def _onto_class_path(jars: Sequence[str]) -> bool:
+def _onto_class_path(jars: Sequence[str], needed: Sequence[str]) -> bool:
     """Add the jars to a driver that runs already, where ``spark.jars`` comes too late; False where it has them.
+
+    Args:
+        needed: classes that tell whether it has them.
 
     Raises:
         EnvironmentProblem: the driver's class loader takes no more jars.
@@ -242,7 +247,7 @@ def _onto_class_path(jars: Sequence[str]) -> bool:
 
     def has_all() -> bool:
         try:
-            return all(loader.loadClass(name) for name in _NEEDED)
+            return all(loader.loadClass(name) for name in needed)
         except Py4JError:
             return False
 

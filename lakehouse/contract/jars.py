@@ -35,9 +35,9 @@ from lakehouse.contract.errors import ConfigError, EnvironmentProblem, install_e
 from lakehouse.contract.java import find_java, jvm_proxy_flags
 from lakehouse.contract.settings import conf_dir
 
-JAR_SETS: tuple[str, ...] = ("spark", "kafka")
-ON_DEMAND: tuple[str, ...] = ("s3", "s3server")
-"""Sets that are fetched when a lake in an object store is first used, and by its tests."""
+JAR_SETS: tuple[str, ...] = ("spark", "kafka", "s3")
+ON_DEMAND: tuple[str, ...] = ("s3server",)
+"""Sets that only tests use."""
 OFFLINE_REMEDY = (
     "Connect to the internet once, set MILLRACE_MAVEN_URL to a Maven mirror that you reach, or copy a filled jar "
     "folder from another machine and set MILLRACE_JARS_DIR to it"

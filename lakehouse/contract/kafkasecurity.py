@@ -102,7 +102,13 @@ class ClientSecurity:
         return options | {name: file for name, file in files.items() if file}
 
     def for_java(self) -> dict[str, str]:
-        """Settings of the Java client, as Spark's reader takes them behind ``kafka.``; none for PLAINTEXT."""
+        """Settings of the Java client, as Spark's reader takes them behind ``kafka.``; none for PLAINTEXT.
+
+        They hold the authority's certificate itself, because executors may be on machines without the file.
+
+        Raises:
+            ConfigError: the password or the certificate cannot be read.
+        """
         options: dict[str, str] = {}
         if self.protocol != "PLAINTEXT":
             options["security.protocol"] = self.protocol
@@ -115,13 +121,22 @@ class ClientSecurity:
                 f"org.apache.kafka.common.security.{module} required username={user} password={password};"
             )
         if self.ca_file:
-            options |= {"ssl.truststore.type": "PEM", "ssl.truststore.location": self.ca_file}
+            options |= {"ssl.truststore.type": "PEM", "ssl.truststore.certificates": _pem(self.ca_file)}
         if self.cert_file:
             options |= {"ssl.keystore.type": "PEM", "ssl.keystore.location": self.cert_file}
         return options
 
 
 PLAINTEXT = ClientSecurity()
+
+
+def _pem(file: str) -> str:
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no PEM file"
+        remedy = "Name the PEM file of the authority that signed the broker's certificate"
+        raise ConfigError(f"{file} cannot be read: {reason}", key="kafka.ca_file", remedy=remedy) from None
 
 
 def _quoted(text: str) -> str:

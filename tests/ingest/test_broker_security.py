@@ -211,7 +211,9 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
 def test_the_java_client_gets_the_same(place: Place) -> None:
     options = place.broker.security("lakehouse").for_java()
     assert options["security.protocol"] == "SASL_SSL"
-    assert options["ssl.truststore.location"] == str(place.broker.secrets.ca)
+    assert options["ssl.truststore.certificates"] == place.broker.secrets.ca.read_text()
+    with pytest.raises(ConfigError, match="No such file"):
+        dataclasses.replace(place.broker.security("lakehouse"), ca_file="absent.pem").for_java()
     assert place.broker.security("lakehouse").read_password() in options["sasl.jaas.config"]
     assert ClientSecurity().for_java() == ClientSecurity().for_librdkafka() == ClientSecurity().for_kafka_python() == {}
 

@@ -1,16 +1,18 @@
 """The same jobs on a Spark standalone cluster: a master and two workers of our own, one of them killed on the way.
 
-`make cluster`; some four minutes beside other work on two cores.
+`make cluster`; some ten minutes beside other work on two cores.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import socket
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,8 +20,12 @@ import pyspark
 import pytest
 from pyspark.sql import SparkSession
 
+from ingest.broker import EmbeddedBroker
+from jobs.local.broker import ensure_topics, grant, grants
+from lakehouse.contract.settings import KafkaSettings, load_settings
+from lakehouse.events import SMALL_BATCH
 from lakehouse.replay import verify
-from tests.lakehouse.lakes import Site, assert_exact, eventually, mixture
+from tests.lakehouse.lakes import Site, assert_exact, eventually, mixture, pipeline_in
 from tests.lakehouse.test_stream import ALL_EQUAL, ROOT
 
 pytestmark = [pytest.mark.spark, pytest.mark.broker, pytest.mark.soak]
@@ -80,10 +86,11 @@ class Cluster:
 
     def _start(self, name: str, main: str, *arguments: str) -> None:
         memory = {"SPARK_DAEMON_MEMORY": "256m", "SPARK_LOCAL_IP": "127.0.0.1", "SPARK_HOME": str(SPARK_HOME)}
+        here = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}  # executors are told
         with (self._folder / f"{name}.log").open("wb") as log:
             self._parts[name] = subprocess.Popen(
                 [str(SPARK_HOME / "bin" / "spark-class"), main, *arguments],
-                env={**os.environ, **memory},
+                env={**here, **memory},
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -103,18 +110,21 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 @contextlib.contextmanager
-def submitted(place: Site, cluster: Cluster) -> Iterator[Callable[[], bool]]:
-    """The pipeline by spark-submit; yields a check that it runs."""
+def submitted(place: Site, cluster: Cluster) -> Iterator[subprocess.Popen[bytes]]:
+    """The pipeline by spark-submit."""
+    place.wait_for_locks()
     environ = {**os.environ, "PATH": f"{BINARIES}{os.pathsep}{os.environ['PATH']}", "MILLRACE_SPARK_REHEARSE": "false"}
     environ.pop("SPARK_HOME", None)
     command = [str(BINARIES / "spark-submit"), "--master", cluster.url, "--driver-memory", "1g"]
     command += ["--conf", "spark.executor.memory=512m", "--conf", "spark.executor.cores=1"]
     command += ["jobs/run_pipeline.py", "--lake", str(place.lake.root), "--pipeline", place.settings.pipeline]
-    command += ["--set", f"kafka={place.bootstrap}"]
-    with (place.lake.root.parent / "driver.log").open("wb") as log:
+    command += ["--set", f"kafka={place.bootstrap}", "--set", f"work={place.settings.work_folder()}"]
+    for name, value in dataclasses.asdict(place.settings.kafka.security).items():
+        command += ["--set", f"kafka.{name}={value}"]
+    with (place.folder / "driver.log").open("ab") as log:
         driver = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log, start_new_session=True)
     try:
-        yield lambda: driver.poll() is None
+        yield driver
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(driver.pid, signal.SIGTERM)
@@ -125,19 +135,68 @@ def submitted(place: Site, cluster: Cluster) -> Iterator[Callable[[], bool]]:
             driver.wait()
 
 
+def runs(driver: subprocess.Popen[bytes]) -> Callable[[], bool]:
+    """Check that it has not ended."""
+    return lambda: driver.poll() is None
+
+
 def test_a_worker_is_killed_and_the_result_is_exact(
     new_site: Callable[[], Site], cluster: Cluster, spark: SparkSession
 ) -> None:
     place = new_site()
     place.send(mixture(0, 150))
-    with submitted(place, cluster) as alive:
-        eventually(place.arrived(), 300, alive)
-        eventually(lambda: cluster.executors("worker-1") > 0 and cluster.executors("worker-2") > 0, 120, alive)
-        for number in range(1, 6):
-            place.send(mixture(1_000 * number, 100))
-            if number == 2:
-                cluster.kill("worker-1")  # with tasks of the batches in hand
-        eventually(place.arrived(), 300, alive)
+    with submitted(place, cluster) as driver:
+        sent_while_a_worker_is_killed(place, cluster, driver)
+        eventually(place.arrived(), 300, runs(driver))
     assert_exact(place.lake, place.pipeline, place.records)
     found = verify(spark, place.settings, place.pipeline)
+    assert [(item.table, item.equal) for item in found] == ALL_EQUAL
+
+
+def sent_while_a_worker_is_killed(place: Site, cluster: Cluster, driver: subprocess.Popen[bytes]) -> None:
+    eventually(place.arrived(), 300, runs(driver))
+    eventually(lambda: cluster.executors("worker-1") > 0 and cluster.executors("worker-2") > 0, 120, runs(driver))
+    for number in range(1, 6):
+        place.send(mixture(1_000 * number, 100))
+        if number == 2:
+            cluster.kill("worker-1")  # with tasks of the batches in hand
+
+
+@pytest.fixture
+def secured(tmp_path: Path, s3: str) -> Iterator[Site]:
+    """A lake in an object store, and a broker with TLS, passwords and access rules that Millrace has not started."""
+    broker = EmbeddedBroker(tmp_path / "kafka", heap_mb=256, die_with_parent=True, secure=True)
+    broker.start(timeout_s=180)
+    try:
+        admin, login = broker.security("admin"), broker.security("lakehouse")
+        pipeline = pipeline_in(tmp_path / "clicks", "clicks")
+        ensure_topics(pipeline.sources.values(), broker.bootstrap, security=admin)
+        grant(KafkaSettings(bootstrap=broker.bootstrap).secured_by(admin), grants(pipeline))
+        settings = load_settings(
+            {}, lake=f"{s3}/{uuid.uuid4().hex}", work=str(tmp_path / "work"), pipeline=str(tmp_path / "clicks")
+        )
+        kafka = dataclasses.replace(settings.kafka, bootstrap=broker.bootstrap).secured_by(login)
+        yield Site(dataclasses.replace(settings, kafka=kafka), pipeline, broker.bootstrap, [], admin)
+    finally:
+        broker.stop()
+
+
+@pytest.mark.s3
+def test_on_an_object_store_a_worker_and_then_the_driver_are_killed(
+    secured: Site, cluster: Cluster, spark: SparkSession
+) -> None:
+    """A second driver, on a machine that has nothing of the first one's, takes over once the locks have run out."""
+    place = secured
+    place.send(mixture(0, 150))
+    with submitted(place, cluster) as driver:
+        sent_while_a_worker_is_killed(place, cluster, driver)
+        os.killpg(driver.pid, signal.SIGKILL)
+    other = place.moved()
+    other.send([*mixture(2_050, 100), *mixture(9_000, SMALL_BATCH)])  # a long batch, whose files the executors write
+    with submitted(other, cluster) as driver:
+        eventually(other.arrived(), 300, runs(driver))
+        other.send(mixture(2_100, 100))  # fifty ids again
+        eventually(other.arrived(), 300, runs(driver))
+    assert_exact(other.lake, other.pipeline, other.records)
+    found = verify(spark, other.settings, other.pipeline)
     assert [(item.table, item.equal) for item in found] == ALL_EQUAL

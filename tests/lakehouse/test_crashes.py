@@ -35,6 +35,7 @@ from tests.lakehouse.test_stream import ALL_EQUAL, driver
 
 pytestmark = [pytest.mark.spark, pytest.mark.broker, pytest.mark.soak]
 POINTS_OF_ONE_PRODUCT = ["bronze.before_append", "bronze.after_append", "live.before_commit", "live.after_commits"]
+S3 = pytest.param("s3", 1, marks=pytest.mark.s3)
 POINTS = points_of("bronze.", "live.")
 
 
@@ -222,9 +223,10 @@ def test_a_source_that_is_added_while_its_driver_dies(
     assert all(f.equal for f in verify(spark, place.settings, declared_pipeline(place.settings)))
 
 
-@pytest.mark.parametrize("time", [1, 2, 3])
-def test_every_point_at_every_time(new_site: Callable[[], Site], spark: SparkSession, time: int) -> None:
-    place = new_site()
+@pytest.mark.parametrize(("bucket", "time"), [("folder", 1), ("folder", 2), ("folder", 3), S3], indirect=["bucket"])
+def test_every_point_at_every_time(new_site: Callable[..., Site], spark: SparkSession, bucket: str, time: int) -> None:
+    """In an object store two machines take turns, each with what it knew when it died."""
+    place = new_site(bucket)
     sent = 0
 
     def send() -> None:
@@ -232,9 +234,9 @@ def test_every_point_at_every_time(new_site: Callable[[], Site], spark: SparkSes
         place.send(mixture(20 * sent, 30))  # ten ids again each time
         sent += 1
 
-    for point in POINTS:
+    for number, point in enumerate(POINTS):
         send()
-        killed_at(place, f"{point}:{time}", send)
+        killed_at(place.moved() if number % 2 else place, f"{point}:{time}", send)
     place.run_until_arrived(spark)
     assert_exact(place.lake, place.pipeline, place.records)
     assert [(f.table, f.equal) for f in verify(spark, place.settings, place.pipeline)] == ALL_EQUAL

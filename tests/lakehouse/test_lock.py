@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,9 @@ SCRIPT = """
 import sys
 from pathlib import Path
 from lakehouse.contract.lake import Lake
+from lakehouse.contract.storage import lake_path
 from lakehouse.lock import WriterLocks
-with WriterLocks(Lake(Path(sys.argv[1])), ["b"]):
+with WriterLocks(Lake(lake_path(sys.argv[1]), Path("/nowhere")), ["b"]):
     print("held", flush=True)
     sys.stdin.read()
 """
@@ -46,14 +48,17 @@ def test_what_was_taken_is_given_back_when_one_is_busy(tmp_path: Path) -> None:
             pass
 
 
-def test_the_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+def test_the_lock_of_a_killed_process_is_free(lake: Lake) -> None:
+    """In an object store 20 seconds after its last sign of life, for a process that was begun before as well."""
+    command = [sys.executable, "-c", SCRIPT, str(lake.root)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"held\n"
-        with pytest.raises(TableBusy), WriterLocks(Lake(tmp_path), ["b"]):
-            pytest.fail("two writers")
+        for patience_s in (0.0, 1.0):
+            with pytest.raises(TableBusy), WriterLocks(lake, ["b"], patience_s):
+                pytest.fail("two writers")
         process.kill()
         process.wait()
-    with WriterLocks(Lake(tmp_path), ["b"]):
-        pass
+    killed_at = time.monotonic()
+    with WriterLocks(lake, ["b"], patience_s=1.0):
+        assert time.monotonic() - killed_at < 30

@@ -6,14 +6,12 @@ What else runs there is in the tests that take ``bucket`` or ``lake`` for an arg
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -23,6 +21,7 @@ from deltalake import DeltaTable
 from kafka import KafkaAdminClient, TopicPartition
 from pyspark.sql import SparkSession
 
+from jobs.local.supervise import Child, Supervisor
 from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.lake import TableRef
 from lakehouse.maintain import care
@@ -31,6 +30,7 @@ from serve.tables.state import TableReader
 from serve.tables.tables import Opened, Tail
 from tests.lakehouse.lakes import Site, assert_exact, ends, eventually, mixture
 from tests.lakehouse.test_stream import ALL_EQUAL
+from tests.s3 import S3Server
 
 pytestmark = [pytest.mark.spark, pytest.mark.broker, pytest.mark.s3, pytest.mark.soak]
 ROOT = Path(__file__).parents[2]
@@ -39,39 +39,39 @@ ROOT = Path(__file__).parents[2]
 def command(place: Site, *words: str) -> list[str]:
     settings = place.settings
     options = ["--lake", str(settings.lake), "--pipeline", settings.pipeline]
-    options += ["--set", f"work={settings.work}", "--set", f"kafka={place.bootstrap}"]
+    options += ["--set", f"work={settings.work}", "--set", f"kafka={place.bootstrap}", "--set", "spark.rehearse=false"]
     return [sys.executable, "-m", "jobs.cli", words[0], *options, *words[1:]]
 
 
-@contextlib.contextmanager
-def driver(place: Site) -> Iterator[subprocess.Popen[bytes]]:
-    environ = {**os.environ, "MILLRACE_SPARK_DRIVER_MEMORY": "700m", "MILLRACE_SPARK_REHEARSE": "false"}
-    with (place.folder / "driver.log").open("ab") as file:
-        process = subprocess.Popen(command(place, "run"), cwd=ROOT, env=environ, stdout=file, stderr=file)
+def test_a_second_driver_is_refused_and_takes_over_when_the_first_is_killed(
+    new_site: Callable[..., Site], s3: str, s3_server: S3Server
+) -> None:
+    """It is on a machine that knows nothing of the first one's, and its supervisor starts it again and again."""
+    place, second, environ = new_site(s3), Supervisor(), {"MILLRACE_SPARK_DRIVER_MEMORY": "700m"}
+    other, logs = place.moved(), (place.folder / "first.log", place.folder / "second.log")
+    with logs[0].open("ab") as log:
+        first = subprocess.Popen(command(place, "run"), cwd=ROOT, env={**os.environ, **environ}, stdout=log, stderr=log)
     try:
-        yield process
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
-
-
-def test_exact_through_a_kill_and_on_another_machine(new_site: Callable[..., Site], s3: str) -> None:
-    place = new_site(s3)
-    place.send(mixture(0, 60))
-    with driver(place) as process:
-        eventually(place.arrived(), alive=lambda: process.poll() is None)
+        place.send(mixture(0, 60))
+        eventually(place.arrived(), alive=lambda: first.poll() is None)
+        second.start(Child("run", command(other, "run")[3:], logs[1], environ))
+        eventually(lambda: second.tend() or second.restarts["run"] > 1)
+        assert first.poll() is None
+        assert "error: another process writes" in logs[1].read_text(encoding="utf-8")
         place.send(mixture(40, 60))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    killed_at = time.monotonic()
-    place.send(mixture(100, 20))
-    # Another machine: nothing of the first one's work folder, and its locks have to run out.
-    other = place.moved()
-    while time.monotonic() - killed_at < 120:
-        with driver(other) as process:
-            eventually(lambda: place.arrived()() or process.poll() is not None)
-            if process.poll() is None:
-                break
+        first.kill()
+        killed_at = time.time()
+        place.send(mixture(100, 20))
+        arrived = place.arrived()
+        eventually(lambda: second.tend() or arrived())
+    finally:
+        first.kill()
+        first.wait()
+        second.stop()
+    locks = s3_server.file(place.lake.shared / "locks" / "totals.lock").iterdir()
+    taken_after = min(at for file in locks if (at := file.stat().st_mtime - killed_at) > 0)
+    print(f"taken over after {taken_after:.0f} s")
+    assert taken_after < 60
     assert_exact(place.lake, place.pipeline, place.records)
     done = subprocess.run(
         command(place.moved("third"), "replay", "--verify"), cwd=ROOT, capture_output=True, text=True, check=False

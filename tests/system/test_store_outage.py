@@ -30,7 +30,7 @@ from tests.serve.lakes import Product, top_topics, topics, window
 pytestmark = pytest.mark.s3
 ROOT = Path(__file__).parents[2]
 GONE, BACK = "the object store cannot be", "the object store can be"
-OUTAGE_S = float(os.environ.get("OUTAGE_S", "25"))
+OUTAGE_S = float(os.environ.get("OUTAGE_S", "60"))
 
 
 @contextlib.contextmanager
