@@ -102,8 +102,12 @@ def _reader(path: str, tasks: int, names: list[str]) -> Callable[[Iterator[pa.Re
     """What a task runs in its Python worker: it gives its share of the table in the file."""
 
     def read(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        import gc
+
         import pyarrow
 
+        if not gc.get_freeze_count():
+            gc.freeze()  # PySpark collects garbage after each task: not over all that the worker has imported
         for batch in batches:
             task = batch.column(0)[0].as_py()
             with pyarrow.memory_map(path) as file:

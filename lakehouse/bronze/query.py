@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -19,16 +20,6 @@ from operator import add, and_
 
 import pyarrow as pa
 import pyarrow.compute as pc
-from deltalake import (
-    ColumnProperties,
-    CommitProperties,
-    DeltaTable,
-    PostCommitHookProperties,
-    WriterProperties,
-    write_deltalake,
-)
-from deltalake.exceptions import CommitFailedError
-from deltalake.transaction import AddAction, RemoveAction
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
@@ -36,12 +27,12 @@ from lakehouse.bronze.clock import BronzeClock
 from lakehouse.bronze.offsets import check_topic, is_outdated, starting_offsets, topic_now
 from lakehouse.bronze.table import COLUMNS, Progress, create, progress
 from lakehouse.contract import envelope as names
-from lakehouse.contract.deltalog import DeltaLog
+from lakehouse.contract.deltalog import AddedFile, DeltaLog, TableGone
 from lakehouse.contract.faults import crash_point
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Source
 from lakehouse.contract.settings import Settings
-from lakehouse.contract.storage import file_sizes, spark_uri
+from lakehouse.contract.storage import LakePath, file_sizes, spark_uri, write_parquet
 from lakehouse.errors import TableBusy, TopicReplaced
 from lakehouse.prepared import Selections, selected
 
@@ -64,8 +55,10 @@ RECORDS = pa.schema(
 )
 """Columns of Spark's Kafka source."""
 
-# Hardly two values of these are alike.
-_UNLIKE = ("payload", "fingerprint", "event_id", "key", "offset", "received_at")
+# Hardly two values of the others are alike.
+_WITH_DICTIONARY = sorted(
+    {*COLUMNS.names} - {"payload", "fingerprint", "event_id", "key", "offset", "received_at", "date"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +129,11 @@ class BronzeWriter:
     ) -> None:
         self._clock = clock
         self._table = table
-        self._delta = DeltaTable(str(table.path))
         self._log = DeltaLog(table.path)
         self._done = done
         self._now = now
         self._may_overlap = True
-        self._version = self._delta.version()
+        self._version = self._log.opened_to_append().version()
         self._ends: Mapping[str, int] = {}
 
     def events_of(self, ends: Mapping[str, int]) -> int:
@@ -182,83 +174,61 @@ class BronzeWriter:
             whole = rows.append_column("bronze_at", pa.repeat(at, rows.num_rows))
             whole = whole.append_column("date", pa.repeat(at.cast(pa.date32()), rows.num_rows))
             whole = whole.select(COLUMNS.names).cast(COLUMNS)
-            reached = self._reached(ends, bronze_at)
-            with self._heard(reached):
-                write_deltalake(
-                    self._delta,
-                    whole,
-                    mode="append",
-                    writer_properties=_PROPERTIES,
-                    commit_properties=_properties(reached),
-                    post_commithook_properties=_NO_HOOKS,
-                )
-            return self._committed(reached, ends), whole
+            folder = self._folder(bronze_at)
+            folder.mkdir(parents=True, exist_ok=True)
+            name = f"part-{uuid.uuid4()}.zstd.parquet"
+            data = whole.drop_columns(["date"])
+            size = write_parquet(folder / name, data, compression="zstd", use_dictionary=_WITH_DICTIONARY)
+            file = AddedFile(f"{folder.name}/{name}", _day(bronze_at), True, size, f'{{"numRecords":{rows.num_rows}}}')
+            return self._commit([file], ends, bronze_at), whole
 
     def append_frame(self, rows: DataFrame, ends: Mapping[str, int]) -> Commit:
-        """Append a long batch, whose files Spark writes in parallel; see :meth:`append`.
-
-        Spark makes no commit: delta-rs does so without overwriting another one, on any store.
-        """
+        """Append a long batch, whose files Spark writes in parallel; see :meth:`append`."""
         with self._turn() as bronze_at:
-            day = datetime.fromtimestamp(bronze_at / 1e6, UTC).date().isoformat()
-            folder = f"date={day}/stream-{bronze_at}"
+            folder = self._folder(bronze_at) / f"stream-{bronze_at}"
             whole = rows.withColumn("bronze_at", constant_time(bronze_at))
             whole = whole.select([name for name in COLUMNS.names if name != "date"])
-            whole.write.parquet(spark_uri(self._table.path / folder))
-            reached = self._reached(ends, bronze_at)
-            added: list[AddAction | RemoveAction] = [
-                AddAction(f"{folder}/{name}", size, {"date": day}, bronze_at // 1000, True, "{}")
-                for name, size in file_sizes(self._table.path / folder, "part-*.parquet").items()
+            whole.write.parquet(spark_uri(folder))
+            files = [
+                AddedFile(f"{folder.parent.name}/{folder.name}/{name}", _day(bronze_at), True, size)
+                for name, size in file_sizes(folder, "part-*.parquet").items()
             ]
-            with self._heard(reached):
-                self._delta.create_write_transaction(
-                    added,
-                    mode="append",
-                    schema=self._delta.schema(),
-                    partition_by=["date"],
-                    commit_properties=_properties(reached),
-                    post_commithook_properties=_NO_HOOKS,
-                )
-            self._delta.update_incremental()
-            return self._committed(reached, ends)
+            return self._commit(files, ends, bronze_at)
 
-    def _committed(self, reached: Progress, ends: Mapping[str, int]) -> Commit:
-        crash_point("bronze.after_append")
-        self._version = self._delta.version()
-        # A batch from before a crash may be in already, in whole or in part; once one is not, no later one is.
-        self._may_overlap = any(end < self._done.offsets.get(place, 0) for place, end in ends.items())
-        self._done = reached
-        return Commit(self._delta.version(), reached.bronze_at)
+    def _folder(self, bronze_at: int) -> LakePath:
+        return self._table.path / f"date={_day(bronze_at)['date']}"
 
-    def _reached(self, ends: Mapping[str, int], bronze_at: int) -> Progress:
+    def _commit(self, files: Sequence[AddedFile], ends: Mapping[str, int], bronze_at: int) -> Commit:
         done = self._done.offsets
         offsets = {**done, **{place: max(end, done.get(place, 0)) for place, end in ends.items()}}
-        self._check_alone()
+        reached = replace(self._done, offsets=offsets, bronze_at=bronze_at)
         crash_point("bronze.before_append")
-        return replace(self._done, offsets=offsets, bronze_at=bronze_at)
+        while not self._log.append(self._version + 1, added=files, info={"userMetadata": reached.to_metadata()}):
+            self._pass_over_others()
+        self._version += 1
+        crash_point("bronze.after_append")
+        # A batch from before a crash may be in already, in whole or in part; once one is not, no later one is.
+        self._may_overlap = any(end < done.get(place, 0) for place, end in ends.items())
+        self._done = reached
+        return Commit(self._version, bronze_at)
 
-    @contextmanager
-    def _heard(self, reached: Progress) -> Iterator[None]:
-        """A commit. One that the table holds has succeeded, whatever was heard of it: a store's answer may be lost."""
-        try:
-            yield
-        except CommitFailedError:
-            if progress(self._table) != reached:
-                raise
-            self._delta.update_incremental()
+    def _pass_over_others(self) -> None:
+        """Learn of the commits that loaders and care have made meanwhile.
 
-    def _check_alone(self) -> None:
-        """Raises TableBusy: another driver has appended, although this one holds the writer's lock."""
-        # Where care has cleaned the log up meanwhile, the next version may be free although there are later ones.
-        if self._log.is_newest(self._version):
-            return
-        self._delta.update_incremental()
+        Raises:
+            TableBusy: another driver has appended, although this one holds the writer's lock.
+            TableGone: the log is gone.
+        """
+        newest = self._log.newest(self._version)
+        if newest == self._version:
+            raise TableGone(self._table.name, f"the log has no version {newest}")
         for version, info in self._log.infos(newest_first=True):
             if version <= self._version:
                 break
             taken = Progress.from_metadata(info.get("userMetadata") or "")
             if taken and any(end > self._done.offsets.get(place, 0) for place, end in taken.offsets.items()):
                 raise TableBusy(self._table.name, self._table.path)
+        self._version = newest
 
     @contextmanager
     def _turn(self) -> Iterator[int]:
@@ -269,16 +239,9 @@ class BronzeWriter:
                 yield bronze_at
 
 
-def _properties(reached: Progress) -> CommitProperties:
-    # No retry: a commit that another writer made since the turn began is one that this writer does not know.
-    return CommitProperties(custom_metadata={"userMetadata": reached.to_metadata()}, max_commit_retries=0)
-
-
-_PROPERTIES = WriterProperties(
-    compression="ZSTD", column_properties={name: ColumnProperties(dictionary_enabled=False) for name in _UNLIKE}
-)
-# Checkpoints and cleaning are maintenance's, outside any writer's turn.
-_NO_HOOKS = PostCommitHookProperties(create_checkpoint=False, cleanup_expired_logs=False)
+def _day(bronze_at: int) -> dict[str, str | None]:
+    """The partition of a commit."""
+    return {"date": datetime.fromtimestamp(bronze_at / 1e6, UTC).date().isoformat()}
 
 
 def constant_time(micros: int) -> Column:

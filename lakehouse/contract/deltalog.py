@@ -1,4 +1,8 @@
-"""The one reader of a Delta table's log without Spark: a commit is one JSON file, one action a line.
+"""The log of a Delta table, read and appended to without Spark: a commit is one JSON file, one action a line.
+
+delta-rs lists the log's folder and brings its snapshot up to date with each commit, which costs more with each commit
+that the log holds. A writer that knows the version appends here for the price of one small file. What needs the table's
+contents (a write with a predicate, a new schema, compaction) is delta-rs's.
 
 Everything here blocks for one or a few file operations, or requests to the object store.
 """
@@ -7,21 +11,27 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import unquote, urlparse
+from uuid import uuid4
 
 import orjson
 
 from lakehouse.contract.errors import MillraceError
-from lakehouse.contract.storage import LakePath, Stamp, StorePath, stamp_of
+from lakehouse.contract.storage import LakePath, Stamp, StorePath, create_whole, stamp_of
+
+if TYPE_CHECKING:
+    from deltalake import DeltaTable
 
 _FOLDER = "_delta_log"
 _COMMIT = re.compile(r"(\d{20})\.json")
 _CHECKPOINT = re.compile(r"(\d{20})\.checkpoint\..*parquet")
+_WRITER_VERSION = 2  # of the protocol: appended commits need nothing of a later one
 
 
 class TableGone(MillraceError):
@@ -42,7 +52,7 @@ class TableGone(MillraceError):
 
 
 class TableUnreadable(MillraceError):
-    """The table uses a feature that Millrace's readers do not support, or its metadata is wrong.
+    """The table uses a feature that Millrace does not support, or its metadata is wrong.
 
     Attributes:
         table: name of the table.
@@ -57,7 +67,7 @@ class TableUnreadable(MillraceError):
         self.remedy = remedy
 
     def __str__(self) -> str:
-        text = f"table {self.table!r} cannot be served: {self.problem}"
+        text = f"table {self.table!r} cannot be used: {self.problem}"
         return f"{text}. {self.remedy}" if self.remedy else text
 
 
@@ -70,12 +80,14 @@ class AddedFile:
         partition: values of the partition columns, as text.
         data_change: False if the file only holds rows that were in the table before (compaction).
         size: bytes.
+        stats: of its columns, as the log has them: JSON. Only of a file that is to be added.
     """
 
     path: str
     partition: Mapping[str, str | None]
     data_change: bool
     size: int = 0
+    stats: str = "{}"
 
     def located(self, folder: LakePath) -> LakePath:
         """The file's place, for a table in ``folder``."""
@@ -300,6 +312,64 @@ class DeltaLog:
         """The key's value in the newest commitInfo that has it, of so many commits; None if none has it."""
         infos = islice(self.infos(newest_first=True), within)
         return next((info[key] for _, info in infos if key in info), None)
+
+    def opened_to_append(self) -> DeltaTable:
+        """The table by delta-rs, if :meth:`append` may commit to it.
+
+        Raises:
+            TableUnreadable: its protocol asks more of a writer than :meth:`append` does.
+        """
+        from deltalake import DeltaTable
+
+        delta = DeltaTable(str(self.table))
+        if (found := delta.protocol()).min_writer_version > _WRITER_VERSION:
+            problem = f"its protocol asks for writers of version {found.min_writer_version}"
+            raise TableUnreadable(self.table.name, problem, "Undo what was set on it by another application")
+        return delta
+
+    def append(
+        self,
+        version: int,
+        *,
+        added: Sequence[AddedFile] = (),
+        removed: Sequence[AddedFile] = (),
+        info: Mapping[str, str],
+        transaction: tuple[str, int] | None = None,
+    ) -> bool:
+        """Commit files that are in the table's folder; False if another writer has committed since.
+
+        Like delta-rs, it does not wait for the disk: a power failure may take the last commits.
+
+        Args:
+            version: the next one, as far as the caller knows.
+            info: own keys of the commit's commitInfo.
+            transaction: application and its number.
+        """
+        # Care removes old versions: one may be free although there are later ones. Then the one before it is gone too.
+        if not self.is_newest(version - 1):
+            return False
+        now = time.time_ns() // 1_000_000
+        commit = {
+            "timestamp": now,
+            "operation": "WRITE",
+            "operationParameters": {"mode": "Overwrite" if removed else "Append"},
+            "engineInfo": "millrace",
+            "txnId": str(uuid4()),  # a store's answer may be lost: the writer knows its own commit again by it
+            **info,
+        }
+        lines: list[dict[str, Any]] = [{"commitInfo": commit}]
+        if transaction is not None:
+            lines.append({"txn": {"appId": transaction[0], "version": transaction[1], "lastUpdated": now}})
+        for file in removed:
+            gone = {"path": file.path, "deletionTimestamp": now, "dataChange": file.data_change}
+            lines.append(
+                {"remove": {**gone, "extendedFileMetadata": True, "partitionValues": file.partition, "size": file.size}}
+            )
+        for file in added:
+            new = {"path": file.path, "partitionValues": file.partition, "size": file.size, "modificationTime": now}
+            lines.append({"add": {**new, "dataChange": file.data_change, "stats": file.stats}})
+        data = b"".join(orjson.dumps(line) + b"\n" for line in lines)
+        return create_whole(self.commit_file(version), data, durable=False)
 
     def properties(self) -> Mapping[str, str]:
         """The table's properties as of the newest version. It opens the table with delta-rs, some milliseconds.

@@ -389,14 +389,17 @@ def write_whole(path: LakePath, data: bytes, mode: int = 0o644, *, durable: bool
             sync_folder(path.parent)
 
 
-def create_whole(path: LakePath, data: bytes, mode: int = 0o644) -> bool:
+def create_whole(path: LakePath, data: bytes, mode: int = 0o644, *, durable: bool = True) -> bool:
     """Write a small file whole unless there is one of this name; False if there is.
 
     Of several processes that do so at once, one succeeds.
+
+    Args:
+        mode, durable: see :func:`write_whole`.
     """
     if isinstance(path, StorePath):
         return path.create(data)
-    draft = _draft(path, data, mode, durable=True)
+    draft = _draft(path, data, mode, durable=durable)
     try:
         path.hardlink_to(draft)
     except FileExistsError:

@@ -8,82 +8,28 @@ be stored, and nothing can disagree with it.
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Sequence
-from datetime import datetime
-from typing import Literal
+from itertools import islice
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties, Schema, write_deltalake
 
 from lakehouse.contract import lake as names
+from lakehouse.contract.deltalog import AddedFile, DeltaLog, TableGone
 from lakehouse.contract.lake import TableRef
 from lakehouse.contract.pipeline import Product
 from lakehouse.contract.pipeline.product import SKETCHES, sketch_property
-from lakehouse.contract.storage import remove_tree
+from lakehouse.contract.storage import parquet_file, remove_tree, write_parquet
+from lakehouse.errors import TableBusy
+from lakehouse.gold.files import DataFiles, stats_of
 from lakehouse.gold.mark import BatchMark
 from lakehouse.operators.base import TIMESTAMP, WINDOW_START, Operator, plain
 from lakehouse.operators.registry import operator_of
 from lakehouse.operators.rows import ARRIVED, EventRows, Latest
 
-UNITS = 64
-"""Units in memory beside those of the last batch; the rows of others are read from the table when they change."""
-_HOT_BYTES = 32 << 20
 _SPARE = 1.25  # times the events to keep, before the oldest leave
-
-
-class HotRows:
-    """Rows of the units that changed last, in memory: the next batch mostly changes the same ones.
-
-    Bounded in units and in bytes.
-
-    Args:
-        column: whose values are the units.
-    """
-
-    def __init__(self, column: str) -> None:
-        self._column = column
-        self._rows: pa.Table | None = None
-        self._units: dict[object, None] = {}  # the one that changed last at the end
-
-    def clear(self) -> None:
-        self._rows = None
-        self._units.clear()
-
-    def absent(self, units: Sequence[object]) -> list[object]:
-        """Units whose rows are not in memory."""
-        return [unit for unit in units if unit not in self._units]
-
-    def rows_of(self, units: Sequence[object]) -> pa.Table | None:
-        """The rows of these units that are in memory; None for no rows."""
-        if self._rows is None:
-            return None
-        found = self._rows.filter(self._among(units))
-        return found if found.num_rows else None
-
-    def put(self, units: Sequence[object], rows: pa.Table) -> None:
-        """Replace the rows of these units."""
-        others = self._rows.filter(pc.invert(self._among(units))) if self._rows is not None else rows.slice(0, 0)
-        self._rows = pa.concat_tables([others, rows]).combine_chunks()
-        for unit in units:
-            self._units.pop(unit, None)
-            self._units[unit] = None
-        self._forget(len(self._units) - UNITS - len(units))
-        while self._rows.nbytes > _HOT_BYTES and len(self._units) > len(units):
-            self._forget(min(1 + len(self._units) // 2, len(self._units) - len(units)))
-
-    def _forget(self, count: int) -> None:
-        """Forget the units that did not change for longest."""
-        if count > 0 and self._rows is not None:
-            oldest = list(self._units)[:count]
-            self._rows = self._rows.filter(pc.invert(self._among(oldest))).combine_chunks()
-            for unit in oldest:
-                del self._units[unit]
-
-    def _among(self, units: Sequence[object]) -> pa.ChunkedArray:
-        assert self._rows is not None
-        column = self._rows[self._column]
-        return pc.is_in(column, value_set=pa.array(units, column.type))
 
 
 class ProductStore:
@@ -95,8 +41,10 @@ class ProductStore:
         self.operator: Operator = operator_of(product)
         self._pipeline = pipeline
         self._declaration = declaration
+        self._log = DeltaLog(table.path)
         self._delta: DeltaTable | None = None
-        self._hot = HotRows(WINDOW_START)
+        self._version = -1  # that _files is of
+        self._files = DataFiles(self._rows_of)
         self._transactions: dict[str, int] = {}
         self._evicted: int | None = None
 
@@ -113,14 +61,16 @@ class ProductStore:
         return "" if found == self._declaration else "its declaration, or its source's, has changed"
 
     def delta(self) -> DeltaTable:
-        """The writer's own handle, for care of the table between two batches; the table must exist."""
-        return self._open()
+        """The newest version by delta-rs, for care of the table between two batches; the table must exist."""
+        delta = self._open()
+        delta.update_incremental()
+        return delta
 
     def mark(self) -> BatchMark | None:
         """The newest commit's mark; None if the table is absent or holds no batch yet."""
         if not self.table.exists():
             return None
-        for info in self._open().history(limit=50):
+        for _, info in islice(self._log.infos(newest_first=True), 50):
             found = BatchMark.from_metadata(info)
             if found is not None:
                 return found
@@ -135,33 +85,36 @@ class ProductStore:
 
     def apply(self, partial: pa.Table, mark: BatchMark) -> int:
         """Merge one batch's partial rows and commit."""
-        delta = self._ensure(partial.schema)
+        self._ensure(partial.schema)
         if self.holds(mark.application, mark.transaction):
-            return delta.version()
+            return self._newest()
+        self._look()
         partial = self._retained(self._prepared(partial), mark.clock)
         if self.folded or not partial.num_rows:
-            self._write(partial if self.folded else self._empty(), mark, predicate=None, mode="append")
+            self._commit([partial], [], mark)
         else:
-            units = pc.unique(partial[WINDOW_START]).to_pylist() if self.operator.unit else []
-            merged = self.operator.merge(self._current(units), partial)
-            self._write(merged, mark, predicate=self._predicate(units), mode="overwrite")
-            if self.operator.unit:
-                self._hot.put(units, merged)
-        self._transactions[mark.application] = mark.transaction
+            units = pc.unique(partial[WINDOW_START]) if self.operator.unit else None
+            found = list(self._files.holding(units))
+            held = pa.concat_tables([rows for _, rows, _ in found]) if found else None
+            others = [rest for _, _, rest in found if rest.num_rows]
+            merged = self.operator.merge(held, partial)
+            # What does not change now is in a file of its own, which later batches leave alone.
+            rest = [pa.concat_tables(others)] if others else []
+            old = [file for file, _, _ in found]
+            self._files.replace(old, self._commit([merged, *rest], old, mark))
         self._evict(mark.clock)
-        return delta.version()
+        return self._newest()
 
     def replace(self, rows: pa.Table, mark: BatchMark) -> int:
         """Put a batch build in place of all that the table holds, in one commit."""
         self._evolve(rows.schema)
-        delta = self._ensure(rows.schema)
+        self._ensure(rows.schema)
         partial = self._retained(self._prepared(rows), mark.clock)
         full = partial if self.folded or not partial.num_rows else self.operator.merge(None, partial)
-        self._write(full if full.num_rows else self._empty(), mark, predicate=None, mode="overwrite", evolve=True)
-        self._hot.clear()
+        self._overwrite(full if full.num_rows else self._empty(), mark)
         self._transactions[mark.application] = mark.transaction
-        self._declare(delta)
-        return delta.version()
+        self._declare()
+        return self._newest()
 
     def results(self, rows: pa.Table, partial: pa.Table, clock: int | None) -> tuple[pa.Table, pa.Table]:
         """Result rows of the table, and those that a batch build gives at ``clock``, as far as both are certain.
@@ -175,9 +128,9 @@ class ProductStore:
         live, again = (self.operator.merge(None, found) if found.num_rows else self._empty() for found in both)
         return live, again
 
-    def _declare(self, delta: DeltaTable) -> None:
+    def _declare(self) -> None:
         """Set the table's properties, as the last step of a build: a crash before this builds it once more."""
-        configuration = self._configuration()
+        configuration, delta = self._configuration(), self.delta()
         if any(delta.metadata().configuration.get(key) != value for key, value in configuration.items()):
             delta.alter.set_table_properties(configuration, raise_if_not_exists=False)
 
@@ -208,9 +161,10 @@ class ProductStore:
             return
         self._evicted = horizon
         old = pc.field(WINDOW_START) <= pa.scalar(horizon, TIMESTAMP)
-        if self._open().to_pyarrow_dataset().count_rows(filter=old):
+        delta = self.delta()
+        if delta.to_pyarrow_dataset().count_rows(filter=old):
             place = f"{WINDOW_START} <= arrow_cast({horizon}, 'Timestamp(Microsecond, Some(\"UTC\"))')"
-            self._open().delete(place, commit_properties=CommitProperties(max_commit_retries=0))
+            delta.delete(place, commit_properties=CommitProperties(max_commit_retries=0))
 
     def _evolve(self, schema: pa.Schema) -> None:
         """Drop the table if its rows have another key or fold now: subscribers must begin again then."""
@@ -222,8 +176,7 @@ class ProductStore:
             found.get(key) != wanted.get(key) for key in (names.PROPERTY_KEY, names.PROPERTY_FOLD, names.PROPERTY_ORDER)
         ):
             remove_tree(self.table.path)
-            self._delta = None
-            self._hot.clear()
+            self._delta, self._version = None, -1
             self._transactions.clear()
 
     def _configuration(self) -> dict[str, str]:
@@ -246,70 +199,86 @@ class ProductStore:
                 configuration[names.PROPERTY_ORDER] = ",".join(self.operator.order)
         return configuration
 
-    def _ensure(self, schema: pa.Schema) -> DeltaTable:
+    def _ensure(self, schema: pa.Schema) -> None:
         self.operator.describe(schema)
         if self._delta is None and not self.table.exists():
             self.table.create(self._empty().schema, self._configuration())
-        return self._open()
 
     def _open(self) -> DeltaTable:
+        """The table by delta-rs, as it was when it was opened or delta-rs last committed to it."""
         if self._delta is None:
-            self._delta = DeltaTable(str(self.table.path))
+            self._delta = self._log.opened_to_append()
         return self._delta
 
-    def _current(self, units: list[object]) -> pa.Table | None:
-        """The rows that the product holds of these units."""
-        if not self.operator.unit:
-            found = self._open().to_pyarrow_table()
-            return found.cast(self.operator.schema) if found.num_rows else None
-        held = self._hot.rows_of(units)
-        absent = self._hot.absent(units)
-        if not absent:
-            return held
-        read = self._open().to_pyarrow_table(filters=[(WINDOW_START, "in", absent)])
-        read = read.cast(self.operator.schema)
-        found = read if held is None else pa.concat_tables([held, read])
-        return found if found.num_rows else None
+    def _newest(self) -> int:
+        return max(self._version, self._open().version())
 
-    def _predicate(self, units: list[object]) -> str | None:
-        if not self.operator.unit:
-            return None
-        literals = [
-            f"arrow_cast('{unit.isoformat()}', 'Timestamp(Microsecond, Some(\"UTC\"))')"
-            for unit in units
-            if isinstance(unit, datetime)
-        ]
-        among = [f"{WINDOW_START} IN ({', '.join(literals)})"] if literals else []
-        return " OR ".join([*among, *([f"{WINDOW_START} IS NULL"] if None in units else [])])
+    def _look(self) -> None:
+        """Learn which files there are, if delta-rs has committed since the store's own last commit."""
+        if (delta := self._open()).version() > self._version:
+            self._load(delta)
+            self._version = delta.version()
 
-    def _empty(self) -> pa.Table:
-        assert self.operator.schema is not None
-        return self.operator.schema.empty_table()
-
-    def _write(
-        self,
-        rows: pa.Table,
-        mark: BatchMark,
-        *,
-        predicate: str | None,
-        mode: Literal["append", "overwrite"],
-        evolve: bool = False,
-    ) -> None:
-        write_deltalake(
-            self._open(),
-            rows.cast(self.operator.schema),
-            mode=mode,  # type: ignore[arg-type]
-            predicate=predicate,
-            schema_mode="overwrite" if evolve and not self._fits() else None,
-            commit_properties=mark.commit_properties(),
-            # Checkpoints and cleaning are maintenance's, outside the batch.
-            post_commithook_properties=PostCommitHookProperties(create_checkpoint=False, cleanup_expired_logs=False),
-        )
+    def _load(self, delta: DeltaTable) -> None:
+        self._files.load(delta)
 
     def _fits(self) -> bool:
         """Whether the table has the columns that the rows have now."""
         assert self.operator.schema is not None
         return bool(self._open().schema() == Schema.from_arrow(self.operator.schema))
+
+    def _empty(self) -> pa.Table:
+        assert self.operator.schema is not None
+        return self.operator.schema.empty_table()
+
+    def _rows_of(self, file: AddedFile) -> pa.Table:
+        assert self.operator.schema is not None
+        found = parquet_file(file.located(self.table.path)).read()
+        return found.select(self.operator.schema.names).cast(self.operator.schema)
+
+    def _added(self, rows: pa.Table) -> AddedFile:
+        """A new data file with these rows."""
+        name = f"part-{uuid.uuid4()}.zstd.parquet"
+        size = write_parquet(self.table.path / name, rows, compression="zstd")
+        return AddedFile(name, {}, True, size, stats_of(rows))
+
+    def _commit(
+        self, tables: Sequence[pa.Table], old: Sequence[AddedFile], mark: BatchMark
+    ) -> list[tuple[AddedFile, pa.Table]]:
+        """Commit a file for each of these tables that has rows, in place of other files; returns the files."""
+        rows = [table.cast(self.operator.schema) for table in tables if table.num_rows]
+        new = [(self._added(each), each) for each in rows]
+        self._commit_files([file for file, _ in new], old, mark)
+        return new
+
+    def _commit_files(self, added: Sequence[AddedFile], removed: Sequence[AddedFile], mark: BatchMark) -> None:
+        """Commit files as such.
+
+        Raises:
+            TableBusy: there is another writer, since a commit is there that this one does not know.
+            TableGone: the table was dropped.
+        """
+        done = (mark.application, mark.transaction)
+        info = mark.to_metadata()
+        if not self._log.append(self._version + 1, added=added, removed=removed, info=info, transaction=done):
+            if not self._log.has(self._version):
+                raise TableGone(self.table.name, f"the log has no version {self._version}")
+            raise TableBusy(self.table.name, self.table.path)
+        self._version += 1
+        self._transactions[mark.application] = mark.transaction
+
+    def _overwrite(self, rows: pa.Table, mark: BatchMark) -> None:
+        """Put rows in place of all that there are, in the columns that the operator has now."""
+        delta = self.delta()
+        write_deltalake(
+            delta,
+            rows.cast(self.operator.schema),
+            mode="overwrite",
+            schema_mode=None if self._fits() else "overwrite",
+            commit_properties=mark.commit_properties(),
+            # Checkpoints and cleaning are maintenance's, outside the batch.
+            post_commithook_properties=PostCommitHookProperties(create_checkpoint=False, cleanup_expired_logs=False),
+        )
 
 
 class EventStore(ProductStore):
@@ -320,22 +289,25 @@ class EventStore(ProductStore):
 
     def apply(self, partial: pa.Table, mark: BatchMark) -> int:
         """Add a batch's events and commit; see :meth:`ProductStore.apply`. Each event is in some version."""
-        delta = self._ensure(partial.schema)
+        self._ensure(partial.schema)
         if self.holds(mark.application, mark.transaction):
-            return delta.version()
-        self._write(plain(partial), mark, predicate=None, mode="append")
-        self._transactions[mark.application] = mark.transaction
-        self._rows = delta.to_pyarrow_dataset().count_rows() if self._rows < 0 else self._rows + partial.num_rows
+            return self._newest()
+        self._look()
+        if self._rows < 0:
+            self._rows = self._open().to_pyarrow_dataset().count_rows()
+        self._commit([plain(partial)], [], mark)
+        self._rows += partial.num_rows
         if self._rows > self.product.newest * _SPARE:
-            self._leave(delta)
-        return delta.version()
+            self._leave()
+        return self._newest()
 
     def replace(self, rows: pa.Table, mark: BatchMark) -> int:
         self._rows = -1
         return super().replace(rows, mark)
 
-    def _leave(self, delta: DeltaTable) -> None:
+    def _leave(self) -> None:
         """Remove the oldest events, in a commit of its own."""
+        delta = self.delta()
         arrived = delta.to_pyarrow_dataset().to_table(columns=[ARRIVED])[ARRIVED]
         oldest = self.operator.oldest(arrived).cast(TIMESTAMP).value
         place = f"{ARRIVED} < arrow_cast({oldest}, 'Timestamp(Microsecond, Some(\"UTC\"))')"

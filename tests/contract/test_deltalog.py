@@ -126,3 +126,10 @@ def test_a_follower_tells_a_replaced_table_and_a_cleaned_log(product: Product, t
     held = len(os.listdir("/proc/self/fd"))
     follower.close()
     assert len(os.listdir("/proc/self/fd")) == held - 1
+
+
+def test_a_table_whose_protocol_asks_for_more_is_not_appended_to(product: Product) -> None:
+    assert DeltaLog(product.folder).opened_to_append().version() == 0
+    DeltaTable(product.folder).alter.add_constraint({"some": "rank > 0"})
+    with pytest.raises(TableUnreadable, match="writers of version 3"):
+        DeltaLog(product.folder).opened_to_append()

@@ -12,7 +12,7 @@ import pytest
 from deltalake import DeltaTable, write_deltalake
 
 from lakehouse import lock
-from lakehouse.contract.deltalog import DeltaLog, LogFollower, TableGone
+from lakehouse.contract.deltalog import AddedFile, DeltaLog, LogFollower, TableGone
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.storage import (
@@ -132,6 +132,32 @@ def test_a_log(place: LakePath) -> None:
         log.read(3)
     write_deltalake(str(place / "gold" / "s"), ROWS)
     assert [found.name for found in Lake(place, work=Path("/nowhere")).tables()] == ["s", "t"]
+
+
+def test_commits_that_are_appended(place: LakePath) -> None:
+    table = TableRef("gold", "t", place / "t")
+    table.create(ROWS.schema, {})
+    log = DeltaLog(table.path)
+
+    def added(name: str, rows: pa.Table) -> AddedFile:
+        return AddedFile(name, {}, True, write_parquet(table.path / name, rows), f'{{"numRecords":{rows.num_rows}}}')
+
+    first, second = added("a.parquet", ROWS), added("b.parquet", pa.table({"x": [3]}))
+    assert log.append(1, added=[first], info={"a": "1"}, transaction=("app", 7))
+    assert not log.append(1, added=[second], info={})  # another writer was quicker
+    assert not log.append(3, added=[second], info={})
+    assert log.append(2, added=[second], removed=[first], info={}, transaction=("app", 8))
+    DeltaTable(str(table.path)).create_checkpoint()
+    found = DeltaTable(str(table.path))
+    assert found.to_pyarrow_table() == pa.table({"x": [3]})
+    assert (found.version(), found.transaction_version("app")) == (2, 8)
+    assert DeltaTable(str(table.path), version=1).to_pyarrow_table() == ROWS
+    assert (log.info(1)["a"], log.read(2).removed[0].path, log.read(2).added[0].size) == ("1", "a.parquet", second.size)
+    assert found.vacuum(retention_hours=0, enforce_retention_duration=False, dry_run=False) == ["a.parquet"]
+    newest = found.version()
+    for version in range(newest):
+        log.commit_file(version).unlink()
+    assert not log.append(1, added=[second], info={})  # free, although there are later ones
 
 
 def test_a_follower_notices_a_table_that_was_replaced(place: LakePath) -> None:

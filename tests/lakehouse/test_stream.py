@@ -152,7 +152,7 @@ def test_a_query_that_fails_says_which_and_why(new_site: Callable[[], Site], spa
         shutil.rmtree(place.lake.table("gold", "visitors").path)
         place.send(mixture(100, 5))
         eventually(lambda: not alive())
-    assert (caught.value.query, caught.value.condition) == ("live-clicks", "DeltaError")
+    assert (caught.value.query, caught.value.condition) == ("live-clicks", "FileNotFoundError")
     assert "gold/visitors" in str(caught.value)
     place.run_until_arrived(spark)  # built again from bronze
     assert_exact(place.lake, place.pipeline, place.records)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections import Counter
 from datetime import UTC, datetime, timedelta
@@ -11,16 +12,17 @@ from typing import Any
 import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
-from deltalake.exceptions import CommitFailedError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyspark.sql import SparkSession
 
 from lakehouse.contract import lake as names
+from lakehouse.contract.deltalog import DeltaLog, TableGone
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Product
+from lakehouse.errors import TableBusy
+from lakehouse.gold import files
 from lakehouse.gold.mark import BatchMark
-from lakehouse.gold.store import UNITS as HOT_UNITS
 from lakehouse.gold.store import ProductStore
 from tests.lakehouse.operators.test_top_n import exact, partial, shown
 
@@ -65,16 +67,17 @@ def test_a_repeated_batch_is_skipped(tmp_path: Path) -> None:
     assert held(again) == [(0, "a", 11), (0, "b", 2)]
 
 
-def test_an_old_window_is_read_back_from_the_table(tmp_path: Path) -> None:
+def test_an_old_window_is_read_back_from_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = store(tmp_path)
-    for batch in range(HOT_UNITS + 10):
+    monkeypatch.setattr(files, "_HOT_BYTES", 100)
+    for batch in range(20):
         made.apply(counts((batch, "a", 1)), mark(batch))
-    assert made.apply(counts((0, "a", 5), (0, "b", 1), (HOT_UNITS, "a", 1)), mark(1_000)) > 0  # forgotten by memory
+    made.apply(counts((0, "a", 5), (0, "b", 1), (9, "a", 1)), mark(1_000))  # forgotten by memory
     again = store(tmp_path)
     again.apply(counts((1, "a", 5)), mark(1_001))
     found = {(minute, city): n for minute, city, n in held(again)}
-    assert (found[0, "a"], found[0, "b"], found[1, "a"], found[HOT_UNITS, "a"]) == (6, 1, 6, 2)
-    assert sum(found.values()) == HOT_UNITS + 10 + 12
+    assert (found[0, "a"], found[0, "b"], found[1, "a"], found[9, "a"]) == (6, 1, 6, 2)
+    assert sum(found.values()) == 20 + 12
 
 
 def test_a_window_of_long_ago(tmp_path: Path) -> None:
@@ -179,7 +182,7 @@ def test_a_second_writer_is_heard(tmp_path: Path) -> None:
     one, other = store(tmp_path), store(tmp_path)
     one.apply(counts((0, "a", 1)), mark(0))
     other.apply(counts((0, "a", 1)), mark(1))
-    with pytest.raises(CommitFailedError):
+    with pytest.raises(TableBusy, match="counts"):
         one.apply(counts((0, "a", 1)), mark(2))
     assert held(store(tmp_path)) == [(0, "a", 2)]
 
@@ -210,3 +213,11 @@ def test_spark_reads_what_was_written(tmp_path: Path, spark: SparkSession) -> No
     made.apply(partial([(0, "b"), (0, "a")]), mark(1))
     rows = spark.read.format("delta").load(str(made.table.path)).toArrow()
     assert shown(rows) == exact([(0, "a"), (0, "a"), (1, "b"), (0, "b"), (0, "a")], 3)
+
+
+def test_a_table_that_was_dropped_is_said_to_be_gone(tmp_path: Path) -> None:
+    made = store(tmp_path)
+    made.apply(counts((0, "a", 1)), mark(0))
+    shutil.rmtree(DeltaLog(made.table.path).folder)
+    with pytest.raises(TableGone, match="counts: the log has no version 1"):
+        made.apply(counts((0, "a", 1)), mark(1))
