@@ -264,7 +264,7 @@ class LocalQueries:
         return self.narrowed(conform(bronze, self._source, carried=CARRIED), *COLUMNS.names)
 
     def read_again(self, bronze: DataFrame) -> DataFrame:
-        """The same, of rows that bronze has: what no product reads of an event, only quarantine and warnings have."""
+        """The same, of rows of bronze. What no product reads is null, unless quarantine or warnings take it."""
         events = self.parsed(bronze)
         if self._read is None:
             return events
