@@ -138,9 +138,11 @@ def test_products_that_remember_at_every_point(
     assert found == {"visits": True, "sevens": True, "prices": True, "quarantine": True}
 
 
-def test_a_query_that_is_added_and_killed_as_it_begins(new_site: Callable[[], Site], spark: SparkSession) -> None:
+def test_a_query_that_is_added_and_killed_as_it_begins(
+    new_site: Callable[..., Site], spark: SparkSession, bucket: str
+) -> None:
     """Events count in it from when it began; copies of earlier ones do not, whatever was noted when it died."""
-    place, early = new_site(), mixture(0, 80)
+    place, early = new_site(bucket), mixture(0, 80)
     queries = Queries(place)
     place.send(early)
     place.run_until_arrived(spark)
@@ -149,7 +151,7 @@ def test_a_query_that_is_added_and_killed_as_it_begins(new_site: Callable[[], Si
         killed_at(place, point)
     assert queries.declared.state("new_cities").since
     place.send([*early[:20], *mixture(1_000, 60)])
-    with place.running(spark) as alive:
+    with place.moved().running(spark) as alive:
         before, everything = by_city(early), by_city(place.records)
         late = {
             city: (n - before.get(city, (0, 0))[0], total - before.get(city, (0, 0))[1])
@@ -174,9 +176,11 @@ def killed_at(place: Site, point: str, send: Callable[[], None] = lambda: None) 
             process.wait()
 
 
-def test_a_source_that_changes_while_its_driver_dies(new_site: Callable[[], Site], spark: SparkSession) -> None:
+def test_a_source_that_changes_while_its_driver_dies(
+    new_site: Callable[..., Site], spark: SparkSession, bucket: str
+) -> None:
     """Stopped and not started; with products and without its query; forgotten and not built."""
-    place = new_site()
+    place = new_site(bucket)
     for number, point in enumerate(("source.after_stop", "source.after_products:2", "rebuild.after_forget")):
         waiting = [lambda n=number: redeclared(place, (f"price >= {-n}", f"price >= {-n - 1}"))]
         place.send(mixture(100 * number, 60))
@@ -203,7 +207,7 @@ def test_a_source_that_is_added_while_its_driver_dies(
     place = new_site()
     place.send(mixture(0, 60))
     place.run_until_arrived(spark)  # so that the driver passes the point for the added source alone
-    added, log = Added(place), place.lake.root.parent / "driver.log"
+    added, log = Added(place), place.folder / "driver.log"
 
     def add() -> None:
         if not added.file.exists() and "metrics at" in log.read_text(encoding="utf-8"):
@@ -273,8 +277,8 @@ def test_a_loader_commits_before_and_behind_the_batch_that_dies(
     assert [(f.table, f.equal) for f in verify(spark, place.settings, place.pipeline)] == ALL_EQUAL
 
 
-def test_building_again_is_begun_again(new_site: Callable[[], Site], spark: SparkSession) -> None:
-    place = new_site()
+def test_building_again_is_begun_again(new_site: Callable[..., Site], spark: SparkSession, bucket: str) -> None:
+    place = new_site(bucket)
     place.send(mixture(0, 100))
     place.run_until_arrived(spark)
     for number, point in enumerate(REBUILD_CRASH_POINTS):
@@ -282,7 +286,7 @@ def test_building_again_is_begun_again(new_site: Callable[[], Site], spark: Spar
         place.send(mixture(1_000 + 100 * number, 30))
         killed_at(place, point)
     place = redeclared(place, (f"price >= {-len(REBUILD_CRASH_POINTS)}", "price >= 0"))
-    with place.running(spark) as alive:
+    with place.moved().running(spark) as alive:
         eventually(place.arrived(), alive=alive)
     assert_exact(place.lake, place.pipeline, place.records)
     assert [(f.table, f.equal) for f in verify(spark, place.settings, place.pipeline)] == ALL_EQUAL

@@ -43,15 +43,22 @@ class Example:
         name: of the shipped pipeline, or the folder of another one.
         repeats: the share of events that come a second time.
         layers: that the driver keeps.
+        lake: another place for it.
     """
 
     def __init__(
-        self, folder: Path, name: str | Path, repeats: float = 0.05, layers: tuple[str, ...] = ("silver", "gold")
+        self,
+        folder: Path,
+        name: str | Path,
+        repeats: float = 0.05,
+        layers: tuple[str, ...] = ("silver", "gold"),
+        lake: Lake | None = None,
     ) -> None:
         pipeline = name if isinstance(name, Path) else conf_dir() / "pipelines" / name
-        self.settings = load_settings({}, lake=folder / "lake", pipeline=str(pipeline), spark__rehearse=False)
+        self.lake = lake or Lake(folder / "lake")
+        places = {"lake": self.lake.root, "work": str(self.lake.state)}
+        self.settings = load_settings({}, **places, pipeline=str(pipeline), spark__rehearse=False)
         self.pipeline: Pipeline = load_pipeline(pipeline)
-        self.lake = Lake(self.settings.lake)
         self._offsets: dict[tuple[str, int], int] = {}
         self._commits = 0
         self._rng = random.Random(7)

@@ -16,7 +16,9 @@ from deltalake import DeltaTable
 from pyspark.sql import SparkSession
 
 from ingest.simulate.scenes import SCENES
+from lakehouse.contract.lake import Lake
 from lakehouse.errors import BadProduct, QueryFailed
+from lakehouse.lock import WriterLocks
 from lakehouse.stateful import live_join
 from lakehouse.stateful.join import Join
 from lakehouse.stateful.join_index import JoinIndex
@@ -120,8 +122,9 @@ def test_aborted_at_every_step_and_with_state_lost(
 
 @pytest.mark.soak  # make crashes
 @pytest.mark.parametrize("time", [1, 2])
-def test_killed_at_every_step(tmp_path: Path, spark: SparkSession, time: int) -> None:
-    example = Example(tmp_path, "ads", repeats=0.1, layers=("gold",))
+def test_killed_at_every_step(tmp_path: Path, lake: Lake, spark: SparkSession, time: int) -> None:
+    """In an object store each driver is on a machine that knows nothing of the ones before."""
+    example = Example(tmp_path, "ads", repeats=0.1, layers=("gold",), lake=lake)
     upstream = scene()
     sent: list[Event] = []
     command = [sys.executable, "jobs/run_gold.py", "--lake", str(example.lake.root), "--pipeline", "ads"]
@@ -135,8 +138,13 @@ def test_killed_at_every_step(tmp_path: Path, spark: SparkSession, time: int) ->
         send()
         changed = {"MILLRACE_SPARK_REHEARSE": "false", "MILLRACE_SPARK_DRIVER_MEMORY": "1g"}
         environ = {**os.environ, **changed, "MILLRACE_CRASH_AT": f"{point}:{time}"}
+        machine = ["--set", f"work={tmp_path / point if lake.remote else lake.state}"]
+        with WriterLocks(lake, ["click_through"], patience_s=60):
+            pass  # the locks of the driver that was killed before have run out
         with (tmp_path / "driver.log").open("ab") as log:
-            process = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=log, stderr=log, start_new_session=True)
+            process = subprocess.Popen(
+                [*command, *machine], cwd=ROOT, env=environ, stdout=log, stderr=log, start_new_session=True
+            )
         try:
             while process.poll() is None:  # the first batch is a build: others must come after it
                 send()
@@ -147,6 +155,8 @@ def test_killed_at_every_step(tmp_path: Path, spark: SparkSession, time: int) ->
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+    with WriterLocks(lake, ["click_through"], patience_s=60):
+        pass
     with example.running(spark) as driver:
         example.wait(driver)
     assert_exact(example, sent)
