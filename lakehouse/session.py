@@ -191,7 +191,7 @@ def _without_noise() -> Iterator[int]:
 
 
 def _s3_conf(environ: Mapping[str, str]) -> dict[str, str]:
-    """Spark's S3A by the variables that delta-rs reads too. Spark only reads: delta-rs makes all commits."""
+    """Spark's S3A by the variables that delta-rs reads too. Spark makes no commit."""
     conf = {"fs.s3a.endpoint.region": environ.get("AWS_REGION", "us-east-1"), "fs.s3a.input.stream.type": "classic"}
     if endpoint := environ.get("AWS_ENDPOINT_URL"):
         secure = str(endpoint.startswith("https:")).lower()
