@@ -58,6 +58,7 @@ def example(tmp_path: Path) -> Example:
     return Example(tmp_path, folder, repeats=0.05)
 
 
+@pytest.mark.soak
 def test_a_build_is_not_bounded_by_what_the_driver_may_fetch(example: Example, spark: SparkSession) -> None:
     events = list(islice(SCENES["ads"](5, START_MS), 19_000))
     impressions = [found for found in events[:15_000:15] if found[0] == "impressions"]
