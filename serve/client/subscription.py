@@ -433,7 +433,7 @@ class Subscription:
                 self._server_behind = behind
                 is_new, self.slow = self.slow is None, SlowNotice(behind, late, cut)
                 if is_new:  # each long poll says it again
-                    log.warning("%s: the server says we are %d messages behind", self.table, behind)
+                    log.warning("%s: the server says we are %d messages and %d ms behind", self.table, behind, late)
                     self._options.on_slow(self.slow)
             case {"type": "error", "code": str(code), "detail": str(detail)}:
                 raise_refusal(code, detail)

@@ -176,6 +176,7 @@ def played(tmp_path_factory: pytest.TempPathFactory) -> Played:
             demo.kill(part)
             wait_for(lambda before=before: demo.rows("rsvps") > before, f"events after the end of {part}")
         wait_for(lambda: demo.rows("rsvps") > 2_000, "the whole of the mixed lines")
+        wait_for(lambda: demo.rows("members") > 1, "a second window, so that a line can be drawn")
         empty = empty_panels(watch, demo) if watch else None
         fired = {series["metric"]["alertname"] for series in watch.query(FIRED)} if watch else set()
         port = demo.address("serve").rpartition(":")[2]
