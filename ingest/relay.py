@@ -250,7 +250,7 @@ class Refiner:
                 reject=front.reject or envelope.reject,
             )
         own = {RAW_ID: origin, RAW_PLACE: _place(record), REFINED_BY: refined_by}
-        extra = own | dict(_extra(record)) | own
+        extra = dict(_extra(record)) | own
         if self._enricher is not None and envelope.reject is None:
             extra |= dict(self._enricher(event))
         return dataclasses.replace(envelope, extra=tuple(extra.items())), key, event.payload

@@ -35,11 +35,15 @@ Selections = Sequence[Sequence[str | Column]]
 WORKERS = 2
 """Python workers that most queries need."""
 
+_FEW = 2_000  # rows: to write code for projections in each task takes longer than to interpret them over so few
+_PROJECTIONS = "spark.sql.codegen.factoryMode"
+
 
 class PreparedQuery:
     """One query, planned once. Several threads may run it; they take turns.
 
     Args:
+        session: of this query alone, since a run sets how it evaluates projections.
         query: computes the result from such a table, or several results from some of its columns each.
         tasks: tasks that share a table; more than one only where no row depends on another.
     """
@@ -49,6 +53,7 @@ class PreparedQuery:
         self._input = StructType([StructField(field.name, field.dataType, nullable=True) for field in schema])
         self._file = os.memfd_create("millrace-batch", os.MFD_CLOEXEC)
         self._tasks = tasks
+        self._modes = {True: "NO_CODEGEN", False: str(session.conf.get(_PROJECTIONS))}
         self._frame = query(self._table)
         self._lock = threading.Lock()
 
@@ -70,6 +75,7 @@ class PreparedQuery:
             os.lseek(self._file, 0, os.SEEK_SET)
             with os.fdopen(self._file, "wb", closefd=False) as sink, pa.ipc.new_file(sink, rows.schema) as writer:
                 writer.write_table(rows)
+            self._session.conf.set(_PROJECTIONS, self._modes[rows.num_rows < _FEW])
             return self._frame.toArrow()
 
     def close(self) -> None:

@@ -164,10 +164,8 @@ def tables(
             )
             for facts in found
         ]
-        columns, spare = (
-            ("table", "health", *numbers, "too late", "committed"),
-            ("files", "versions", "kept", "too late"),
-        )
+        columns = ("table", "health", *numbers, "too late", "committed")
+        spare = ("files", "versions", "kept", "too late")
         print_table(columns, rows, right=(*numbers, "committed"), spare=spare)
         for facts in found:
             for remark in facts.remarks:

@@ -160,11 +160,13 @@ class ProductStore:
         if self._evicted is not None and horizon - self._evicted < self.product.retention_ms * 50:
             return
         self._evicted = horizon
-        old = pc.field(WINDOW_START) <= pa.scalar(horizon, TIMESTAMP)
-        delta = self.delta()
-        if delta.to_pyarrow_dataset().count_rows(filter=old):
-            place = f"{WINDOW_START} <= arrow_cast({horizon}, 'Timestamp(Microsecond, Some(\"UTC\"))')"
-            delta.delete(place, commit_properties=CommitProperties(max_commit_retries=0))
+        if self.delta().to_pyarrow_dataset().count_rows(filter=pc.field(WINDOW_START) <= pa.scalar(horizon, TIMESTAMP)):
+            self._delete(f"{WINDOW_START} <=", horizon)
+
+    def _delete(self, compared: str, time: int) -> None:
+        """Remove the rows that compare so with a time (microseconds since the epoch), in a commit of its own."""
+        place = f"{compared} arrow_cast({time}, 'Timestamp(Microsecond, Some(\"UTC\"))')"
+        self._open().delete(place, commit_properties=CommitProperties(max_commit_retries=0))
 
     def _evolve(self, schema: pa.Schema) -> None:
         """Drop the table if its rows have another key or fold now: subscribers must begin again then."""
@@ -310,6 +312,5 @@ class EventStore(ProductStore):
         delta = self.delta()
         arrived = delta.to_pyarrow_dataset().to_table(columns=[ARRIVED])[ARRIVED]
         oldest = self.operator.oldest(arrived).cast(TIMESTAMP).value
-        place = f"{ARRIVED} < arrow_cast({oldest}, 'Timestamp(Microsecond, Some(\"UTC\"))')"
-        delta.delete(place, commit_properties=CommitProperties(max_commit_retries=0))
+        self._delete(f"{ARRIVED} <", oldest)
         self._rows = delta.to_pyarrow_dataset().count_rows()

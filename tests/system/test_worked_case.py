@@ -217,6 +217,7 @@ def test_an_alert_fires_for_a_part_that_is_down(played: Played) -> None:
     assert "MillracePartDown" in played.fired
 
 
+@pytest.mark.soak
 def test_the_supervisor_killed_leaves_no_process_and_the_same_file_again_changes_nothing(played: Played) -> None:
     lake, expected = played.lake, played.expected
     valid = written(played.file.with_name("valid.jsonl"), [line for line in expected.lines if line not in MALFORMED])
