@@ -20,6 +20,7 @@ from pathlib import Path
 
 from ingest.broker import EmbeddedBroker
 from jobs.local.stack import free_port
+from tests.chaos.clock import WallClock
 from tests.chaos.proxy import Link
 from tests.chaos.rig import PIPELINE
 
@@ -66,6 +67,7 @@ class Installation:
 
     Attributes:
         folder: of everything; the lake is below ``disk``, which is a small file system where one may be mounted.
+        clock: the wall clock of all but the broker, which is another machine.
         links: by name: ``kafka``, ``senders``, ``readers``.
         starts: of the supervisor.
         left: processes that were there after the end.
@@ -77,6 +79,7 @@ class Installation:
         self.lake = self.disk / "lake"
         self.inbox = folder / "inbox"
         self.serve, self.collect, self._kafka = free_port(), free_port(), free_port()
+        self.clock = WallClock(folder / "clock")
         self.broker = Advertising(folder / "kafka", self._kafka)
         self.bootstrap = f"127.0.0.1:{self._kafka}"
         inner = int(self.broker.settle().rpartition(":")[2])
@@ -147,11 +150,12 @@ class Installation:
 
     async def _keep_up(self) -> None:
         """What systemd would do."""
+        environment = os.environ | self.clock.environment
         while True:
             self.starts += 1
             with (self.folder / "up.log").open("ab") as output:
                 self._process = subprocess.Popen(  # noqa: ASYNC220 - a fork of milliseconds
-                    self._command(), cwd=ROOT, stdout=output, stderr=output
+                    self._command(), cwd=ROOT, env=environment, stdout=output, stderr=output
                 )
             while self._process.poll() is None:  # noqa: ASYNC110 - another process
                 await asyncio.sleep(0.1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from tests.chaos.verdict import Inputs, judge
 from tests.ingest.conftest import event
 
 KEPT = range(20)
+HOUR = datetime(2026, 1, 2, 3, tzinfo=UTC)
+BEGAN, TENTH = HOUR + timedelta(minutes=59, seconds=30), timedelta(seconds=0.1)
 BROKEN = b'{"id": broken'
 
 
@@ -24,6 +27,7 @@ def bronze_row(number: int, offset: int, **changed: Any) -> dict[str, Any]:
     """Numbers are dealt to two partitions by their key."""
     key = f"k{number % 7}".encode()
     row = {"event_id": str(number), "key": key, "payload": event(number), "topic": "clicks", "reject": None}
+    row |= {"received_at": BEGAN + number * TENTH, "bronze_at": BEGAN + offset * TENTH}
     return row | {"partition": number % 7 % 2, "offset": offset, "suspect": False} | changed
 
 
@@ -43,9 +47,14 @@ def good_rows() -> list[dict[str, Any]]:
 def product() -> list[dict[str, Any]]:
     counts = Counter(f"k{number % 7}" for number in KEPT)
     return [
-        {"who": who, "n": n, "total": sum(number for number in KEPT if f"k{number % 7}" == who)}
+        {"who": who, "n": n, "total": sum(number for number in KEPT if f"k{number % 7}" == who), "window_start": HOUR}
         for who, n in counts.items()
     ]
+
+
+def visits() -> list[dict[str, Any]]:
+    """One of each sender, which begins with its first event."""
+    return [row | {"session_start": BEGAN + number * TENTH} for number, row in enumerate(product())]
 
 
 class Case:
@@ -54,7 +63,7 @@ class Case:
     def __init__(self, folder: Path) -> None:
         self.lake = folder
         self.bronze = good_rows()
-        self.products = {"per_who": product(), "visits": product()}
+        self.products = {"per_who": product(), "visits": visits()}
         self.quarantine = [{"payload": BROKEN.decode()}]
         self.inputs = Inputs(set(KEPT), Counter(KEPT), Counter([3]), [BROKEN])
         self.mirror = Mirror("websocket", "n")
@@ -103,6 +112,16 @@ def wrong_sum(case: Case) -> None:
     case.products["visits"][0]["total"] += 1
 
 
+def end_too_early(case: Case) -> None:
+    first = case.products["visits"][0]
+    first |= {"n": 2, "total": 7}
+    case.products["visits"].append(first | {"n": 1, "total": 14, "session_start": BEGAN + 14 * TENTH})
+
+
+def another_window(case: Case) -> None:
+    case.products["per_who"][0]["window_start"] = HOUR + timedelta(hours=1)
+
+
 @pytest.mark.parametrize(
     ("plant", "found"),
     [
@@ -117,6 +136,11 @@ def wrong_sum(case: Case) -> None:
         pytest.param(lambda case: case.quarantine.append(case.quarantine[0]), {"twice": 1}, id="quarantined-twice"),
         pytest.param(forget_in_product, {"lost": 1}, id="an-event-is-not-in-a-product"),
         pytest.param(count_twice, {"twice": 1}, id="counted-twice"),
+        pytest.param(end_too_early, {"lost": 1, "twice": 1}, id="a-session-in-two"),
+        pytest.param(another_window, {"lost": 3, "twice": 3}, id="another-window"),
+        pytest.param(
+            lambda case: case.products["visits"].append(case.products["visits"][0]), {"twice": 3}, id="a-row-twice"
+        ),
         pytest.param(wrong_sum, {"twice": 1}, id="another-event-was-counted"),
         pytest.param(
             lambda case: case.change("p1", "p2", [{"who": "k0", "n": 1, "total": 0}]),

@@ -18,8 +18,36 @@ from kafka import KafkaConsumer, TopicPartition
 
 from tests.chaos.subscribers import Mirror
 
-TOTALS = {"per_who": "n", "visits": "n"}
-COLUMNS = ["event_id", "key", "payload", "topic", "partition", "offset", "suspect", "reject"]
+PRODUCTS = {
+    "per_who": (
+        "window_start",
+        """
+        SELECT who, date_trunc('hour', happened) AS window_start, count(*) AS n, sum(id) AS total
+        FROM events GROUP BY ALL""",
+    ),
+    "visits": (
+        "session_start",
+        """
+        SELECT who, min(happened) AS session_start, count(*) AS n, sum(id) AS total
+        FROM (SELECT *, count(*) FILTER (begins) OVER (PARTITION BY who ORDER BY happened, id) AS visit
+              FROM (SELECT *, happened >= lag(happened) OVER in_order + INTERVAL 1 SECOND AS begins
+                    FROM events WINDOW in_order AS (PARTITION BY who ORDER BY happened, id)))
+        GROUP BY who, visit""",
+    ),
+}
+"""What each product is, of the first copies of all events; its key is ``who`` and the named column."""
+COLUMNS = [
+    "event_id",
+    "received_at",
+    "bronze_at",
+    "key",
+    "payload",
+    "topic",
+    "partition",
+    "offset",
+    "suspect",
+    "reject",
+]
 
 
 @dataclass
@@ -74,14 +102,14 @@ def judge(lake: Path, inputs: Inputs, mirrors: Sequence[Mirror], ends: dict[int,
     Args:
         lake: its root.
         inputs: of the collector and of the loader.
-        mirrors: of the first table of :data:`TOTALS`.
+        mirrors: of the first table of :data:`PRODUCTS`.
         ends: offset behind the last record of each partition of the topic.
     """
     verdict = Verdict()
     with duckdb.connect() as database:
         database.execute("SET TimeZone = 'UTC'")
         database.register("bronze", DeltaTable(str(lake / "bronze" / "clicks")).to_pyarrow_table(columns=COLUMNS))
-        for table in TOTALS:
+        for table in PRODUCTS:
             path = lake / "gold" / table
             database.register(table, DeltaTable(str(path)).to_pyarrow_table())
         quarantine = lake / "silver" / "quarantine"
@@ -157,19 +185,25 @@ def _judge_events(database: duckdb.DuckDBPyConnection, inputs: Inputs, verdict: 
 
 
 def _judge_products(database: duckdb.DuckDBPyConnection, verdict: Verdict) -> None:
-    """Each product counts each event of bronze once, under its own key."""
-    for table, count in TOTALS.items():
+    """Each product counts each event once, by the first copy in bronze: in the window or session of its key."""
+    for table, (start, rows) in PRODUCTS.items():
         wrong = database.execute(f"""
-            WITH events AS (SELECT DISTINCT event_id::BIGINT AS id FROM bronze WHERE reject IS NULL),
-            wanted AS (SELECT 'k' || id % 7 AS who, count(*) AS n, sum(id) AS total FROM events GROUP BY ALL),
-            counted AS (SELECT who, sum({count}) AS n, sum(total) AS total FROM {table} GROUP BY ALL)
-            SELECT who, coalesce(w.n, 0) - coalesce(c.n, 0), coalesce(w.total, 0) - coalesce(c.total, 0)
-            FROM wanted w FULL JOIN counted c USING (who) WHERE (w.n, w.total) IS DISTINCT FROM (c.n, c.total)
+            WITH events AS (
+                SELECT DISTINCT ON (event_id) event_id::BIGINT AS id, 'k' || id % 7 AS who, received_at AS happened
+                FROM bronze WHERE reject IS NULL ORDER BY event_id, bronze_at, topic, partition, "offset"),
+            wanted AS ({rows}),
+            counted AS (SELECT who, {start}, sum(n) AS n, sum(total) AS total FROM {table} GROUP BY ALL),
+            differences AS (
+                SELECT who, coalesce(w.n, 0) - coalesce(c.n, 0) AS missing
+                FROM wanted w FULL JOIN counted c USING (who, {start})
+                WHERE (w.n, w.total) IS DISTINCT FROM (c.n, c.total))
+            SELECT who, sum(greatest(missing, 0)), sum(greatest(-missing, 0)), count_if(missing = 0)
+            FROM differences GROUP BY who
         """).fetchall()
-        for who, missing, total in wrong:
-            verdict.find("lost", max(missing, 0), f"events of {who} are not in {table}")
-            verdict.find("twice", max(-missing, 0), f"events of {who} too many in {table}")
-            verdict.find("twice", int(not missing), f"sum of {who} in {table} differs by {total}")
+        for who, missing, beyond, other in wrong:
+            verdict.find("lost", int(missing), f"events of {who} are not where they belong in {table}")
+            verdict.find("twice", int(beyond), f"events of {who} too many in {table}")
+            verdict.find("twice", other, f"sums of {who} in {table} differ")
 
 
 def _judge_broken(database: duckdb.DuckDBPyConnection, broken: Iterable[bytes], verdict: Verdict) -> None:
@@ -186,7 +220,7 @@ def _judge_mirror(database: duckdb.DuckDBPyConnection, mirror: Mirror, verdict: 
     """What the subscriber holds is what the table holds."""
     for kind, count in mirror.faults.items():
         verdict.find(kind, count, f"changes, as {mirror.name} was told")
-    table = next(iter(TOTALS))
+    table = next(iter(PRODUCTS))
     counts = database.execute(f"SELECT who, sum(n), sum(total) FROM {table} GROUP BY who").fetchall()
     held: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for row in mirror.rows.values():
