@@ -9,29 +9,15 @@ from __future__ import annotations
 import os
 import signal
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 _armed, _, _count = os.environ.get("MILLRACE_CRASH_AT", "").partition(":")
 _passed: Counter[str] = Counter()
-_off = False
 
 
 def crash_point(name: str) -> None:
     """Die here if the environment says so."""
-    if _armed != name or _off:
+    if _armed != name:
         return
     _passed[name] += 1
     if _passed[name] >= int(_count or 1):
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-@contextmanager
-def no_crash_points() -> Iterator[None]:
-    """Points that are passed meanwhile, by any thread, do not count: a rehearsal is not the play."""
-    global _off
-    _off = True
-    try:
-        yield
-    finally:
-        _off = False
