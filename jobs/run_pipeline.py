@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from jobs.console import log_to_stderr, print_problems, stopped_by_signals
 from jobs.local.broker import ensure_topics, resolve_kafka
@@ -113,6 +114,8 @@ def run_stages(
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise QueryFailed(f"of pipeline {pipeline.name}", error.getCondition() or "", lines[0]) from None
     finally:
+        with suppress(Exception):  # the JVM may be gone
+            spark.sparkContext.setLogLevel("OFF")  # tasks that the end cuts off are no errors
         spark.stop()
 
 

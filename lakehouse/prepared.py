@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from functools import reduce
 from typing import Protocol
 
@@ -93,10 +94,12 @@ def start_workers(spark: SparkSession) -> None:
     """Start Spark's Python workers now, in a thread, so that the first query does not wait for them."""
 
     def start() -> None:
-        spark.range(0, WORKERS, 1, WORKERS).mapInArrow(lambda batches: batches, "id BIGINT").toArrow()
+        with suppress(Exception):  # the driver has ended meanwhile; what else it may be, the first query says
+            spark.range(0, WORKERS, 1, WORKERS).mapInArrow(lambda batches: batches, "id BIGINT").toArrow()
 
     if is_local(spark):
-        InheritableThread(target=start, name="python workers", daemon=True).start()
+        # Not a daemon: inside pyarrow, the end of the interpreter would abort the process.
+        InheritableThread(target=start, name="python workers").start()
 
 
 def is_local(spark: SparkSession) -> bool:

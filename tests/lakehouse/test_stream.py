@@ -139,7 +139,7 @@ def test_a_second_writer_is_refused(kept: Site, spark: SparkSession) -> None:
             timeout=400,
             check=False,
         )
-        assert done.returncode == 1
+        assert done.returncode == 1, done.stderr
         assert "another process writes" in done.stderr.splitlines()[-1]
 
 
