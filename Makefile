@@ -18,9 +18,9 @@ help:
 demo: setup
 	@$(VENV)/bin/millrace demo $(ARGS)
 
-# Three processes on two cores, because tests wait a good deal; in one: make test ARGS="-n 0 tests/serve -x"
+# Four processes on two cores, because tests wait a good deal; in one: make test ARGS="-n 0 tests/serve -x"
 test: setup
-	@$(PY) -m pytest -n 3 --dist loadscope --no-loadscope-reorder $(ARGS)
+	@$(PY) -m pytest -n 4 --dist loadscope --no-loadscope-reorder $(ARGS)
 
 check: $(READY)
 	@$(VENV)/bin/ruff check .

@@ -324,6 +324,7 @@ async def test_server_killed_and_page_reloaded_without_gap_or_duplicate(tables: 
         await caught_up(page, tables, since=1, events_before=before)
 
 
+@pytest.mark.soak  # test_browser_client.py does so for every page
 async def test_closed_page_goes_on_from_its_stored_position(tables: Tables, server: Server) -> None:
     tables.commit()
     await asyncio.to_thread(server.start)
