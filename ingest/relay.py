@@ -383,18 +383,21 @@ class GroupReader:
         )
         for topic in self._sources:  # otherwise the leader may assign nothing until its metadata is renewed
             consumer.partitions_for_topic(topic)
-        consumer.subscribe(sorted(self._sources), listener=_Assigned(self._suspect_before))
+        consumer.subscribe(sorted(self._sources), listener=_Rebalanced(consumer, self._suspect_before))
         return consumer
 
 
-class _Assigned(ConsumerRebalanceListener):  # type: ignore[misc]
+class _Rebalanced(ConsumerRebalanceListener):  # type: ignore[misc]
     """Marks newly assigned partitions: another member may have relayed up to one batch of them."""
 
-    def __init__(self, suspect_before: dict[TopicPartition, int]) -> None:
+    def __init__(self, consumer: KafkaConsumer, suspect_before: dict[TopicPartition, int]) -> None:
+        self._consumer = consumer
         self._suspect_before = suspect_before
 
     def on_partitions_revoked(self, revoked: Any) -> None:
-        pass
+        # kafka-python 3.0.12 joins again after a change of metadata, but forgets that it does so once the leader has
+        # assigned partitions: if a poll ends at this moment, no later one completes the join.
+        self._consumer._coordinator.request_rejoin()
 
     def on_partitions_assigned(self, assigned: Any) -> None:
         for place in assigned:

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -26,8 +27,10 @@ from ingest.answers.acks import RecentEvents, Signer, ack_state
 from ingest.answers.tables import LakeState
 from ingest.border.admission import front_source
 from ingest.broker import EmbeddedBroker
-from ingest.relay import RefineNode
+from ingest.kafka import ensure_topics
+from ingest.relay import GroupReader, RefineNode
 from lakehouse.contract.envelope import Envelope
+from lakehouse.contract.kafkasecurity import ClientSecurity
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, load_pipeline
 from lakehouse.contract.pipeline.source import EnrichSpec
@@ -180,6 +183,29 @@ async def test_a_refiner_that_is_killed_sends_again_under_the_same_ids(broker: E
         copies[Envelope.from_headers(record.headers).event_id].add(record.value)
     assert len(records) == 500 + len(first), "the batch was sent, its offsets were not committed, so it was sent again"
     assert (len(copies), {len(values) for values in copies.values()}) == (500, {1}), "one id, one event"
+
+
+async def test_a_poll_that_ends_while_partitions_are_assigned(
+    broker: EmbeddedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Metadata that comes after the first assignment makes the leader join again."""
+    monkeypatch.setattr(relay, "_POLL_MS", 1)
+    source = pipeline_of("refine-short").sources["clicks"]
+    await asyncio.to_thread(ensure_topics, broker.bootstrap, [source], ClientSecurity())
+    producer = await asyncio.to_thread(lambda: KafkaProducer(bootstrap_servers=broker.bootstrap, metrics_enabled=False))
+    producer.send("refine-short", value=event(1))
+    await asyncio.to_thread(producer.close)
+
+    def read(number: int) -> None:
+        reader = GroupReader(broker.bootstrap, ClientSecurity(), f"short-{number}", {"refine-short": "clicks"})
+        deadline = time.monotonic() + 60
+        try:
+            while not reader.poll():
+                assert time.monotonic() < deadline, "it does not complete its join"
+        finally:
+            reader.close()
+
+    await asyncio.gather(*(asyncio.to_thread(read, number) for number in range(8)))
 
 
 async def test_what_somebody_else_put_into_the_raw_topic(broker: EmbeddedBroker, tmp_path: Path) -> None:
