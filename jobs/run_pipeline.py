@@ -10,7 +10,6 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 from jobs.console import log_to_stderr, print_problems, stopped_by_signals
 from jobs.local.broker import ensure_topics, resolve_kafka
@@ -78,7 +77,7 @@ def run_stages(
         from lakehouse.stream import KafkaAccess, PipelineChanges, run
 
         spark = session.result()
-    start_workers(spark)
+    workers = start_workers(spark)
     try:
         lake = Lake.of(settings)
         ask = asking(settings.kafka) if stages.bronze else None
@@ -114,8 +113,7 @@ def run_stages(
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise QueryFailed(f"of pipeline {pipeline.name}", error.getCondition() or "", lines[0]) from None
     finally:
-        with suppress(Exception):  # the JVM may be gone
-            spark.sparkContext.setLogLevel("OFF")  # tasks that the end cuts off are no errors
+        workers.join()  # cut off in the midst it is told as an error, or aborts the process inside pyarrow
         spark.stop()
 
 

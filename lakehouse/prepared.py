@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
 from functools import reduce
 from typing import Protocol
 
@@ -54,7 +53,7 @@ class PreparedQuery:
         self._input = StructType([StructField(field.name, field.dataType, nullable=True) for field in schema])
         self._file = os.memfd_create("millrace-batch", os.MFD_CLOEXEC)
         self._tasks = tasks
-        self._modes = {True: "NO_CODEGEN", False: str(session.conf.get(_PROJECTIONS))}
+        self._generated = str(session.conf.get(_PROJECTIONS))
         self._frame = query(self._table)
         self._lock = threading.Lock()
 
@@ -76,7 +75,7 @@ class PreparedQuery:
             os.lseek(self._file, 0, os.SEEK_SET)
             with os.fdopen(self._file, "wb", closefd=False) as sink, pa.ipc.new_file(sink, rows.schema) as writer:
                 writer.write_table(rows)
-            self._session.conf.set(_PROJECTIONS, self._modes[rows.num_rows < _FEW])
+            self._session.conf.set(_PROJECTIONS, "NO_CODEGEN" if rows.num_rows < _FEW else self._generated)
             return self._frame.toArrow()
 
     def close(self) -> None:
@@ -90,16 +89,16 @@ def selected(frame: DataFrame, steps: Selections) -> DataFrame:
     return reduce(lambda rows, columns: rows.select(*columns), steps, frame)
 
 
-def start_workers(spark: SparkSession) -> None:
-    """Start Spark's Python workers now, in a thread, so that the first query does not wait for them."""
+def start_workers(spark: SparkSession) -> threading.Thread:
+    """Start Spark's Python workers now, so that the first query does not wait for them; the thread that does so."""
 
     def start() -> None:
-        with suppress(Exception):  # the driver has ended meanwhile; what else it may be, the first query says
+        if is_local(spark):
             spark.range(0, WORKERS, 1, WORKERS).mapInArrow(lambda batches: batches, "id BIGINT").toArrow()
 
-    if is_local(spark):
-        # Not a daemon: inside pyarrow, the end of the interpreter would abort the process.
-        InheritableThread(target=start, name="python workers").start()
+    thread = InheritableThread(target=start, name="python workers", daemon=True)
+    thread.start()
+    return thread
 
 
 def is_local(spark: SparkSession) -> bool:

@@ -242,7 +242,7 @@ async def test_the_notice_of_a_slow_reader_is_passed_on(root: Path, transport: s
     notices: list[SlowNotice] = []
     options = {"queue": 1, "on_slow": notices.append}
     async with (
-        serving(root, heartbeat_ms=50, slow_after_ms=1_000, cut_after_ms=600_000) as url,
+        serving(root, heartbeat_ms=50, slow_after_ms=2_000, cut_after_ms=600_000) as url,
         over(transport, url, options=options) as subscription,
     ):
         reader = aiter(subscription)
@@ -250,12 +250,12 @@ async def test_the_notice_of_a_slow_reader_is_passed_on(root: Path, transport: s
         for number in range(1, 61):
             rows = [row | {"item": f"{number} " + "x" * 2_000} for row in topics(0, [number] * 100)]
             await asyncio.to_thread(product.overwrite, rows, [window(0)])
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(2.5)
         assert not subscription.keeping_up
         numbers = [counts(await anext(reader))[0] for _ in range(60)]
         assert numbers == list(range(1, 61))
         assert len(notices) == 1, "once until it has caught up"
-        assert notices[0].behind_ms >= 1_000
+        assert notices[0].behind > 0
         waiting = asyncio.ensure_future(anext(reader))
         await wait_until(lambda: subscription.slow is None and subscription.keeping_up)
         await wait_until(lambda: subscription.lag_ms is not None)
