@@ -28,7 +28,7 @@ from lakehouse.contract.settings import PREFIX, Settings, load_settings
 from lakehouse.counts import EVENTS, TOO_LATE
 from lakehouse.maintain.backlog import RETENTION_SHARE
 from serve.app import make_app
-from serve.control.openapi import control_openapi
+from serve.control.app import control_openapi
 from serve.http import routes
 from serve.http.schema import openapi
 

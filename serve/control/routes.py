@@ -25,17 +25,93 @@ from serve.control import operations as act
 from serve.control import types
 from serve.control.store import Actor, ControlStore, now_ms
 from serve.control.tables import AppRow, KeyRow
-from serve.control.watchers import Watchers
 from serve.errors import RequestError
 from serve.push.request import body_of, http_error, invalid, problem, query_of, refused_request
 
 KNOWN_S = 2.0  # that an answer to a change waits for our processes to know of it
 MAX_WAIT_S = 30
 _MAX_KEY_CHARS = 200
+_AWAY_S = 3.0  # without a look: the process is gone, nobody waits for it
+_MOST_NODES = 10_000
 _NOBODY = key_hash("")
 _NODE = re.compile(r"[0-9a-f]{1,32}")
 _TAG = re.compile(r'"([0-9a-f]+)-(\d{1,15})"')
 _JSON, _TOML = "application/json", "application/toml"
+
+
+@dataclass(slots=True)
+class _Node:
+    revision: int
+    seen: float
+    looking: int = 0
+
+
+class Watchers:
+    """Which of our processes look at the state, and which revision each of them has.
+
+    A look that is answered by a new state is acknowledged by the next one. One event loop.
+    """
+
+    def __init__(self) -> None:
+        self._nodes: dict[str, _Node] = {}
+        self._moved = asyncio.Event()
+        self._revision = -1
+
+    def committed(self, revision: int) -> None:
+        """There is a newer state."""
+        self._revision = max(self._revision, revision)
+        self._notify()
+
+    def began(self, name: str, revision: int) -> None:
+        """A process looks, and has this revision."""
+        now = asyncio.get_running_loop().time()
+        if len(self._nodes) >= _MOST_NODES:
+            self._nodes = {each: node for each, node in self._nodes.items() if self._here(node, now)}
+        node = self._nodes.setdefault(name, _Node(revision, now))
+        node.revision, node.seen, node.looking = revision, now, node.looking + 1
+        self._notify()
+
+    def ended(self, name: str) -> None:
+        """Its look was answered."""
+        if (node := self._nodes.get(name)) is not None:
+            node.looking -= 1
+            node.seen = asyncio.get_running_loop().time()
+
+    async def newer(self, revision: int, most_s: float) -> None:
+        """Return when there is a newer state than this, at the latest after so many seconds."""
+        await self._until(lambda: self._revision > revision, most_s)
+
+    async def known(self, revision: int, most_s: float) -> tuple[int, int]:
+        """Wait until every process that looks knows a revision; how many do, of how many."""
+        count = (0, 0)
+
+        def all_know() -> bool:
+            nonlocal count
+            now = asyncio.get_running_loop().time()
+            here = [node for node in self._nodes.values() if self._here(node, now)]
+            count = sum(node.revision >= revision for node in here), len(here)
+            return count[0] == count[1]
+
+        await self._until(all_know, most_s)
+        return count
+
+    @staticmethod
+    def _here(node: _Node, now: float) -> bool:
+        return node.looking > 0 or now - node.seen < _AWAY_S
+
+    def _notify(self) -> None:
+        self._moved.set()
+        self._moved = asyncio.Event()
+
+    async def _until(self, true: Callable[[], bool], most_s: float) -> None:
+        deadline = asyncio.get_running_loop().time() + most_s
+        while not true():
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._moved.wait()
+            except TimeoutError:
+                true()
+                return
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ from hypothesis.strategies import booleans, one_of
 from schemathesis import GenerationMode, checks
 
 from lakehouse.contract.settings import ControlSettings, Settings
-from serve.control.app import run_control
-from serve.control.openapi import control_openapi
+from serve.control.app import control_openapi, run_control
 from serve.http.routes import ROUTES
 from serve.http.schema import openapi
 from tests.serve.conftest import Spawned

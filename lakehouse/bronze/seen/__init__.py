@@ -11,8 +11,7 @@ page of 4 KB for each new key once it is large. docs/decisions/0005.
     base      what an index promises
     entries   keys and coordinates as columns
     run       entries in a file, sorted, never changed
-    journal   what came since the last run, a batch after the other
-    index     the index of those
+    index     the index of those, and the journal of what came since the last run
 """
 
 from lakehouse.bronze.seen.base import JUDGED, SeenIndex, Verdict

@@ -13,8 +13,10 @@ import json
 import logging
 import os
 import shutil
+import struct
 import threading
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,8 +24,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from lakehouse.bronze.seen.base import SeenIndex, Verdict
-from lakehouse.bronze.seen.entries import Entries, merged
-from lakehouse.bronze.seen.journal import Journal
+from lakehouse.bronze.seen.entries import ENTRY_BYTES, Entries, merged
 from lakehouse.bronze.seen.run import Damaged, Run
 from lakehouse.contract.faults import crash_point
 from lakehouse.contract.storage import sync_folder
@@ -34,6 +35,8 @@ SPILL = 131_072  # entries in memory (6 MB) that become a run
 LARGEST = 8 << 20  # entries of a run that is merged no further: 0.4 GB, a second or two of work
 _TIER = 4  # runs of one size that are merged
 _MANIFEST = "index.json"
+_FRAME = struct.Struct("<4sIII")
+_MAGIC = b"MRSJ"
 
 
 class RunIndex(SeenIndex):
@@ -238,3 +241,59 @@ class RunIndex(SeenIndex):
             for path in self.folder.glob(kind):
                 if path.name not in named:
                     path.unlink(missing_ok=True)
+
+
+class Journal:
+    """What was entered since the last run was written, a frame for each batch, durable when it is appended.
+
+    A frame: magic, checksum, bytes of the position, number of entries; the position; the entries. One that is torn (the
+    machine stopped while it was written) ends the journal: its batch was never judged, and will be.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        self._size = 0
+
+    def read(self) -> Iterator[tuple[str, Entries]]:
+        """Position and entries of each batch; what is torn is cut off behind the last."""
+        data = self.path.read_bytes()
+        self._size = 0
+        while (frame := _frame(data, self._size)) is not None:
+            position, entries, self._size = frame
+            yield position, entries
+        os.ftruncate(self._handle, self._size)
+
+    def append(self, position: str, entries: Entries) -> None:
+        """Make a batch durable. Raises OSError: the disk refuses; the journal is as it was."""
+        text = position.encode()
+        body = text + entries.to_bytes()
+        data = _FRAME.pack(_MAGIC, zlib.crc32(body), len(text), len(entries)) + body
+        done = 0
+        try:
+            while done < len(data):
+                done += os.pwrite(self._handle, memoryview(data)[done:], self._size + done)
+            os.fdatasync(self._handle)
+        except OSError:
+            os.ftruncate(self._handle, self._size)
+            raise
+        self._size += len(data)
+
+    def bytes(self) -> bytes:
+        return os.pread(self._handle, self._size, 0)
+
+    def close(self) -> None:
+        os.close(self._handle)
+
+
+def _frame(data: bytes, at: int) -> tuple[str, Entries, int] | None:
+    """Position and entries of the frame here, and where the next begins; None: no whole frame."""
+    if len(data) < at + _FRAME.size:
+        return None
+    magic, checksum, position_bytes, count = _FRAME.unpack_from(data, at)
+    begin = at + _FRAME.size
+    end = begin + position_bytes + count * ENTRY_BYTES
+    if magic != _MAGIC or len(data) < end or zlib.crc32(memoryview(data)[begin:end]) != checksum:
+        return None
+    text = data[begin : begin + position_bytes].decode()
+    return text, Entries.from_bytes(data[begin + position_bytes : end]), end

@@ -17,8 +17,7 @@ from sqlalchemy.exc import DBAPIError
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem
 from lakehouse.contract.settings import ControlSettings, Settings
 from serve.control import operations
-from serve.control.app import open_store
-from serve.control.openapi import control_openapi
+from serve.control.app import control_openapi, open_store
 from serve.control.routes import OPERATIONS, PUBLIC, routes
 from serve.control.tables import ControlBase
 from tests.serve.control.conftest import Plane, controlling, good, new_tenant
