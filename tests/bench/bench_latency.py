@@ -214,7 +214,7 @@ def measure_millrace(code: Code, seconds: float, rate: float) -> dict[str, Any]:
     err.print(f"Millrace: {seconds:.0f} s at {rate:,.0f} events/s …")
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
         lake = code.lake or Lake(Path(folder) / "lake")
-        command = ["demo", "--no-browser", "--json", "--port", "0", "--lake", str(lake.root)]
+        command = ["demo", "--no-browser", "--json", "--lake", str(lake.root)]
         with running_millrace(code, *command, "--seconds", str(seconds), "--rate", str(rate)) as process:
             cpu = _driver_cpu(process, lake, seconds)
             said = process.communicate()[0].strip()
