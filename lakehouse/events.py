@@ -23,8 +23,15 @@ import pyarrow.compute as pc
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.pandas.types import from_arrow_schema, to_arrow_schema
-from pyspark.sql.types import ArrayType, BooleanType, DataType, MapType, NumericType, StructType
-from sqlglot import exp
+from pyspark.sql.types import (
+    ArrayType,
+    BooleanType,
+    DataType,
+    MapType,
+    NumericType,
+    StructType,
+)
+from sqlglot.errors import SqlglotError
 
 from lakehouse.batch import rejected_columns, rejects_with_fields
 from lakehouse.bronze.query import RECORDS, bronze_columns, to_bronze
@@ -38,10 +45,10 @@ from lakehouse.contract.pipeline.product import EVENTS
 from lakehouse.contract.sql.spark import unrepeatable
 from lakehouse.operators.base import Operator
 from lakehouse.operators.rows import OWN
-from lakehouse.operators.sql import parse, tree_of
+from lakehouse.operators.sql import NamesRead, parse, tree_of
 from lakehouse.prepared import PreparedQuery, Query, Selections, Table, is_local, selected
 from lakehouse.quality.watch import warned_columns
-from lakehouse.silver.conform import CARRIED, conform, conforming, payload_schema
+from lakehouse.silver.conform import CARRIED, conform, conforming, payload_schema, without_unread_texts
 
 SMALL_BATCH = 20_000
 """Events: of fewer the records come to the driver unparsed, since planning a parse takes longer than a detour."""
@@ -195,11 +202,13 @@ class LocalQueries:
         self._source = source
         self._read = columns_read(products)
         self._needed = {*needed, *JUDGED, "reason"}
+        self._fields = _fields_to_parse(source, products, self._needed)
+        self._checks_text = False
         self._tenant = tenant
         self._prepared: dict[str, PreparedQuery] = {}
         self._preparing: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         self._bronze = from_arrow_schema(COLUMNS)
-        self._view = self.narrowed(conform(self.session.createDataFrame([], self._bronze), source)).schema
+        self._view = self.narrowed(self._conformed(self.session.createDataFrame([], self._bronze))).schema
         self._shapes: list[StructType] = []
 
     @cached_property
@@ -250,18 +259,22 @@ class LocalQueries:
         for query in list(self._prepared.values()):
             query.close()
 
+    def _conformed(self, bronze: DataFrame, carried: Sequence[str] = ()) -> DataFrame:
+        """Bronze rows as events, with those fields of the payload that are read, or that may not fit the schema."""
+        return selected(bronze, conforming(self._source, carried=carried, schema=self._fields))
+
     def narrowed(self, events: DataFrame, *others: str) -> DataFrame:
         """Conformed events without the columns that nobody reads."""
         if self._read is None:
             return events
         kept = {*self._needed, *others}
         return events.select(
-            [c for c in events.columns if c.lower() in self._read or c in kept or c.startswith(_CARRIED)]
+            [c for c in events.columns if c.lower() in self._read.every or c in kept or c.startswith(_CARRIED)]
         )
 
     def parsed(self, bronze: DataFrame) -> DataFrame:
         """Bronze rows as events, with all that bronze has of them."""
-        return self.narrowed(conform(bronze, self._source, carried=CARRIED), *COLUMNS.names)
+        return self.narrowed(self._conformed(bronze, CARRIED), *COLUMNS.names)
 
     def read_again(self, bronze: DataFrame) -> DataFrame:
         """The same, of rows of bronze. What no product reads is null, unless quarantine or warnings take it."""
@@ -271,7 +284,7 @@ class LocalQueries:
         told = F.col("reason").isNotNull()
         if "warned" in events.columns:
             told = told | F.col("warned").isNotNull()
-        read = self._read | self._needed
+        read = self._read.every | self._needed
         return events.select([c if c.lower() in read else F.when(told, F.col(c)).alias(c) for c in events.columns])
 
     def of_records(self, records: pa.Table) -> tuple[pa.Table, pa.Table]:
@@ -285,7 +298,7 @@ class LocalQueries:
             bronze = to_bronze(table(), source=self._source.name, tenant=self._tenant)
             bronze = bronze.withColumn("bronze_at", F.lit(None).cast("timestamp"))
             carried = ("event_id", "collector", "reject", "headers")
-            return self.narrowed(conform(bronze, self._source, carried=carried), *_OF_ENVELOPE)
+            return self.narrowed(self._conformed(bronze, carried), *_OF_ENVELOPE)
 
         found = self._run("records", records, from_arrow_schema(RECORDS), parse_records, tasks=2)
         names = [name for name in COLUMNS.names if name not in _OF_COMMIT]
@@ -299,8 +312,16 @@ class LocalQueries:
         return events, pa.table(columns, names)
 
     def of_batch(self, records: DataFrame) -> tuple[pa.Table, pa.Table]:
-        """The same of a long batch, whose records are parsed where Spark has read them."""
+        """The same of a long batch, whose records are parsed where Spark has read them.
+
+        Whether all is UTF-8 is seen here, in a tenth of the time that Spark takes for it. From the first batch on of
+        which something is not, Spark looks at each event.
+        """
         found = selected(records, self._batch_columns).toArrow()
+        if not self._checks_text and not self._is_text(found):
+            self._checks_text = True
+            del self._batch_columns
+            found = selected(records, self._batch_columns).toArrow()
         rows = found.num_rows
         known = {
             "topic": pa.repeat(self._source.topic, rows),
@@ -336,17 +357,25 @@ class LocalQueries:
         }
         names = [name for name in self._batch_names if name not in ("topic", "origin", "bronze_at")]
         return [
-            *bronze_columns(source=self._source.name, tenant=self._tenant),
+            *bronze_columns(source=self._source.name, tenant=self._tenant, checks_text=self._checks_text),
             ["*", F.lit(None).cast("timestamp").alias("bronze_at")],
-            *conforming(self._source, carried=CARRIED),
+            *conforming(self._source, carried=CARRIED, schema=self._fields, checks_text=self._checks_text),
             [usual[name].alias(name) if name in usual else name for name in names],
         ]
 
+    def _is_text(self, found: pa.Table) -> bool:
+        """Whether all texts are UTF-8, and the payloads, unless they are of a binary format."""
+        try:
+            found.validate(full=True)
+            if self._source.format == "json":
+                found["payload"].cast(pa.string())
+        except pa.ArrowInvalid:
+            return False
+        return True
+
     def of_bronze(self, bronze: pa.Table) -> LocalEvents:
         """Bronze rows as events."""
-        rows = self._run(
-            "bronze", bronze, self._bronze, lambda table: self.narrowed(conform(table(), self._source)), tasks=2
-        )
+        rows = self._run("bronze", bronze, self._bronze, lambda table: self.narrowed(self._conformed(table())), tasks=2)
         return LocalEvents(self, rows, bronze)
 
     def partials(self, valid: pa.Table) -> list[pa.Table]:
@@ -365,8 +394,8 @@ class LocalQueries:
         frames = []
         for operator in self.operators:
             sql = operator.partial_sql()
-            named = _names_in(tree_of(sql))
-            columns = None if named is None else {name for name in self._view.names if name.lower() in named}
+            read = NamesRead.of([tree_of(sql)])
+            columns = None if read is None else {name for name in self._view.names if name.lower() in read.every}
             events = table(columns or None)
             events.createOrReplaceTempView(self._source.name)
             frames.append(events.sparkSession.sql(sql))
@@ -416,11 +445,8 @@ def check_repeatable(source: Source, products: Iterable[Product]) -> None:
         ConfigError: with the key that holds it.
     """
     declared = {f"sources.{source.name}.event_time": source.event_time}
-    declared |= {
-        f"sources.{source.name}.expectations.{name}": predicate
-        for action in (QUARANTINE, WARN, HALT)
-        for name, predicate in source.expected(action).items()
-    }
+    expected = f"sources.{source.name}.expectations"
+    declared |= {f"{expected}.{name}": predicate for name, predicate in _predicates(source).items()}
     for product in products:
         declared[f"products.{product.name}.sql"] = product.sql
         declared |= {f"products.{product.name}.aggregates.{name}": sql for name, sql in product.aggregates.items()}
@@ -430,23 +456,33 @@ def check_repeatable(source: Source, products: Iterable[Product]) -> None:
             raise ConfigError(f"{function}() gives another answer on a replay", key=key, remedy=remedy)
 
 
-def columns_read(products: Iterable[Product]) -> set[str] | None:
-    """Every name in the products' SQL, in lower case: their columns and more. None: all (``SELECT *``, no SQL)."""
-    found: set[str] = set()
-    for product in products:
-        found |= set(OWN.values()) if product.operator == EVENTS else set()
-        named = _names_in(parse(product)) if product.sql.strip() else None
-        if named is None:
-            return None
-        found |= named
-    return found
+def columns_read(products: Sequence[Product], paths: Iterable[str] = (), sql: Iterable[str] = ()) -> NamesRead | None:
+    """Every name in the products' SQL, in ``paths`` and in the expressions ``sql``.
 
-
-def _names_in(tree: exp.Expr) -> set[str] | None:
-    """Every name in a query, in lower case; None where a ``*`` leaves open which columns it reads."""
-    if any(not isinstance(star.parent, exp.Count) for star in tree.find_all(exp.Star)):
+    Returns:
+        None: all may be read (``SELECT *``, a product without SQL, an expression that only Spark understands).
+    """
+    if not all(product.sql.strip() for product in products):
         return None
-    return {identifier.name.lower() for identifier in tree.find_all(exp.Identifier)}
+    own = OWN.values() if any(product.operator == EVENTS for product in products) else ()
+    try:
+        read = NamesRead.of([*map(parse, products), *(tree_of(f"SELECT {text}") for text in sql)])
+    except SqlglotError:
+        return None
+    return read and read.with_paths([*own, *paths])
+
+
+def _predicates(source: Source) -> dict[str, str]:
+    return {name: sql for action in (QUARANTINE, WARN, HALT) for name, sql in source.expected(action).items()}
+
+
+def _fields_to_parse(source: Source, products: Sequence[Product], needed: Iterable[str]) -> StructType:
+    """The source's schema without texts that neither the products nor the source's own expressions read."""
+    template = source.event_id_template
+    paths = [*source.required, *(template.fields if template else ()), *needed]
+    read = columns_read(products, paths, [source.event_time, *_predicates(source).values()])
+    schema = payload_schema(source)
+    return schema if read is None else without_unread_texts(schema, read)
 
 
 def compiled_session(spark: SparkSession) -> SparkSession:

@@ -268,7 +268,7 @@ def to_bronze(records: DataFrame, *, source: str, tenant: str) -> DataFrame:
     return selected(records, bronze_columns(source=source, tenant=tenant))
 
 
-def bronze_columns(*, source: str, tenant: str) -> Selections:
+def bronze_columns(*, source: str, tenant: str, checks_text: bool = True) -> Selections:
     """The selections that make bronze rows of Kafka records, all but the time of the commit.
 
     A record without our headers gets its envelope from the broker: its coordinates as id (marked with ``@``), the
@@ -276,8 +276,9 @@ def bronze_columns(*, source: str, tenant: str) -> Selections:
 
     Args:
         source, tenant: for records that do not say them.
+        checks_text: a header that is not UTF-8 is null; otherwise the caller has to look at those that every event has.
     """
-    envelope = {name: _header(name) for name in names.HEADER_NAMES}
+    envelope = {name: _header(name, checks_text or name not in names.ALWAYS) for name in names.HEADER_NAMES}
     known = reduce(add, (F.when(F.col("h")[name].isNull(), 0).otherwise(1) for name in names.HEADER_NAMES))
     others = F.when(F.size("h") > known, F.map_filter("h", lambda name, _: ~name.isin(*names.HEADER_NAMES)))
     others = F.coalesce(others, F.create_map())
@@ -321,10 +322,11 @@ def _is_plain() -> Column:
     return F.coalesce(reduce(and_, in_place, F.size(headers) == len(names.ALWAYS)), F.lit(False))
 
 
-def _header(name: str) -> Column:
-    """Value of a header as text; null where the record has none of this name."""
+def _header(name: str, checked: bool) -> Column:
+    """Value of a header as text; null where the record has none of this name, or, if ``checked``, no UTF-8."""
     found = F.col("h")[name]
     if name in names.ALWAYS:
         in_place = F.get("headers", F.lit(names.ALWAYS.index(name)))["value"]
         found = F.when(F.col("plain"), in_place).otherwise(found)
-    return F.try_validate_utf8(found.cast("string"))  # readers of bronze take text for valid
+    text = found.cast("string")
+    return F.try_validate_utf8(text) if checked else text  # readers of bronze take text for valid

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 import sqlglot
 from sqlglot import exp
 
@@ -9,7 +12,7 @@ from lakehouse.contract.pipeline import Product
 from lakehouse.contract.sql.spark import WINDOW, line_of, spark_text
 from lakehouse.errors import BadProduct
 
-__all__ = ["WINDOW", "check_rows", "parse", "tree_of"]
+__all__ = ["WINDOW", "NamesRead", "check_rows", "parse", "tree_of"]
 
 _SEES_OTHER_ROWS = (exp.Join, exp.Window, exp.Except, exp.Intersect)
 _CLAUSES = ("distinct", "group", "having", "limit", "order")
@@ -26,6 +29,45 @@ def parse(product: Product) -> exp.Expr:
 def tree_of(sql: str) -> exp.Expr:
     """A query in Spark's dialect as a tree."""
     return sqlglot.parse_one(spark_text(sql), dialect="spark")
+
+
+@dataclass(frozen=True, slots=True)
+class NamesRead:
+    """Names in SQL, in lower case: of columns, their fields, functions' arguments, aliases and tables alike.
+
+    Attributes:
+        every: all of them.
+        whole: those that stand somewhere without a field named behind them, so that any field may be read.
+    """
+
+    every: frozenset[str] = frozenset()
+    whole: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, trees: Iterable[exp.Expr]) -> NamesRead | None:
+        """The names in queries or expressions; None where a ``*`` leaves open which columns one reads."""
+        every, whole = set(), set()
+        for tree in trees:
+            if any(not isinstance(star.parent, exp.Count) for star in tree.find_all(exp.Star)):
+                return None
+            for identifier in tree.find_all(exp.Identifier):
+                every.add(identifier.name.lower())
+                if not _has_field_behind(identifier):
+                    whole.add(identifier.name.lower())
+        return cls(frozenset(every), frozenset(whole))
+
+    def with_paths(self, paths: Iterable[str]) -> NamesRead:
+        """With dotted paths of fields, and whatever is behind them."""
+        steps = [path.lower().split(".") for path in paths]
+        return NamesRead(self.every.union(*steps), self.whole | {path[-1] for path in steps})
+
+
+def _has_field_behind(identifier: exp.Identifier) -> bool:
+    """Whether a field of what it names is named right behind it, as it is for ``a`` and ``b`` in ``a.b.c``."""
+    node = identifier.parent
+    if isinstance(node, exp.Column) and node.this is not identifier:
+        return True
+    return isinstance(node, (exp.Column, exp.Dot)) and isinstance(node.parent, exp.Dot) and node.parent.this is node
 
 
 def check_rows(tree: exp.Expr, product: Product, *, aggregated: exp.Select | None = None) -> None:

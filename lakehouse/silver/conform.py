@@ -6,7 +6,7 @@ A transform: DataFrame in, DataFrame out, no action. Nothing is dropped here; wh
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from datetime import UTC, datetime
 from functools import reduce
 from typing import Any
@@ -14,12 +14,13 @@ from typing import Any
 from pyspark import SparkContext
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
-from pyspark.sql.types import StructType
+from pyspark.sql.types import ArrayType, DataType, StringType, StructField, StructType
 
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline import Source, Template
 from lakehouse.contract.pipeline.expectations import HALT, QUARANTINE, WARN
 from lakehouse.contract.pipeline.source import ENVELOPE_COLUMNS, column_of
+from lakehouse.operators.sql import NamesRead
 from lakehouse.prepared import Selections, selected
 from lakehouse.silver.avro import decoded
 
@@ -57,6 +58,34 @@ def payload_columns(source: Source) -> list[str]:
     return [column_of(name) for name in payload_schema(source).fieldNames()]
 
 
+def without_unread_texts(schema: StructType, read: NamesRead) -> StructType:
+    """A schema of JSON without the texts that nobody reads.
+
+    Every JSON value is a text, so to leave one out refuses no event less. Of what is not a text it must be seen that it
+    fits, whoever reads it.
+    """
+
+    def without(kind: DataType) -> DataType:
+        if isinstance(kind, ArrayType):
+            return ArrayType(without(kind.elementType), kind.containsNull)
+        if not isinstance(kind, StructType):
+            return kind
+        fields = [field for field in kind if not isinstance(field.dataType, StringType) or is_in(field, read.every)]
+        return StructType(
+            [
+                field if is_in(field, read.whole) else StructField(field.name, without(field.dataType))
+                for field in fields or kind.fields[:1]
+            ]
+        )
+
+    def is_in(field: StructField, names: Set[str]) -> bool:
+        return not names.isdisjoint({field.name.lower(), column_of(field.name).lower()})
+
+    found = without(schema)
+    assert isinstance(found, StructType)
+    return found
+
+
 def conform(bronze: DataFrame, source: Source, *, carried: Sequence[str] = ()) -> DataFrame:
     """Typed events of one source.
 
@@ -74,14 +103,21 @@ def conform(bronze: DataFrame, source: Source, *, carried: Sequence[str] = ()) -
     return selected(bronze, conforming(source, carried=carried))
 
 
-def conforming(source: Source, *, carried: Sequence[str] = ()) -> Selections:
-    """The selections that :func:`conform` makes."""
-    schema = payload_schema(source)
+def conforming(
+    source: Source, *, carried: Sequence[str] = (), schema: StructType | None = None, checks_text: bool = True
+) -> Selections:
+    """The selections that :func:`conform` makes.
+
+    Args:
+        schema: what to parse of the payload; None: all that the source declares.
+        checks_text: refuse payloads that are not UTF-8; otherwise the caller has to look at them.
+    """
+    schema = schema or payload_schema(source)
     avro = source.format == "avro"
     text = F.col("d")["text"] if avro else F.col("payload").cast("string")
     options = {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": _CORRUPT}
-    fields = reduce(lambda ddl, step: f"`{step}` STRUCT<{ddl}>", reversed(source.unwrap_path), source.schema)
-    parsed = F.from_json(text, f"{fields}, {_CORRUPT} STRING", options).alias("j")
+    fields = reduce(lambda inner, step: StructType([StructField(step, inner)]), reversed(source.unwrap_path), schema)
+    parsed = F.from_json(text, StructType([*fields, StructField(_CORRUPT, StringType())]), options).alias("j")
     event = reduce(lambda column, step: column[step], source.unwrap_path, F.col("j"))
     corrupt = F.when(F.col("j").isNull(), text).otherwise(F.col("j")[_CORRUPT])  # null for an empty text
     place = ["topic", "partition", "offset", "bronze_at"]
@@ -127,21 +163,19 @@ def conforming(source: Source, *, carried: Sequence[str] = ()) -> Selections:
         ["*", parsed],
         [column.alias(name) for name, column in flat.items()],
         [column.alias(name) for name, column in named.items()],
-        ["*", _reason(source, schema).alias("reason")],
+        ["*", _reason(source, checks_text).alias("reason")],
         events,
     ]
 
 
-def _reason(source: Source, schema: StructType) -> Column:
+def _reason(source: Source, checks_text: bool) -> Column:
     """Why an event is refused, or null; the first that applies, from the general to the particular."""
-    checks: list[Column] = [
-        F.col("reject"),
-        F.when(F.col("payload").isNull(), F.lit("no payload")),
-        F.col(_FLAW)
-        if source.format == "avro"
-        else F.when(~F.expr("is_valid_utf8(payload)"), F.lit("not valid UTF-8")),
-        F.when(F.col(_CORRUPT).isNotNull(), F.lit(MISFIT)),
-    ]
+    checks: list[Column] = [F.col("reject"), F.when(F.col("payload").isNull(), F.lit("no payload"))]
+    if source.format == "avro":
+        checks.append(F.col(_FLAW))
+    elif checks_text:
+        checks.append(F.when(~F.expr("is_valid_utf8(payload)"), F.lit("not valid UTF-8")))
+    checks.append(F.when(F.col(_CORRUPT).isNotNull(), F.lit(MISFIT)))
     if source.unwrap:
         checks.append(F.when(F.col(_ABSENT), F.lit(f"missing {source.unwrap}")))
     checks += [

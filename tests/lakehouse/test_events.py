@@ -32,7 +32,9 @@ from lakehouse.events import (
     materialized,
 )
 from lakehouse.operators.registry import operator_of
+from lakehouse.operators.sql import NamesRead
 from lakehouse.prepared import PreparedQuery, Table
+from lakehouse.silver.conform import conform
 from tests.lakehouse.lakes import bronze_rows, mixture, pipeline_in
 
 pytestmark = pytest.mark.spark
@@ -47,10 +49,31 @@ COUNTED = "SELECT page, count(*) AS n, max(clicks.who) AS w FROM clicks GROUP BY
 
 
 def test_columns_read_are_those_of_every_product() -> None:
-    assert columns_read([product(COUNTED)]) == {"page", "n", "w", "who", "clicks"}
+    read = columns_read([product(COUNTED)])
+    assert read is not None
+    assert read.every == {"page", "n", "w", "who", "clicks"}
     assert columns_read([product("SELECT * FROM clicks"), product(COUNTED)]) is None
     assert columns_read([product("SELECT c.* FROM clicks c")]) is None
-    assert columns_read([]) == set()
+    assert columns_read([product(COUNTED)], sql=["not )( SQL"]) is None
+    assert columns_read([]) == NamesRead()
+
+
+@pytest.mark.parametrize(
+    ("sql", "whole"),
+    [
+        ("SELECT place.city.name AS a FROM t", {"name", "a", "t"}),
+        ("SELECT t.place.city.name.first FROM t", {"first", "t"}),
+        ("SELECT place.city, PLACE FROM t", {"place", "city", "t"}),
+        ("SELECT to_json(place) AS a, place['city'] AS b FROM t", {"place", "a", "b", "t"}),
+        ("SELECT explode(places.city) AS x FROM t", {"city", "x", "t"}),
+        ("SELECT transform(places, p -> p.city) AS x FROM t", {"places", "p", "city", "x", "t"}),
+        ("SELECT e.city FROM (SELECT explode(places) AS e FROM t)", {"places", "e", "city", "t"}),
+    ],
+)
+def test_a_name_without_a_field_behind_it_may_be_read_whole(sql: str, whole: set[str]) -> None:
+    read = columns_read([product(sql)])
+    assert read is not None
+    assert read.whole == whole
 
 
 @pytest.mark.parametrize(
@@ -186,6 +209,105 @@ def test_records_of_kafka_are_what_bronze_gives_back(pipeline: Pipeline, queries
         assert long_bronze.select(bronze.schema.names).cast(bronze.schema).equals(bronze)
         assert long_events.select(events.schema.names).cast(events.schema).equals(events)
         del queries._batch_columns
+
+
+ODD = [
+    *(
+        "5",
+        "null",
+        "true",
+        "NaN",
+        "-Infinity",
+        "1e999",
+        "1" * 1_500,
+        '"\\ud800"',
+        '"\\u0000"',
+        '"a\tb"',
+        "'a'",
+        '{"x": [1, {}]}',
+    ),
+    *(
+        "[5]",
+        '["a", {"b": "c"}]',
+        '[{"a": 1, "b": {}}]',
+        '[{"b": "x"}, null]',
+        '{"city": "Ulm", "name": [1], "lat": 2}',
+    ),
+    *('{"city": 1, "lat": "x"}', '{"city": {"x": 1}, "name": }', '"open', "{", "[" * 1_200, "01", "+1", "tru", ""),
+]
+
+
+def test_texts_that_nobody_reads_are_not_parsed_and_change_nothing(spark: SparkSession, pipeline: Pipeline) -> None:
+    schema = "id BIGINT, at BIGINT, who STRING, price BIGINT, note STRING, source STRING, "
+    schema += "names STRUCT<c: STRING, d: STRING>, "
+    schema += "place STRUCT<city: STRING, name: STRING, lat: DOUBLE>, tags ARRAY<STRUCT<a: STRING, b: STRING>>"
+    source = dataclasses.replace(pipeline.sources["clicks"], schema=schema)
+    sql = "SELECT event_time, who, place.city AS city, explode(tags.b) AS tag, source_ FROM clicks"
+    queries = LocalQueries(spark, source, [product(sql)], [], SEEN, "default")
+    assert queries._fields.simpleString() == (
+        "struct<id:bigint,at:bigint,who:string,price:bigint,source:string,names:struct<c:string>,"
+        "place:struct<city:string,lat:double>,tags:array<struct<b:string>>>"
+    )
+    valid = '{"id": 1, "at": 5, "who": "w", "price": 1, "place": {"city": "Ulm"}'
+    payloads = [
+        f'{valid}, "{field}": {value}}}' for field in ("note", "source", "names", "place", "tags") for value in ODD
+    ]
+    frame = spark.createDataFrame(bronze_rows([text.encode() for text in payloads]), from_arrow_schema(COLUMNS))
+    read = ("reason", "event_id", "dedupe_key", "event_time", "who", "place.city", "place.lat", "tags.b", "source_")
+    whole, lean = (
+        events.select(*read).toArrow().to_pylist() for events in (conform(frame, source), queries._conformed(frame))
+    )
+    for text, *rows in zip(payloads, whole, lean, strict=True):
+        # Nobody takes the fields of a refused event from here.
+        names = [name.rpartition(".")[2] for name in (read if rows[0]["reason"] is None else read[:3])]
+        first, second = ([row[name] for name in names] for row in rows)
+        assert first == second, text
+    refused = sum(row["reason"] is not None for row in lean)
+    assert 30 < refused < len(payloads) - 30
+    queries.close()
+
+
+def test_what_is_not_utf8_is_refused_in_a_long_batch(queries: LocalQueries) -> None:
+    def records(**last: object) -> pa.Table:
+        events = [record for record in mixture(0, 40) if record.event_id is not None and record.payload]
+        rows = [
+            {
+                "value": record.payload,
+                "topic": "clicks",
+                "partition": 0,
+                "offset": number,
+                "timestamp": 0,
+                "headers": [{"key": key, "value": value} for key, value in record.headers()],
+            }
+            for number, record in enumerate(events)
+            if b"\xff" not in record.payload
+        ]
+        rows[-1].update(last)
+        return pa.Table.from_pylist(rows, schema=RECORDS)
+
+    def long_batch(table: pa.Table) -> tuple[pa.Table, pa.Table]:
+        frame = queries.session.createDataFrame(table, from_arrow_schema(RECORDS))
+        return queries.of_batch(frame.coalesce(1))
+
+    def assert_as_short(table: pa.Table) -> pa.Table:
+        events, bronze = queries.of_records(table)
+        long_events, long_bronze = long_batch(table)
+        assert long_events.select(events.schema.names).cast(events.schema).equals(events)
+        assert long_bronze.select(bronze.schema.names).cast(bronze.schema).equals(bronze)
+        return long_events
+
+    assert_as_short(records())
+    assert not queries._checks_text
+    ordinary = records()["headers"][-1].as_py()
+    for name in ("id", "tenant", "collector"):
+        changed = [{**one, "value": b"\xff"} if one["key"] == name else one for one in ordinary]
+        assert_as_short(records(headers=changed))
+        assert queries._checks_text
+        queries._checks_text = False
+        del queries._batch_columns
+    found = assert_as_short(records(value=b'{"who": "\xff"}'))
+    assert found["reason"][-1].as_py() == "not valid UTF-8"
+    assert queries._checks_text
 
 
 def test_a_source_without_products(spark: SparkSession, pipeline: Pipeline) -> None:
