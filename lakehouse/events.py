@@ -106,13 +106,17 @@ class LocalEvents(Events):
 
     Args:
         rows: columns that products and others read.
-        bronze: the same events as bronze has them, row by row.
+        bronze: the same events, and more, as bronze has them.
+        places: rows of ``bronze`` that the events are; None: all, one by one.
     """
 
-    def __init__(self, queries: LocalQueries, rows: pa.Table, bronze: pa.Table) -> None:
+    def __init__(
+        self, queries: LocalQueries, rows: pa.Table, bronze: pa.Table, places: npt.NDArray[np.intp] | None = None
+    ) -> None:
         self._queries = queries
         self._rows = rows
         self._bronze = bronze
+        self._places = places
 
     def columns(self, names: Sequence[str]) -> pa.Table:
         return self._rows.select(names).append_column("rejected", pc.is_valid(self._rows["reason"]))
@@ -120,8 +124,8 @@ class LocalEvents(Events):
     def only(self, rows: pa.Table, chosen: npt.NDArray[np.bool_]) -> LocalEvents:
         if chosen.all():
             return self
-        mask = pa.array(chosen)
-        return LocalEvents(self._queries, self._rows.filter(mask), self._bronze.filter(mask))
+        # Bronze's rows are not copied: few of them are asked for, and their payloads are most of a batch.
+        return LocalEvents(self._queries, self._rows.filter(pa.array(chosen)), self._bronze, self._in_bronze(chosen))
 
     def partials(self, operators: Sequence[Operator], since: int) -> list[Partial]:
         valid = self._rows.filter(pc.is_null(self._rows["reason"]))
@@ -132,10 +136,18 @@ class LocalEvents(Events):
         return [partial(by_operator.__getitem__, id(operator)) for operator in operators]
 
     def rejected(self) -> pa.Table:
-        return self._queries.rejected(self._bronze.filter(pc.is_valid(self._rows["reason"])))
+        return self._queries.rejected(self._bronze_with("reason"))
 
     def warned(self) -> pa.Table:
-        return self._queries.warned(self._bronze.filter(pc.is_valid(self._rows["warned"])))
+        return self._queries.warned(self._bronze_with("warned"))
+
+    def _bronze_with(self, column: str) -> pa.Table:
+        """Bronze's rows of the events that have a value in a column."""
+        return self._bronze.take(self._in_bronze(pc.is_valid(self._rows[column]).to_numpy()))
+
+    def _in_bronze(self, chosen: npt.NDArray[np.bool_]) -> npt.NDArray[np.intp]:
+        places = np.flatnonzero(chosen)
+        return places if self._places is None else self._places[places]
 
 
 class SparkEvents(Events):
@@ -308,8 +320,7 @@ class LocalQueries:
             else found[f"{_CARRIED}{name}" if f"{_CARRIED}{name}" in found.schema.names else name]
             for name in names
         ]
-        events = found.select([name for name in found.schema.names if not name.startswith(_CARRIED)])
-        return events, pa.table(columns, names)
+        return found.select(self._view.names), pa.table(columns, names)
 
     def of_batch(self, records: DataFrame) -> tuple[pa.Table, pa.Table]:
         """The same of a long batch, whose records are parsed where Spark has read them.
@@ -340,8 +351,7 @@ class LocalQueries:
             for name in COLUMNS.names
             if name not in _OF_COMMIT
         }
-        events = {name: column(name) for name in self._batch_names if not name.startswith(_CARRIED)}
-        return pa.table(events), pa.table(bronze)
+        return pa.table({name: column(name) for name in self._view.names}), pa.table(bronze)
 
     @cached_property
     def _batch_names(self) -> list[str]:
