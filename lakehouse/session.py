@@ -20,6 +20,7 @@ from pyspark.find_spark_home import _find_spark_home
 from pyspark.java_gateway import launch_gateway
 from pyspark.sql import SparkSession
 
+from lakehouse.bronze.table import UNLIKE
 from lakehouse.contract.avro import SCHEMAS
 from lakehouse.contract.classdata import recording, sharing
 from lakehouse.contract.errors import EnvironmentProblem
@@ -42,7 +43,6 @@ JVM_OPTIONS = (
 
 _NEEDED = ("io.delta.sql.DeltaSparkSessionExtension", "org.apache.spark.sql.kafka010.KafkaSourceProvider")
 _NEEDED_ON_S3 = "org.apache.hadoop.fs.s3a.S3AFileSystem"
-_UNLIKE = ("payload", "fingerprint", "event_id", "key", "offset", "received_at")
 
 _TUNED = {
     "spark.sql.extensions": "io.delta.sql.DeltaSparkSessionExtension",
@@ -76,8 +76,8 @@ _TUNED = {
     "spark.sql.inMemoryColumnarStorage.compressed": "false",
     # Bronze is partitioned by day: a batch of one day needs no sort before it is written.
     "spark.sql.maxConcurrentOutputFileWriters": "4",
-    # Bronze: hardly two values of these are alike. Smaller row groups (compressed bytes) take less memory to write.
-    **{f"spark.hadoop.parquet.enable.dictionary#{name}": "false" for name in _UNLIKE},
+    # Bronze. Smaller row groups (compressed bytes) take less memory to write.
+    **{f"spark.hadoop.parquet.enable.dictionary#{name}": "false" for name in UNLIKE},
     "spark.hadoop.parquet.size.statistics.enabled": "false",
     "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",  # 8 bytes, as everybody but Spark writes them
     "spark.hadoop.parquet.block.size": str(32 << 20),

@@ -25,7 +25,7 @@ from pyspark.sql import functions as F
 
 from lakehouse.bronze.clock import BronzeClock
 from lakehouse.bronze.offsets import check_topic, is_outdated, starting_offsets, topic_now
-from lakehouse.bronze.table import COLUMNS, Progress, create, progress
+from lakehouse.bronze.table import COLUMNS, UNLIKE, Progress, create, progress
 from lakehouse.contract import envelope as names
 from lakehouse.contract.deltalog import AddedFile, DeltaLog, TableGone
 from lakehouse.contract.faults import crash_point
@@ -55,10 +55,7 @@ RECORDS = pa.schema(
 )
 """Columns of Spark's Kafka source."""
 
-# Hardly two values of the others are alike.
-_WITH_DICTIONARY = sorted(
-    {*COLUMNS.names} - {"payload", "fingerprint", "event_id", "key", "offset", "received_at", "date"}
-)
+_WITH_DICTIONARY = sorted({*COLUMNS.names} - {*UNLIKE, "date"})
 
 
 @dataclass(frozen=True, slots=True)

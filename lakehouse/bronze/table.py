@@ -42,6 +42,8 @@ COLUMNS = pa.schema(
         ("date", pa.date32()),
     ]
 )
+UNLIKE = ("payload", "fingerprint", "event_id", "key", "offset", "received_at")
+"""Columns of which hardly two values are alike: Parquet's dictionaries of them cost time and make files larger."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import UTC, date, datetime
 
-from deltalake import CommitProperties, DeltaTable, write_deltalake
+from deltalake import ColumnProperties, CommitProperties, DeltaTable, WriterProperties, write_deltalake
 
 from lakehouse.bronze.clock import BronzeClock
 from lakehouse.bronze.readers import readers_of, unread_since
-from lakehouse.bronze.table import progress
+from lakehouse.bronze.table import UNLIKE, progress
 from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.faults import crash_point
 from lakehouse.contract.lake import LOADS, QUALITY, QUARANTINE, WARNINGS, Lake, TableRef
@@ -48,6 +48,11 @@ LARGE = 128 << 20  # the same for bronze without writers: a turn may then take m
 MANY_BRONZE_FILES = 64  # small files of one day that make a compaction worth while
 MANY_FILES = 200  # files of any other table
 FOLD_ROWS = 2_000_000  # a larger table of partials is folded only while its pipeline does not run
+_BRONZE_FILES = WriterProperties(
+    compression="ZSTD",
+    compression_level=1,
+    column_properties={name: ColumnProperties(dictionary_enabled=False) for name in UNLIKE},
+)
 _WORTH = 0.7  # a fold that leaves more of the rows than this share is not worth its commit
 _DATE = re.compile(r"(?:^|/)date=(\d{4}-\d{2}-\d{2})/")
 _INTERVAL = re.compile(r"(?:interval\s+)?(.+)", re.IGNORECASE)
@@ -72,7 +77,10 @@ def compact_bronze(lake: Lake, table: TableRef, *, target: int = SMALL, many: in
         with _bronze_turn(lake, table) as properties:
             began = time.monotonic()
             found = DeltaTable(str(table.path)).optimize.compact(
-                partition_filters=[("date", "=", day)], target_size=target, commit_properties=properties
+                partition_filters=[("date", "=", day)],
+                target_size=target,
+                commit_properties=properties,
+                writer_properties=_BRONZE_FILES,
             )
             took = time.monotonic() - began
         removed += int(found["numFilesRemoved"]) - int(found["numFilesAdded"])
