@@ -230,7 +230,7 @@ def _tables(tree: exp.Expression, known: set[str], statement: Statement) -> dict
         if base != partials and (base not in statement.payloads or partials != name):
             raise SqlError(
                 f"{node.name}: the pipeline has no source {base!r} with payloads in JSON",
-                f"Write {base}, or name the pipeline that declares it (--pipeline)",
+                f"Write {base}, or ask with the pipeline that declares it",
             )
         if partials != name and statement.principal.condition(base):
             raise SqlError(f"{node.name} is not taken: this key sees a part of {base} only", f"Write {base}")
