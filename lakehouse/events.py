@@ -40,7 +40,6 @@ from lakehouse.bronze.table import COLUMNS
 from lakehouse.contract.envelope import Envelope
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline import Product, Source
-from lakehouse.contract.pipeline.expectations import HALT, QUARANTINE, WARN
 from lakehouse.contract.pipeline.product import EVENTS
 from lakehouse.contract.sql.spark import unrepeatable
 from lakehouse.operators.base import Operator
@@ -456,7 +455,7 @@ def check_repeatable(source: Source, products: Iterable[Product]) -> None:
     """
     declared = {f"sources.{source.name}.event_time": source.event_time}
     expected = f"sources.{source.name}.expectations"
-    declared |= {f"{expected}.{name}": predicate for name, predicate in _predicates(source).items()}
+    declared |= {f"{expected}.{name}": one.sql for name, one in source.expectations.items()}
     for product in products:
         declared[f"products.{product.name}.sql"] = product.sql
         declared |= {f"products.{product.name}.aggregates.{name}": sql for name, sql in product.aggregates.items()}
@@ -482,15 +481,11 @@ def columns_read(products: Sequence[Product], paths: Iterable[str] = (), sql: It
     return read and read.with_paths([*own, *paths])
 
 
-def _predicates(source: Source) -> dict[str, str]:
-    return {name: sql for action in (QUARANTINE, WARN, HALT) for name, sql in source.expected(action).items()}
-
-
 def _fields_to_parse(source: Source, products: Sequence[Product], needed: Iterable[str]) -> StructType:
     """The source's schema without texts that neither the products nor the source's own expressions read."""
     template = source.event_id_template
     paths = [*source.required, *(template.fields if template else ()), *needed]
-    read = columns_read(products, paths, [source.event_time, *_predicates(source).values()])
+    read = columns_read(products, paths, [source.event_time, *(one.sql for one in source.expectations.values())])
     schema = payload_schema(source)
     return schema if read is None else without_unread_texts(schema, read)
 

@@ -1,7 +1,8 @@
 """CPU of a commit to a product and to bronze, by the length of the log; ``python -m tests.bench.bench_commit``.
 
-A product of 60 groups a window, and micro-batches of 600 RSVPs. The logs are filled with commits without rows, and a
-checkpoint is written every 200, as care does. CPU is of this process, all threads. The last line is one JSON object.
+A product of 60 groups a window, and micro-batches of 600 RSVPs; and what the compaction of 64 long batches costs,
+20,000 page views each. The logs are filled with commits without rows, and a checkpoint is written every 200, as care
+does. CPU is of this process, all threads. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -24,15 +25,17 @@ from rich.console import Console
 from lakehouse.bronze.query import BronzeWriter
 from lakehouse.bronze.table import COLUMNS, Progress, create
 from lakehouse.contract.deltalog import DeltaLog
+from lakehouse.contract.envelope import fingerprint
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Product
 from lakehouse.gold.mark import BatchMark
 from lakehouse.gold.store import ProductStore
+from lakehouse.maintain.care import MANY_BRONZE_FILES, compact_bronze
 from tests.bench.lakehouse_cases import CASES
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 SQL = "SELECT window.start AS window_start, city, count(*) AS n FROM r GROUP BY window(t, '1 minute'), city"
-BATCH, GROUPS, CHECKPOINT_EVERY = 600, 60, 200
+BATCH, LONG_BATCH, GROUPS, CHECKPOINT_EVERY = 600, 20_000, 60, 200
 err = Console(stderr=True)
 
 
@@ -50,6 +53,9 @@ def main() -> int:
                 "bronze": measured(bronze(lake, size), options.commits),
             }
         err.print(f"{size:,} commits: {found[f'{size}']}")
+    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
+        found["compaction"] = compaction(Lake(Path(folder)))
+    err.print(f"Compaction: {found['compaction']}")
     sys.stdout.write(json.dumps(found) + "\n")
     return 0
 
@@ -76,15 +82,41 @@ def bronze(lake: Lake, size: int) -> Callable[[int], object]:
     create(table)
     fill(table, size)
     writer = BronzeWriter(table, Progress())
-    payloads = list(itertools.islice(CASES["meetup"].lines(1, 1_760_000_000_000, 1_000.0), BATCH))
+    rows = rows_of(list(itertools.islice(CASES["meetup"].lines(1, 1_760_000_000_000, 1_000.0), BATCH)))
+    return lambda batch: writer.append(rows, {"r/0": (batch + 1) * BATCH})
+
+
+def rows_of(payloads: list[bytes]) -> pa.Table:
+    """Bronze rows, less the columns that a commit gives."""
+    count = len(payloads)
     columns: dict[str, pa.Array] = {
-        field.name: pa.nulls(BATCH, field.type) for field in COLUMNS if field.name not in ("bronze_at", "date")
+        field.name: pa.nulls(count, field.type) for field in COLUMNS if field.name not in ("bronze_at", "date")
     }
     columns["payload"] = pa.array(payloads, pa.binary())
-    columns["event_id"] = pa.array([f"{n:032}" for n in range(BATCH)])
-    columns["topic"], columns["offset"] = pa.array(["r"] * BATCH), pa.array(range(BATCH), pa.int64())
-    rows = pa.table(columns)
-    return lambda batch: writer.append(rows, {"r/0": (batch + 1) * BATCH})
+    columns["fingerprint"] = pa.array(map(fingerprint, payloads), pa.string())
+    columns["event_id"] = pa.array([f"{n:032}" for n in range(count)])
+    columns["topic"], columns["offset"] = pa.array(["r"] * count), pa.array(range(count), pa.int64())
+    return pa.table(columns)
+
+
+def compaction(lake: Lake) -> dict[str, float]:
+    """CPU of a compaction, microseconds an event, and the bytes of an event's files before and after it."""
+    table, views = lake.bronze("v"), CASES["clicks"].lines(1, 1_760_000_000_000, 1_000.0)
+    create(table)
+    writer = BronzeWriter(table, Progress())
+    for batch in range(MANY_BRONZE_FILES):
+        writer.append(rows_of(list(itertools.islice(views, LONG_BATCH))), {"v/0": (batch + 1) * LONG_BATCH})
+    events = MANY_BRONZE_FILES * LONG_BATCH
+
+    def event_bytes() -> float:
+        actions = DeltaTable(str(table.path)).get_add_actions(flatten=True)
+        return round(sum(actions.column("size_bytes").to_pylist()) / events, 1)
+
+    before, cpu = event_bytes(), time.process_time()
+    compact_bronze(lake, table)
+    used = time.process_time() - cpu
+    assert DeltaTable(str(table.path)).to_pyarrow_dataset().count_rows() == events
+    return {"cpu_us": round(used / events * 1e6, 2), "bytes_before": before, "bytes_after": event_bytes()}
 
 
 def fill(table: TableRef, size: int) -> None:

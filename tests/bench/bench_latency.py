@@ -13,6 +13,9 @@ has a temporary jar folder of its own with links to the shared jars, and ``millr
 before the first turn. ``ratios`` are medians of this code divided by the commit's. Exit status 1: this code lost an
 event or counted one twice.
 
+``--kills N`` measures restarts alone: while events come, the driver is killed N times (``kill -9``), and each time is
+measured until gold has a commit again.
+
 The last line is one JSON object.
 """
 
@@ -44,6 +47,7 @@ from ingest.kafka import ensure_topics
 from jobs.demo.account import WARM_S, percentiles
 from jobs.local.stack import get_json, parts
 from jobs.local.supervise import PARENT_VARIABLE
+from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.jars import jars_dir
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import load_pipeline
@@ -54,6 +58,7 @@ from tests.recordings import generate
 ROOT = Path(__file__).resolve().parents[2]
 DRAIN_S = 40.0  # for the plain job, after the last event
 STOP_S = 60.0
+BETWEEN_KILLS_S = 25.0
 FIGURES = ("p50", "p99", "first_result_s", "driver_cpu_s_per_s", "lost", "counted_twice")
 RATIOS = {"p50": "p50", "p99": "p99", "first_result": "first_result_s", "driver_cpu": "driver_cpu_s_per_s"}
 err = Console(stderr=True)
@@ -83,10 +88,13 @@ def main() -> int:
     parser.add_argument("--without-plain", action="store_true", help="Millrace alone")
     parser.add_argument("--against", metavar="COMMIT", help="compare with this commit, without the plain job")
     parser.add_argument("--turns", type=int, default=2, help="of each code, with --against")
+    parser.add_argument("--kills", type=int, default=0, help="kill the driver so often, and measure its restarts alone")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that nothing is left behind
     if options.against:
         return compare(options.against, options.turns, options.seconds, options.rate)
+    if options.kills:
+        return restarts(options.kills, options.rate)
     with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
         millrace = measure_millrace(Code("", ROOT), options.seconds, options.rate)
         plain = None if options.without_plain else measure_plain(Path(folder), options.seconds, options.rate)
@@ -204,6 +212,40 @@ def _table(found: Sequence[tuple[str, Mapping[str, Any]]], result: Mapping[str, 
         table.add_row(f"{name}, median", "", *(str(result[name]["median"][key]) for key in FIGURES))
     table.add_row("ratio", "", *(str(ratio) for ratio in result["ratios"].values()))
     return table
+
+
+# Restarts
+
+
+def restarts(kills: int, rate: float) -> int:
+    """Seconds from each ``kill -9`` of the driver to the next commit of gold; 1: an event was lost or counted twice."""
+    found: list[float] = []
+    with tempfile.TemporaryDirectory(prefix="millrace-bench-") as folder:
+        lake = Lake(Path(folder) / "lake")
+        log = DeltaLog(lake.table("gold", "members").path)
+        arguments = ["--no-browser", "--json", "--lake", str(lake.root), "--seconds", "3600", "--rate", str(rate)]
+        with running_millrace(Code("", ROOT), "demo", *arguments) as process:
+            while not lake.table("gold", "members").exists() or log.newest() < 1:
+                if _ended(process, 0.2):
+                    raise SystemExit(f"the demo ended with status {process.returncode}")
+            for _ in range(kills):
+                if _ended(process, BETWEEN_KILLS_S) or (driver := _pid_of_driver(lake)) is None:
+                    raise SystemExit("the driver does not run")
+                os.kill(driver, signal.SIGKILL)
+                killed = time.monotonic()
+                time.sleep(0.2)  # a commit that had begun is not one of the next driver
+                before = log.newest()
+                while log.newest(before) == before:
+                    if _ended(process, 0.05) or time.monotonic() - killed > STOP_S:
+                        raise SystemExit("gold has no commit again")
+                found.append(round(time.monotonic() - killed, 2))
+                err.print(f"  {found[-1]} s")
+            _ended(process, BETWEEN_KILLS_S)
+            process.terminate()
+            said = json.loads(process.communicate()[0].strip().splitlines()[-1])
+    result = {"rate": rate, "restart_s": found, **{key: said[key] for key in ("events_sent", "lost", "counted_twice")}}
+    sys.stdout.write(json.dumps(result) + "\n")
+    return 0 if said["lost"] == said["counted_twice"] == 0 else 1
 
 
 # Millrace

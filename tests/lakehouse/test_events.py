@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -211,30 +212,11 @@ def test_records_of_kafka_are_what_bronze_gives_back(pipeline: Pipeline, queries
         del queries._batch_columns
 
 
-ODD = [
-    *(
-        "5",
-        "null",
-        "true",
-        "NaN",
-        "-Infinity",
-        "1e999",
-        "1" * 1_500,
-        '"\\ud800"',
-        '"\\u0000"',
-        '"a\tb"',
-        "'a'",
-        '{"x": [1, {}]}',
-    ),
-    *(
-        "[5]",
-        '["a", {"b": "c"}]',
-        '[{"a": 1, "b": {}}]',
-        '[{"b": "x"}, null]',
-        '{"city": "Ulm", "name": [1], "lat": 2}',
-    ),
-    *('{"city": 1, "lat": "x"}', '{"city": {"x": 1}, "name": }', '"open', "{", "[" * 1_200, "01", "+1", "tru", ""),
-]
+_WORDS = r"""
+5 null true NaN -Infinity 1e999 "\ud800" "\u0000" 'a' {"x":[1,{}]} [5] ["a",{"b":"c"}] [{"a":1,"b":{}}] [{"b":"x"},null]
+{"city":"Ulm","name":[1],"lat":2} {"city":1,"lat":"x"} {"city":{"x":1},"name":} "open { 01 +1 tru
+"""
+ODD = [*_WORDS.split(), "", '"a\tb"', "1" * 1_500, "[" * 1_200]
 
 
 def test_texts_that_nobody_reads_are_not_parsed_and_change_nothing(spark: SparkSession, pipeline: Pipeline) -> None:
@@ -308,6 +290,26 @@ def test_what_is_not_utf8_is_refused_in_a_long_batch(queries: LocalQueries) -> N
     found = assert_as_short(records(value=b'{"who": "\xff"}'))
     assert found["reason"][-1].as_py() == "not valid UTF-8"
     assert queries._checks_text
+
+
+def test_arrow_takes_the_same_bytes_for_utf8_as_spark(spark: SparkSession) -> None:
+    """A long batch is checked by the one, a replay by the other."""
+    edges = b"\x00\x7f\x80\x8f\x90\x9f\xa0\xbf\xc0\xc1\xc2\xdf\xe0\xe1\xec\xed\xee\xef\xf0\xf3\xf4\xf5\xff"
+    texts = [bytes(text) for size in (1, 2, 3) for text in itertools.product(edges, repeat=size)]
+    texts += [bytes([first, second, 0x80, last]) for first in edges for second in edges for last in edges]
+
+    def is_text(*values: bytes) -> bool:
+        try:
+            pa.array(values, pa.binary()).cast(pa.string())
+        except pa.ArrowInvalid:
+            return False
+        return True
+
+    frame = spark.createDataFrame(pa.table({"text": pa.array(texts, pa.binary())}))
+    found = frame.selectExpr("text", "is_valid_utf8(text) AS valid").toArrow().to_pylist()
+    assert len(found) == len(texts)
+    assert all(row["valid"] == is_text(row["text"]) for row in found)
+    assert not is_text(b"\xc3", b"\xa9"), "each value by itself"
 
 
 def test_a_source_without_products(spark: SparkSession, pipeline: Pipeline) -> None:
