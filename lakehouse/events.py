@@ -45,7 +45,7 @@ from lakehouse.contract.sql.spark import unrepeatable
 from lakehouse.operators.base import Operator
 from lakehouse.operators.rows import OWN
 from lakehouse.operators.sql import NamesRead, parse, tree_of
-from lakehouse.prepared import PreparedQuery, Query, Selections, Table, is_local, selected
+from lakehouse.prepared import KeptSelections, PreparedQuery, Query, Table, is_local, selected
 from lakehouse.quality.watch import warned_columns
 from lakehouse.silver.conform import CARRIED, conform, conforming, payload_schema, without_unread_texts
 
@@ -327,11 +327,11 @@ class LocalQueries:
         Whether all is UTF-8 is seen here, in a tenth of the time that Spark takes for it. From the first batch on of
         which something is not, Spark looks at each event.
         """
-        found = selected(records, self._batch_columns).toArrow()
+        found = self._batch_columns.of(records).toArrow()
         if not self._checks_text and not self._is_text(found):
             self._checks_text = True
             del self._batch_columns
-            found = selected(records, self._batch_columns).toArrow()
+            found = self._batch_columns.of(records).toArrow()
         rows = found.num_rows
         known = {
             "topic": pa.repeat(self._source.topic, rows),
@@ -357,7 +357,7 @@ class LocalQueries:
         return self.parsed(self.session.createDataFrame([], self._bronze)).columns
 
     @cached_property
-    def _batch_columns(self) -> Selections:
+    def _batch_columns(self) -> KeptSelections:
         """From records to events; what nearly all events have alike is null, and need not be carried to the driver."""
         usual = {
             "source": F.nullif("source", F.lit(self._source.name)),
@@ -365,12 +365,14 @@ class LocalQueries:
             f"{_CARRIED}event_id": F.nullif(f"{_CARRIED}event_id", "event_id"),
         }
         names = [name for name in self._batch_names if name not in ("topic", "origin", "bronze_at")]
-        return [
-            *bronze_columns(source=self._source.name, tenant=self._tenant, checks_text=self._checks_text),
-            ["*", F.lit(None).cast("timestamp").alias("bronze_at")],
-            *conforming(self._source, carried=CARRIED, schema=self._fields, checks_text=self._checks_text),
-            [usual[name].alias(name) if name in usual else name for name in names],
-        ]
+        return KeptSelections(
+            [
+                *bronze_columns(source=self._source.name, tenant=self._tenant, checks_text=self._checks_text),
+                ["*", F.lit(None).cast("timestamp").alias("bronze_at")],
+                *conforming(self._source, carried=CARRIED, schema=self._fields, checks_text=self._checks_text),
+                [usual[name].alias(name) if name in usual else name for name in names],
+            ]
+        )
 
     def _is_text(self, found: pa.Table) -> bool:
         """Whether all texts are UTF-8, and the payloads, unless they are of a binary format."""

@@ -139,6 +139,7 @@ class LiveProducts(BronzeFollower):
         self._committed_at = self._noted_at = time.monotonic()
         self._writing = threading.Condition()  # held while this driver writes bronze, or looks up how far bronze is
         self._handed: tuple[int, Events] | None = None
+        self._working = False  # on what was handed over
         self._anew = self._declaration.is_stale()
         if self._anew:
             log.warning(
@@ -163,7 +164,9 @@ class LiveProducts(BronzeFollower):
 
     def _follow(self) -> None:
         with self._writing:
-            handed = self._handed
+            handed, self._handed = self._handed, None
+            self._working = handed is not None
+            self._writing.notify_all()
             # What was handed over is there. Versions behind it are found in the next turn.
             newest = newest_version(self._bronze, self.position) if handed is None else handed[0]
         if newest > self.position:
@@ -175,8 +178,7 @@ class LiveProducts(BronzeFollower):
                 store.tick()
             self._tick_at = time.monotonic() + _TICK_S
         with self._writing:
-            if handed is not None:
-                self._handed = None
+            self._working = False
             self._writing.notify_all()
 
     def _ended(self) -> None:
@@ -194,10 +196,11 @@ class LiveProducts(BronzeFollower):
     def writing(self) -> Iterator[None]:
         """The time from before a commit to bronze until its rows were handed over.
 
-        It begins once the rows handed over before are taken, so that only one batch waits.
+        It begins once the products have begun with the rows handed over before, so that only one batch waits.
+        Raises QueryFailed: the products ended.
         """
-        self.wait_taken()
         with self._writing:
+            self._wait(lambda: self._handed is None)
             yield
 
     def hand_over(self, version: int, events: Events) -> None:
@@ -208,10 +211,13 @@ class LiveProducts(BronzeFollower):
     def wait_taken(self) -> None:
         """Wait until the products hold what was handed over. Raises QueryFailed: they ended."""
         with self._writing:
-            self._writing.wait_for(lambda: self._handed is None or self._stop.is_set() or not self.is_active)
-            if self._handed is not None or not self.is_active:
-                why = str(self.error or "they were stopped").partition("\n")[0]
-                raise QueryFailed(self.name, "STOPPED", f"the products of the source ended: {why}")
+            self._wait(lambda: self._handed is None and not self._working)
+
+    def _wait(self, reached: Callable[[], bool]) -> None:
+        self._writing.wait_for(lambda: reached() or self._stop.is_set() or not self.is_active)
+        if not reached() or not self.is_active:
+            why = str(self.error or "they were stopped").partition("\n")[0]
+            raise QueryFailed(self.name, "STOPPED", f"the products of the source ended: {why}")
 
     def _move(self, newest: int, handed: tuple[int, Events] | None) -> None:
         if handed is not None and self.position < handed[0] <= newest:

@@ -14,11 +14,13 @@ import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import reduce
-from typing import Protocol
+from typing import Any, Protocol
 
 import pyarrow as pa
 from pyspark import InheritableThread
 from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql.classic.column import _to_java_column, _to_seq
+from pyspark.sql.classic.dataframe import DataFrame as ClassicDataFrame
 from pyspark.sql.types import StructField, StructType
 
 
@@ -30,7 +32,7 @@ class Table(Protocol):
 
 Query = Callable[[Table], DataFrame]
 Selections = Sequence[Sequence[str | Column]]
-"""The columns of one ``select`` after another. To build them takes longer than to apply them, so they may be kept."""
+"""The columns of one ``select`` after another."""
 
 WORKERS = 2
 """Python workers that most queries need."""
@@ -87,6 +89,23 @@ class PreparedQuery:
 
 def selected(frame: DataFrame, steps: Selections) -> DataFrame:
     return reduce(lambda rows, columns: rows.select(*columns), steps, frame)
+
+
+class KeptSelections:
+    """Selections of one frame after another. The JVM is told their columns once: it takes a call for each column."""
+
+    def __init__(self, steps: Selections) -> None:
+        self._steps = steps
+        self._java: list[Any] = []  # for each step Scala's Seq[Column]
+
+    def of(self, frame: DataFrame) -> DataFrame:
+        if not self._java:
+            context = frame.sparkSession.sparkContext
+            self._java = [_to_seq(context, columns, _to_java_column) for columns in self._steps]
+        rows: Any = frame._jdf
+        for columns in self._java:
+            rows = rows.select(columns)
+        return ClassicDataFrame(rows, frame.sparkSession)
 
 
 def start_workers(spark: SparkSession) -> threading.Thread:

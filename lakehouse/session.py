@@ -108,6 +108,10 @@ _LOCAL_FILES = "com.globalmentor.apache.hadoop.fs.NakedLocalFileSystem"
 _LOCAL_FILES_JAR = "hadoop-bare-naked-local-fs"
 
 
+INTAKE = "intake"
+"""Spark's pool of the jobs that read Kafka. They go first: the products' jobs fill the gaps between theirs."""
+
+
 def build_session(settings: Settings, app: str, *, record_classes: Path | None = None) -> SparkSession:
     """A session with Delta and Kafka on its class path; fetches the jars where they are missing.
 
@@ -136,6 +140,7 @@ def build_session(settings: Settings, app: str, *, record_classes: Path | None =
         "spark.executor.extraJavaOptions": JVM_OPTIONS,
         **(_LOOPBACK if _on_this_machine(master) else {}),
         **_TUNED,
+        "spark.scheduler.allocation.file": Path(__file__).with_name("pools.xml").as_uri(),
         FOLDER: str(schemas.absolute() if isinstance(schemas, Path) else schemas),
         REGISTRY: http_address("kafka.schema_registry", settings.kafka.schema_registry),
         **(_s3_conf(os.environ) if s3 else {}),
@@ -198,6 +203,17 @@ def _s3_conf(environ: Mapping[str, str]) -> dict[str, str]:
         conf |= {"fs.s3a.endpoint": endpoint, "fs.s3a.path.style.access": "true"}
         conf["fs.s3a.connection.ssl.enabled"] = secure
     return {f"spark.hadoop.{name}": value for name, value in conf.items()}
+
+
+@contextmanager
+def in_pool(spark: SparkSession, name: str) -> Iterator[None]:
+    """Queries that start in this block run their jobs in a pool of ``pools.xml``."""
+    jobs = spark.sparkContext._jsc
+    jobs.setLocalProperty("spark.scheduler.pool", name)
+    try:
+        yield
+    finally:
+        jobs.setLocalProperty("spark.scheduler.pool", None)
 
 
 def class_path(jars: Sequence[Path]) -> list[Path]:

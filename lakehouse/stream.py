@@ -6,8 +6,8 @@ One query a source takes its events from Kafka, appends them to bronze, and hand
 1. Spark writes the batch's offsets to its checkpoint. Crash: the same batch runs again.
 2. The records are parsed once and appended to bronze, with the end offsets in the same commit. Crash: the batch runs
    again and is dropped, because bronze says that it has these offsets; the products read the rows from bronze.
-3. The rows are handed to the products, which take them while Spark reads the next batch. Crash: products that are
-   behind read the rows from bronze.
+3. The rows are handed to the products, which take them while Spark reads the next batches: one is in their hands, one
+   may wait. Crash: products that are behind read the rows from bronze.
 4. Spark notes in its checkpoint that the batch is done.
 """
 
@@ -49,6 +49,7 @@ from lakehouse.errors import BronzeGap, LakehouseError, QueryFailed, TableBusy, 
 from lakehouse.events import SMALL_BATCH, LocalEvents, SparkEvents, as_bronze, compiled_session, materialized
 from lakehouse.live import LiveOptions, LiveProducts
 from lakehouse.lock import WriterLocks
+from lakehouse.session import INTAKE, in_pool
 from lakehouse.stages import Stages
 from lakehouse.stateful.live_join import LiveJoin
 
@@ -364,13 +365,14 @@ class PipelineQueries:
         )
         checkpoint = self._lake.checkpoint(f"bronze-{source.name}")
         writer = SourceWriter(source, self._settings.tenant, bronze, checkpoint, self._lives.get(source.name))
-        query = (
-            records.writeStream.queryName(f"bronze-{source.name}")
-            .option("checkpointLocation", str(checkpoint))
-            .trigger(processingTime=f"{self._settings.spark.batch_interval_ms} milliseconds")
-            .foreachBatch(writer)
-            .start()
-        )
+        with in_pool(self._spark, INTAKE):
+            query = (
+                records.writeStream.queryName(f"bronze-{source.name}")
+                .option("checkpointLocation", str(checkpoint))
+                .trigger(processingTime=f"{self._settings.spark.batch_interval_ms} milliseconds")
+                .foreachBatch(writer)
+                .start()
+            )
         RUNNING[f"bronze-{source.name}"] = query
         return RunningQuery(query, writer)
 

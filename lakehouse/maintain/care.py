@@ -45,7 +45,8 @@ SWEEP_EVERY_S = 600.0
 CHECKPOINT_EVERY = 200  # commits
 SMALL = 8 << 20  # bytes; while the pipeline runs, larger files are left alone
 LARGE = 128 << 20  # the same for bronze without writers: a turn may then take minutes
-MANY_BRONZE_FILES = 64  # small files of one day that make a compaction worth while
+MANY_BRONZE_FILES = 64  # files of one day that make a compaction worth while …
+_FEWER = 4  # … where the target takes at least so many of each: to put two together costs as much as it saves
 MANY_FILES = 200  # files of any other table
 FOLD_ROWS = 2_000_000  # a larger table of partials is folded only while its pipeline does not run
 _BRONZE_FILES = WriterProperties(
@@ -71,7 +72,7 @@ def compact_bronze(lake: Lake, table: TableRef, *, target: int = SMALL, many: in
     Rows stay as they are, and the commits have ``dataChange = false``, so streams skip them.
     """
     removed = 0
-    for day, count in sorted(_small_files(table, target).items()):
+    for day, count in sorted(_small_files(table, target // _FEWER).items()):
         if count < many:
             continue
         with _bronze_turn(lake, table) as properties:

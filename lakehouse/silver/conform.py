@@ -136,11 +136,13 @@ def conforming(
     # An event's time may be in a header, such as that of a CloudEvent; else nothing here needs them any more.
     if "headers" in source.event_time and "headers" not in flat:
         flat["headers"] = F.col("headers")
-    named: dict[str, Column] = {name: F.col(name) for name in flat}
+    steps: list[Sequence[str | Column]] = [["*", decoded(F.col("payload")).alias("d")]] if avro else []
+    steps += [["*", parsed], [column.alias(name) for name, column in flat.items()]]
     if source.event_id_template is not None:
         # Marked: the record came without an envelope, and bronze had only the broker's coordinates to name it by.
         given = F.when(F.col("event_id").startswith("@"), _from_template(source.event_id_template))
-        named["event_id"] = F.coalesce(given, "event_id")
+        named = {**{name: F.col(name) for name in flat}, "event_id": F.coalesce(given, "event_id")}
+        steps.append([column.alias(name) for name, column in named.items()])
     valid = F.col("reason").isNull()
     # A rejected copy must not stand in the way of a valid one with the same id.
     identity = F.concat_ws("\x1f", "source", "tenant", "event_id", F.when(~valid, F.col("fingerprint")))
@@ -158,14 +160,7 @@ def conforming(
         *[column.alias(name) for name, column in _remarks(source, valid).items()],
         *passed,
     ]
-    return [
-        ["*", decoded(F.col("payload")).alias("d")] if avro else ["*"],
-        ["*", parsed],
-        [column.alias(name) for name, column in flat.items()],
-        [column.alias(name) for name, column in named.items()],
-        ["*", _reason(source, checks_text).alias("reason")],
-        events,
-    ]
+    return [*steps, ["*", _reason(source, checks_text).alias("reason")], events]
 
 
 def _reason(source: Source, checks_text: bool) -> Column:

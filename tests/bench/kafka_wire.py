@@ -39,35 +39,33 @@ def _size(number: int) -> bytes:
 
 
 class RecordBatch:
-    """Records that are sent together; :meth:`close` it before it is sent."""
+    """Records that are sent together."""
 
     def __init__(self) -> None:
         self._records = bytearray()
+        self._stamps: list[int] = []
         self._count = 0
 
-    def add(self, key: bytes, value: bytes, headers: Sequence[tuple[str, bytes]]) -> None:
-        """One more record; its time is the batch's."""
+    def add(self, key: bytes, value: bytes, headers: Sequence[tuple[str, bytes]], blank: bytes) -> None:
+        """One more record. Its time is the batch's; where it has ``blank``, that time is to be written as a text."""
         parts = [b"\0\0", _size(self._count), _size(len(key)), key, _size(len(value)), value, _size(len(headers))]
         for name, content in headers:
             parts += (_size(len(name)), name.encode(), _size(len(content)), content)
         body = b"".join(parts)
         self._records += _size(len(body))
+        self._stamps.append(len(self._records) + body.index(blank))
         self._records += body
         self._count += 1
 
-    def close(self) -> None:
-        """It is complete."""
-        self._closed = bytes(self._records)
-        self._records.clear()
-
-    def stamped(self, at_ms: int, blank: bytes, stamp: bytes) -> bytes:
-        """The batch as Kafka stores it, of this time, with ``stamp`` wherever its records have ``blank``."""
-        records = self._closed.replace(blank, stamp)
-        size = _HEAD.size - 12 + len(records)
+    def stamped(self, at_ms: int, stamp: bytes) -> tuple[bytes, bytearray]:
+        """The batch as Kafka stores it, of this time, with ``stamp`` in each record: its head, and its records."""
+        for start in self._stamps:
+            self._records[start : start + len(stamp)] = stamp
+        size = _HEAD.size - 12 + len(self._records)
         ids = (-1, -1, -1)  # no producer that has one
         head = bytearray(_HEAD.pack(0, size, -1, 2, 0, 0, self._count - 1, at_ms, at_ms, *ids, self._count))
-        head[17:21] = struct.pack(">I", crc32c(records, crc32c(bytes(head[_CRC_FROM:]))))
-        return bytes(head) + records
+        head[17:21] = struct.pack(">I", crc32c(self._records, crc32c(bytes(head[_CRC_FROM:]))))
+        return bytes(head), self._records
 
 
 class Connection:
@@ -91,17 +89,17 @@ class Connection:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._socket.close()
 
-    def produce(self, batches: Mapping[int, bytes]) -> dict[int, int]:
+    def produce(self, batches: Mapping[int, tuple[bytes, bytearray]]) -> dict[int, int]:
         """Send a batch to each of these partitions; their first offsets, once the broker has acknowledged all.
 
         Raises:
             RuntimeError: the broker refuses one.
         """
-        parts = [struct.pack(">hhi", -1, _ACKS_ALL, _TIMEOUT_MS), struct.pack(">i", 1), _text(self._topic)]
-        parts.append(struct.pack(">i", len(batches)))
-        for partition, data in batches.items():
-            parts += (struct.pack(">ii", partition, len(data)), data)
-        answer = self._ask(_PRODUCE, 3, b"".join(parts))
+        parts: list[bytes | bytearray] = [struct.pack(">hhi", -1, _ACKS_ALL, _TIMEOUT_MS), struct.pack(">i", 1)]
+        parts += [_text(self._topic), struct.pack(">i", len(batches))]
+        for partition, (head, records) in batches.items():
+            parts += (struct.pack(">ii", partition, len(head) + len(records)), head, records)
+        answer = self._ask(_PRODUCE, 3, *parts)
         at = 4 + 2 + len(self._topic)
         [count] = struct.unpack_from(">i", answer, at)
         found = {}
@@ -128,10 +126,12 @@ class Connection:
         [partitions] = struct.unpack_from(">i", answer, at)
         return int(partitions)
 
-    def _ask(self, api: int, version: int, body: bytes) -> bytes:
+    def _ask(self, api: int, version: int, *body: bytes | bytearray) -> bytes:
         self._number += 1
         head = struct.pack(">hhi", api, version, self._number) + _text(_CLIENT)
-        self._socket.sendall(struct.pack(">i", len(head) + len(body)) + head + body)
+        size = len(head) + sum(map(len, body))
+        for part in (struct.pack(">i", size) + head, *body):
+            self._socket.sendall(part)
         [size] = struct.unpack(">i", self._read(4))
         answer = self._read(size)
         assert struct.unpack_from(">i", answer)[0] == self._number

@@ -5,8 +5,8 @@ FILE gets a NumPy archive with ``partition``, ``offset``, ``sent_ms`` and ``id``
 event, and ``bytes``, the size of all payloads.
 
 With a rate the record batches are made beforehand, as Kafka stores them; what is left to do when they are due is to
-stamp them with the time and to write them to the broker's socket (:mod:`tests.bench.kafka_wire`). So the load takes a
-hundredth of a core from what is measured. The batches are not compressed.
+stamp them with the time and to write them to the broker's socket (:mod:`tests.bench.kafka_wire`). So 76,000 events a
+second take a twentieth of a core from what is measured. The batches are not compressed.
 """
 
 from __future__ import annotations
@@ -92,12 +92,10 @@ class Feed:
                 self._partition[number] = place
                 headers = [(n, _NO_TIME if n == RECEIVED_AT else v) for n, v in event.envelope.to_headers()]
                 batch, numbers = batches[place]
-                batch.add(event.key, event.payload, headers)
+                batch.add(event.key, event.payload, headers, _NO_TIME)
                 numbers.append(number)
                 self._bytes += len(event.payload)
             last = some[-1][0]
-            for batch, _ in batches.values():
-                batch.close()
             yield (last / self._rate if self._rate else 0.0), [batches[place] for place in sorted(batches)]
 
     def sent(self, connection: Connection, batches: list[tuple[RecordBatch, list[int]]]) -> None:
@@ -106,7 +104,7 @@ class Feed:
         stamp = str(int(now * 1e6)).encode()
         assert len(stamp) == len(_NO_TIME)
         places = [int(self._partition[numbers[0]]) for _, numbers in batches]
-        data = [batch.stamped(int(now * 1000), _NO_TIME, stamp) for batch, _ in batches]
+        data = [batch.stamped(int(now * 1000), stamp) for batch, _ in batches]
         offsets = connection.produce(dict(zip(places, data, strict=True)))
         for place, (_, numbers) in zip(places, batches, strict=True):
             self._offset[numbers] = np.arange(offsets[place], offsets[place] + len(numbers))

@@ -200,6 +200,8 @@ def test_small_files_of_bronze_are_put_together_and_rows_and_progress_stay(lake:
     table = bronze(lake, 8)
     before = DeltaTable(str(table.path)).to_pyarrow_table().sort_by("offset")
     assert compact_bronze(lake, table) == 0  # not many
+    size = max(DeltaTable(str(table.path)).get_add_actions(flatten=True).column("size_bytes").to_pylist())
+    assert compact_bronze(lake, table, many=4, target=3 * size) == 0  # not small
     assert compact_bronze(lake, table, many=4) == 7
     delta = DeltaTable(str(table.path))
     assert delta.to_pyarrow_table().sort_by("offset").equals(before)

@@ -7,7 +7,7 @@ from pyspark.sql import SparkSession
 
 from lakehouse.contract.jars import jar_paths
 from lakehouse.contract.sql.spark import SPARK_FUNCTIONS
-from lakehouse.session import JVM_OPTIONS
+from lakehouse.session import INTAKE, JVM_OPTIONS, in_pool
 
 pytestmark = pytest.mark.spark
 
@@ -37,6 +37,15 @@ def test_bronze_columns_without_repeated_values_have_no_dictionary(spark: SparkS
     assert spark.sparkContext is not None
     hadoop = spark.sparkContext._jsc.hadoopConfiguration()
     assert hadoop.get("parquet.enable.dictionary#payload") == "false"
+
+
+def test_jobs_that_read_kafka_go_first(spark: SparkSession) -> None:
+    assert spark.sparkContext.getConf().get("spark.scheduler.mode") == "FAIR"
+    scala = spark.sparkContext._jsc.sc()
+    with in_pool(spark, INTAKE):
+        assert scala.getLocalProperty("spark.scheduler.pool") == INTAKE
+    assert scala.getLocalProperty("spark.scheduler.pool") is None
+    assert scala.getPoolForName(INTAKE).get().minShare() > scala.defaultParallelism()
 
 
 def test_check_knows_the_functions_of_spark(spark: SparkSession) -> None:

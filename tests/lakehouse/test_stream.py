@@ -7,6 +7,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +22,9 @@ from pyspark.sql import SparkSession
 from ingest.broker import EmbeddedBroker
 from jobs.local.broker import ensure_topics
 from lakehouse.bronze.table import progress
+from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.errors import QueryFailed, TableBusy, TopicReplaced
+from lakehouse.live import LiveProducts
 from lakehouse.lock import WriterLocks
 from lakehouse.replay import digest, verify
 from lakehouse.session import JVM_OPTIONS
@@ -192,6 +196,33 @@ def copied(place: Site, topic: str) -> None:
     finally:
         writer.close()
         reader.close()
+
+
+def test_products_that_die_two_batches_behind_take_both_from_bronze(
+    new_site: Callable[[], Site], spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They have one batch in hand and one waits; the next commit to bronze waits for them."""
+    place, die = new_site(), threading.Event()
+    bronze = DeltaLog(place.lake.bronze("clicks").path)
+
+    def dies(*_: object) -> None:
+        die.wait(120)
+        raise ZeroDivisionError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LiveProducts, "_step", dies)
+        with pytest.raises(QueryFailed), place.running(spark) as alive:
+            first = bronze.newest()
+            for number in range(3):
+                place.send(mixture(40 * number, 60))  # twenty ids again each time
+                eventually(lambda n=number: bronze.newest() == min(first + 2, first + 1 + n), alive=alive)
+            time.sleep(2)
+            assert bronze.newest() == first + 2
+            die.set()
+            eventually(lambda: not alive())
+    place.run_until_arrived(spark)
+    assert_exact(place.lake, place.pipeline, place.records)
+    assert verified(spark, place) == ALL_EQUAL
 
 
 def test_a_topic_that_begins_anew_is_refused_until_the_source_has_another(
