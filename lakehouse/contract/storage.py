@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.dataset as ds
     import pyarrow.parquet as pq
+    from deltalake import DeltaTable
     from obstore import ObjectMeta
     from obstore.store import ObjectStore
 
@@ -521,6 +522,20 @@ def file_rows(files: Sequence[str], schema: pa.Schema) -> ds.Dataset:
     read = [parquet_file(StorePath(file)).read() for file in files]
     whole = pa.concat_tables([schema.empty_table(), *read], promote_options="default")
     return ds.dataset(whole.select(schema.names))
+
+
+def table_rows(table: DeltaTable, path: LakePath) -> ds.Dataset:
+    """The rows of a Delta table at ``path``, for DuckDB to read.
+
+    DuckDB begins a scan with the interpreter's lock held (pyarrow 26, ``Scanner.to_reader``), and waits for Arrow's
+    threads. delta-rs's file system is written in Python: its reads in these threads wait for that lock, and both for
+    ever. So Arrow reads files of this machine by itself.
+    """
+    import pyarrow.fs as arrow_fs
+
+    if isinstance(path, StorePath):
+        return table.to_pyarrow_dataset()
+    return table.to_pyarrow_dataset(filesystem=arrow_fs.SubTreeFileSystem(str(path), arrow_fs.LocalFileSystem()))
 
 
 def spark_uri(path: LakePath | str) -> str:

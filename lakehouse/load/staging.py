@@ -21,6 +21,7 @@ from lakehouse.contract.pipeline import Pipeline
 from lakehouse.contract.pipeline.folder import Staging
 from lakehouse.contract.rows import Fold
 from lakehouse.contract.sql.spark import parse_condition
+from lakehouse.contract.storage import table_rows
 from lakehouse.errors import StagingError
 from lakehouse.lock import WriterLocks
 
@@ -68,18 +69,18 @@ def refresh(lake: Lake, pipeline: Pipeline, staging: Staging, *, rebuild: bool =
         shows = f"{product.metadata().id}/{product.version()}/{staging.columns}/{staging.where}"
         changed = rebuild or not target.exists() or DeltaLog(target.path).newest_info(COMMIT_STAGED) != shows
         if changed:
-            _copy(product, target, staging, shows)
+            _copy(product, record, target, staging, shows)
         made = DeltaTable(str(target.path))
         rows = made.to_pyarrow_dataset().count_rows()
         log.info("staging table %s: %d rows of %s version %d", staging.name, rows, record.name, product.version())
         return Staged(staging.name, staging.product, product.version(), made.version(), rows, changed)
 
 
-def _copy(product: DeltaTable, target: TableRef, staging: Staging, shows: str) -> None:
+def _copy(product: DeltaTable, record: TableRef, target: TableRef, staging: Staging, shows: str) -> None:
     """Write the copy in one commit."""
     configuration = product.metadata().configuration
     key = tuple(name for name in configuration.get(names.PROPERTY_KEY, "").split(",") if name)
-    dataset = product.to_pyarrow_dataset()
+    dataset = table_rows(product, record.path)
     columns = _columns(staging, key, dataset.schema)
     with duckdb.connect(
         config={"enable_external_access": "false", "python_enable_replacements": "false"}

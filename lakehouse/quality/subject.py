@@ -20,7 +20,7 @@ from lakehouse.contract.deltalog import DeltaLog, TableGone
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Product, Source
 from lakehouse.contract.sql.ddl import Field, parse_ddl
-from lakehouse.contract.storage import file_rows
+from lakehouse.contract.storage import file_rows, table_rows
 from lakehouse.errors import QualityProblem
 from lakehouse.operators.registry import operator_of
 
@@ -62,7 +62,7 @@ def product_subject(lake: Lake, product: Product) -> Subject:
     table = lake.table(product.layer, product.name)
     delta = _open(table)
     types = {f.name: _spark_type(f.type) for f in delta.schema().fields}
-    rows: Any = delta.to_pyarrow_dataset()
+    rows: Any = table_rows(delta, table.path)
     _bounded(table, rows)
     if product.storage == "append":
         rows = operator_of(product).merge(None, rows.to_table()) if rows.count_rows() else rows
@@ -82,7 +82,7 @@ def bronze_subject(lake: Lake, source: Source, batch: str = "") -> Subject:
     """
     table = lake.bronze(source.name)
     delta = _open(table)
-    rows: Any = delta.to_pyarrow_dataset()
+    rows: Any = table_rows(delta, table.path)
     files = [uri.removeprefix("file://") for uri in delta.file_uris()]
     if batch:
         first, last = _versions(table, batch, delta.version())

@@ -30,7 +30,7 @@ from lakehouse.contract.sql.closures import Columns
 from lakehouse.contract.sql.filters import parse_condition
 from lakehouse.contract.sql.locked import locked_connection
 from lakehouse.contract.sql.spark import no_sql
-from lakehouse.contract.storage import LakePath, lake_path
+from lakehouse.contract.storage import LakePath, lake_path, table_rows
 from serve.core.messages import encode_rows
 from serve.core.model import OPEN, Principal, TableInfo
 from serve.errors import FilterError, PositionExpired, SqlError
@@ -296,7 +296,7 @@ def _open(connection: duckdb.DuckDBPyConnection, lake: Lake, opened: _Opened, pr
     path = lake.find(name).path
     try:
         table = DeltaTable(str(path), version=None if moment is None else version_at(path, moment))
-        rows = table.to_pyarrow_dataset()
+        rows = table_rows(table, path)
         info, fold = _described(path, table, rows.schema)
     except (TableGone, TableUnreadable, PositionExpired) as error:
         raise SqlError(str(error)) from None

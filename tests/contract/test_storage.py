@@ -7,7 +7,9 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import duckdb
 import pyarrow as pa
+import pyarrow.fs
 import pytest
 from deltalake import DeltaTable, write_deltalake
 
@@ -26,6 +28,7 @@ from lakehouse.contract.storage import (
     remove_tree,
     shared_secret,
     stamp_of,
+    table_rows,
     write_parquet,
     write_whole,
 )
@@ -245,3 +248,13 @@ def test_turns_of_many_are_one_after_the_other(place: LakePath) -> None:
 def test_other_urls_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a place for a lake"):
         lake_path(text)
+
+
+def test_duckdb_reads_a_table_without_a_file_system_in_python(tmp_path: Path) -> None:
+    """A scan that begins with the interpreter's lock held waits for reads that need this lock, and for ever."""
+    path = tmp_path / "a b" / "table"
+    write_deltalake(str(path), pa.table({"n": [1, 2], "city": ["São Paulo", "Ulm/Donau"]}), partition_by=["city"])
+    rows = table_rows(DeltaTable(str(path)), path)
+    assert not isinstance(rows.filesystem.base_fs, pyarrow.fs.PyFileSystem)
+    found = duckdb.connect().register("rows", rows).sql("SELECT city, n FROM rows WHERE n > 0 ORDER BY n")
+    assert found.fetchall() == [("São Paulo", 1), ("Ulm/Donau", 2)]
