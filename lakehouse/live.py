@@ -139,7 +139,6 @@ class LiveProducts(BronzeFollower):
         self._committed_at = self._noted_at = time.monotonic()
         self._writing = threading.Condition()  # held while this driver writes bronze, or looks up how far bronze is
         self._handed: tuple[int, Events] | None = None
-        self._working = False  # on what was handed over
         self._anew = self._declaration.is_stale()
         if self._anew:
             log.warning(
@@ -165,7 +164,6 @@ class LiveProducts(BronzeFollower):
     def _follow(self) -> None:
         with self._writing:
             handed, self._handed = self._handed, None
-            self._working = handed is not None
             self._writing.notify_all()
             # What was handed over is there. Versions behind it are found in the next turn.
             newest = newest_version(self._bronze, self.position) if handed is None else handed[0]
@@ -178,7 +176,6 @@ class LiveProducts(BronzeFollower):
                 store.tick()
             self._tick_at = time.monotonic() + _TICK_S
         with self._writing:
-            self._working = False
             self._writing.notify_all()
 
     def _ended(self) -> None:
@@ -208,10 +205,10 @@ class LiveProducts(BronzeFollower):
         self._handed = version, events
         self._wake.set()
 
-    def wait_taken(self) -> None:
-        """Wait until the products hold what was handed over. Raises QueryFailed: they ended."""
+    def wait_taken(self, version: int) -> None:
+        """Wait until the products hold a version of bronze. Raises QueryFailed: they ended."""
         with self._writing:
-            self._wait(lambda: self._handed is None and not self._working)
+            self._wait(lambda: self.position >= version)
 
     def _wait(self, reached: Callable[[], bool]) -> None:
         self._writing.wait_for(lambda: reached() or self._stop.is_set() or not self.is_active)

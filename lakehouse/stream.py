@@ -494,7 +494,7 @@ class SourceWriter:
                 commit = self._bronze.append_frame(as_bronze(rows), ends)
                 events = rows.withColumn("bronze_at", constant_time(commit.bronze_at))
                 self._live.hand_over(commit.version, SparkEvents(events, self._source))
-            self._live.wait_taken()
+            self._live.wait_taken(commit.version)
 
     def _end_offsets(self, batch: int) -> dict[str, int]:
         """``TOPIC/PARTITION`` to the offset behind the batch's last one, from the query's own write-ahead log."""

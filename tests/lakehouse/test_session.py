@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 
 from lakehouse.contract.jars import jar_paths
 from lakehouse.contract.sql.spark import SPARK_FUNCTIONS
@@ -42,8 +42,18 @@ def test_bronze_columns_without_repeated_values_have_no_dictionary(spark: SparkS
 def test_jobs_that_read_kafka_go_first(spark: SparkSession) -> None:
     assert spark.sparkContext.getConf().get("spark.scheduler.mode") == "FAIR"
     scala = spark.sparkContext._jsc.sc()
+    pools: list[str | None] = []
+
+    def note(_: DataFrame, __: int) -> None:
+        pools.append(spark.sparkContext.getLocalProperty("spark.scheduler.pool"))
+
     with in_pool(spark, INTAKE):
-        assert scala.getLocalProperty("spark.scheduler.pool") == INTAKE
+        query = spark.readStream.format("rate").load().writeStream.foreachBatch(note).start()
+    try:
+        query.processAllAvailable()
+    finally:
+        query.stop()
+    assert set(pools) == {INTAKE}, "of the batches' jobs"
     assert scala.getLocalProperty("spark.scheduler.pool") is None
     assert scala.getPoolForName(INTAKE).get().minShare() > scala.defaultParallelism()
 

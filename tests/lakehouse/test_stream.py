@@ -216,6 +216,8 @@ def test_products_that_die_two_batches_behind_take_both_from_bronze(
             for number in range(3):
                 place.send(mixture(40 * number, 60))  # twenty ids again each time
                 eventually(lambda n=number: bronze.newest() == min(first + 2, first + 1 + n), alive=alive)
+            planned = place.lake.checkpoint("bronze-clicks") / "offsets"
+            eventually(lambda: (planned / "2").exists(), alive=alive)  # Spark has the third batch in hand
             time.sleep(2)
             assert bronze.newest() == first + 2
             die.set()
