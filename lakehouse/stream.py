@@ -27,12 +27,14 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+import pyarrow as pa
+import pyarrow.compute as pc
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.query import StreamingQuery
 
 from lakehouse.bronze.offsets import offset_of
-from lakehouse.bronze.query import BronzeWriter, constant_time, read_topic, to_bronze
+from lakehouse.bronze.query import BronzeWriter, constant_time, ends_of, first_rows, read_topic, to_bronze
 from lakehouse.bronze.readers import check_record, note_record
 from lakehouse.bronze.table import create
 from lakehouse.contract.faults import crash_point
@@ -55,6 +57,7 @@ from lakehouse.stateful.live_join import LiveJoin
 
 log = logging.getLogger(__name__)
 
+_FIRST = 1_000  # events after a start whose results do not wait for all that came meanwhile
 _LOOK_S = 0.5
 _RETRY_S = 30.0  # after a source that was added could not start
 _AWAY_RETRY_S = 2.0  # after the object store stopped a part
@@ -451,6 +454,7 @@ class SourceWriter:
         self._bronze = bronze
         self._checkpoint = checkpoint
         self._live = live
+        self._began = False
 
     def __call__(self, events: DataFrame, batch: int) -> None:
         with self._busy:
@@ -470,18 +474,28 @@ class SourceWriter:
             self._take_local(events, ends, self._live, count)
         else:
             self._take_in_spark(events.coalesce(1) if count < SMALL_BATCH else events, ends)
+        self._began = True
         count_batch(self._checkpoint.name, count)
 
     def _take_local(self, records: DataFrame, ends: Mapping[str, int], live: LiveProducts, count: int) -> None:
-        if count < SMALL_BATCH:
-            rows = records.toArrow()
-            events, bronze = live.local.of_records(rows.filter(self._bronze.unknown(rows)))
-        else:
-            events, bronze = live.local.of_batch(self._bronze.without_known(records))
+        if count >= SMALL_BATCH:
+            self._pass_on(*live.local.of_batch(self._bronze.without_known(records)), ends, live)
+            return
+        rows = records.toArrow()
+        rows = rows.filter(self._bronze.unknown(rows))
+        if not self._began and rows.num_rows > 2 * _FIRST:
+            chosen = first_rows(rows, _FIRST)
+            first, rows = rows.filter(chosen), rows.filter(pc.invert(chosen))
+            live.wait_taken(self._pass_on(*live.local.of_records(first), ends_of(first), live))
+        self._pass_on(*live.local.of_records(rows), ends, live)
+
+    def _pass_on(self, events: pa.Table, bronze: pa.Table, ends: Mapping[str, int], live: LiveProducts) -> int:
+        """Events and their rows of bronze, to bronze and the products; the version of bronze that has them."""
         with live.writing():
             commit, whole = self._bronze.append(bronze, ends)
             events = events.set_column(events.schema.get_field_index("bronze_at"), "bronze_at", whole["bronze_at"])
             live.hand_over(commit.version, LocalEvents(live.local, events, whole))
+        return commit.version
 
     def _take_in_spark(self, records: DataFrame, ends: Mapping[str, int]) -> None:
         bronze = to_bronze(self._bronze.without_known(records), source=self._source.name, tenant=self._tenant)

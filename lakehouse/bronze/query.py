@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from functools import reduce
 from operator import add, and_
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql import Column, DataFrame, SparkSession
@@ -249,6 +250,24 @@ def constant_time(micros: int) -> Column:
     """
     text = F.concat(F.lit(str(micros)), F.substring("topic", 1, 0))
     return F.timestamp_micros(text.cast("bigint"))
+
+
+def first_rows(records: pa.Table, count: int) -> pa.Array:
+    """Which are the first ``count`` records of one topic, about: of each partition the same share, so that none runs
+    ahead of the others.
+    """
+    partitions = records["partition"].to_numpy()
+    chosen = np.zeros(records.num_rows, np.bool_)
+    for partition in np.unique(partitions):
+        here = np.flatnonzero(partitions == partition)
+        chosen[here[: -(-len(here) * count // records.num_rows)]] = True
+    return pa.array(chosen)
+
+
+def ends_of(records: pa.Table) -> dict[str, int]:
+    """``TOPIC/PARTITION`` to the offset behind the last of the records."""
+    last = records.group_by(["topic", "partition"]).aggregate([("offset", "max")])
+    return {f"{row['topic']}/{row['partition']}": row["offset_max"] + 1 for row in last.to_pylist()}
 
 
 def without_known(rows: DataFrame, offsets: Mapping[str, int]) -> DataFrame:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -10,9 +11,11 @@ import sys
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow.compute as pc
 import pytest
 from deltalake import DeltaTable
 from kafka import KafkaAdminClient, KafkaConsumer, KafkaProducer, TopicPartition
@@ -222,6 +225,32 @@ def test_products_that_die_two_batches_behind_take_both_from_bronze(
             assert bronze.newest() == first + 2
             die.set()
             eventually(lambda: not alive())
+    place.run_until_arrived(spark)
+    assert_exact(place.lake, place.pipeline, place.records)
+    assert verified(spark, place) == ALL_EQUAL
+
+
+def test_a_start_takes_its_first_events_apart_and_a_crash_behind_them_is_as_any_other(
+    new_site: Callable[[], Site], spark: SparkSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, bronze = new_site(), []
+
+    def dies(live: LiveProducts, _: int) -> None:
+        bronze.append(DeltaTable(str(place.lake.bronze(live.source.name).path)).to_pyarrow_dataset().to_table())
+        raise ZeroDivisionError
+
+    place.send(mixture(0, 2_500))
+    with monkeypatch.context() as patch:
+        patch.setattr(LiveProducts, "wait_taken", dies)
+        with pytest.raises(QueryFailed, match="ZeroDivisionError"), place.running(spark) as alive:
+            eventually(lambda: not alive())
+    [taken] = bronze
+    sent = Counter(record.partition for record in place.records)
+    found = Counter(taken["partition"].to_pylist())
+    assert found == {partition: math.ceil(count * 1_000 / len(place.records)) for partition, count in sent.items()}
+    for partition, count in found.items():  # its first ones
+        rows = taken.filter(pc.equal(taken["partition"], partition))
+        assert sorted(rows["offset"].to_pylist()) == list(range(count))
     place.run_until_arrived(spark)
     assert_exact(place.lake, place.pipeline, place.records)
     assert verified(spark, place) == ALL_EQUAL
