@@ -139,17 +139,17 @@ class Intake:
         return LoggedEvent(-1, lane, event.envelope, event.key, event.payload, NOWHERE, 0, None)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AdmittedRequest:
-    """A request whose sender may send to the source of ``intake``."""
+    """A request whose sender may send to the source of ``intake``. Not frozen, like :class:`Admitted`."""
 
     intake: Intake
     sender: Sender
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestResult:
-    """The events of a request, in the log.
+    """The events of a request, in the log. Not frozen, like :class:`Admitted`.
 
     Attributes:
         groups: commit groups that the answer waits for.

@@ -129,6 +129,8 @@ class SenderGate:
         Raises:
             RequestRefused: 429 with the time to retry.
         """
+        if not source.max_rate and (sender.key is None or not sender.key.rate):
+            return
         now = self._clock()
         asked = []
         if source.max_rate:
@@ -180,6 +182,8 @@ class SenderGate:
         Raises:
             RequestRefused: 429, too many connections.
         """
+        if not source.max_connections and (sender.key is None or not sender.key.connections):
+            return held
         wanted = []
         if source.max_connections:
             wanted.append((("source", source.name), source.max_connections))

@@ -250,7 +250,7 @@ class CollectorHttpProtocol(HttpToolsProtocol):
         out: list[bytes] = []
         while answers:
             groups, answer = answers[0]
-            open_group = next((group for group in groups if not group.acknowledgeable), None)
+            open_group = _first_open(groups)
             if open_group is not None:
                 if self._waits_for is not open_group:
                     self._waits_for = open_group
@@ -334,6 +334,13 @@ class CollectorHttpProtocol(HttpToolsProtocol):
         """The connection is now the WebSocket's, which has its own limits."""
         self._uncount()
         super().handle_websocket_upgrade()
+
+
+def _first_open(groups: tuple[CommitGroup, ...]) -> CommitGroup | None:
+    for group in groups:
+        if not group.acknowledgeable:
+            return group
+    return None
 
 
 def _copy(buffer: bytearray, start: int, end: int) -> bytes:
