@@ -129,8 +129,6 @@ class SenderGate:
         Raises:
             RequestRefused: 429 with the time to retry.
         """
-        if not source.max_rate and (sender.key is None or not sender.key.rate):
-            return
         now = self._clock()
         asked = []
         if source.max_rate:
@@ -182,13 +180,13 @@ class SenderGate:
         Raises:
             RequestRefused: 429, too many connections.
         """
-        if not source.max_connections and (sender.key is None or not sender.key.connections):
-            return held
         wanted = []
         if source.max_connections:
             wanted.append((("source", source.name), source.max_connections))
         if sender.key is not None and sender.key.connections:
             wanted.append((("key", sender.key.id), sender.key.connections))
+        if not wanted:
+            return held
         new = [(whose, most) for whose, most in wanted if whose not in held]
         for whose, most in new:
             if self._held[whose] >= most:
