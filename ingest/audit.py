@@ -6,10 +6,9 @@ each *product* (the first commit whose ``millrace.through`` covers its offset). 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +19,7 @@ from deltalake import DeltaTable
 
 from ingest.answers.tables import end_offsets
 from lakehouse.contract.deltalog import DeltaLog
-from lakehouse.contract.lake import COMMIT_THROUGH, Lake, TableRef
+from lakehouse.contract.lake import COMMIT_THROUGH, Lake, TableRef, offsets_behind
 from lakehouse.contract.pipeline import Pipeline, Source
 
 __all__ = ["AuditPeriod", "Duplicates", "Hop", "Slow", "SourceAudit", "TraceStep", "audit_source", "trace"]
@@ -165,7 +164,7 @@ def audit_source(lake: Lake, pipeline: Pipeline, source: Source, period: AuditPe
         tuple(_hop(name, wait) for name, wait in waits.items()),
         _duplicates(rows),
         tuple(slow),
-        _offsets(rows),
+        offsets_behind(rows),
     )
 
 
@@ -281,8 +280,3 @@ def _duplicates(rows: pa.Table) -> Duplicates:
     events = records.group_by(["event_id_min"]).aggregate([("fingerprint_min", "min")])
     payloads = pc.count_distinct(events["fingerprint_min_min"]).as_py()
     return Duplicates(rows.num_rows - records.num_rows, records.num_rows - events.num_rows, events.num_rows - payloads)
-
-
-def _offsets(rows: pa.Table) -> dict[str, int]:
-    ends: Sequence[dict[str, Any]] = rows.group_by(["topic", "partition"]).aggregate([("offset", "max")]).to_pylist()
-    return {f"{row['topic']}/{row['partition']}": row["offset_max"] + 1 for row in ends}

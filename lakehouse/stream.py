@@ -34,11 +34,11 @@ from pyspark.sql import functions as F
 from pyspark.sql.streaming.query import StreamingQuery
 
 from lakehouse.bronze.offsets import offset_of
-from lakehouse.bronze.query import BronzeWriter, constant_time, ends_of, first_rows, read_topic, to_bronze
+from lakehouse.bronze.query import BronzeWriter, constant_time, first_rows, read_topic, to_bronze
 from lakehouse.bronze.readers import check_record, note_record
 from lakehouse.bronze.table import create
 from lakehouse.contract.faults import crash_point
-from lakehouse.contract.lake import ALERTS, WARNINGS, Lake
+from lakehouse.contract.lake import ALERTS, WARNINGS, Lake, offsets_behind
 from lakehouse.contract.pipeline import Pipeline, Product, Source, View
 from lakehouse.contract.pipeline.expectations import WARN
 from lakehouse.contract.pipeline.files import PipelineFiles
@@ -486,7 +486,7 @@ class SourceWriter:
         if not self._began and rows.num_rows > 2 * _FIRST:
             chosen = first_rows(rows, _FIRST)
             first, rows = rows.filter(chosen), rows.filter(pc.invert(chosen))
-            live.wait_taken(self._pass_on(*live.local.of_records(first), ends_of(first), live))
+            live.wait_taken(self._pass_on(*live.local.of_records(first), offsets_behind(first), live))
         self._pass_on(*live.local.of_records(rows), ends, live)
 
     def _pass_on(self, events: pa.Table, bronze: pa.Table, ends: Mapping[str, int], live: LiveProducts) -> int:

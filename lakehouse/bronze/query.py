@@ -264,12 +264,6 @@ def first_rows(records: pa.Table, count: int) -> pa.Array:
     return pa.array(chosen)
 
 
-def ends_of(records: pa.Table) -> dict[str, int]:
-    """``TOPIC/PARTITION`` to the offset behind the last of the records."""
-    last = records.group_by(["topic", "partition"]).aggregate([("offset", "max")])
-    return {f"{row['topic']}/{row['partition']}": row["offset_max"] + 1 for row in last.to_pylist()}
-
-
 def without_known(rows: DataFrame, offsets: Mapping[str, int]) -> DataFrame:
     """Rows that the offsets do not cover yet."""
     if not offsets:

@@ -12,7 +12,7 @@ from deltalake import DeltaTable, Field, Schema
 from deltalake.exceptions import DeltaError
 
 from lakehouse.contract.deltalog import DeltaLog, TableGone
-from lakehouse.contract.lake import TableRef
+from lakehouse.contract.lake import TableRef, offsets_behind
 from lakehouse.contract.storage import lake_path
 from lakehouse.errors import VersionsGone
 
@@ -131,9 +131,7 @@ def _in_rows(table: TableRef) -> Progress:
     found = rows.to_table(columns=["topic", "partition", "offset", "bronze_at"], filter=pc.field("origin") == "stream")
     if not found.num_rows:
         return Progress()
-    ends = found.group_by(["topic", "partition"]).aggregate([("offset", "max"), ("bronze_at", "max")]).to_pylist()
-    newest = max(pa.scalar(row["bronze_at_max"], pa.timestamp("us", "UTC")).value for row in ends)
-    return Progress({f"{row['topic']}/{row['partition']}": row["offset_max"] + 1 for row in ends}, newest)
+    return Progress(offsets_behind(found), pc.max(pc.cast(found["bronze_at"], pa.int64())).as_py())
 
 
 @dataclass(frozen=True, slots=True)

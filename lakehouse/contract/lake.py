@@ -30,6 +30,8 @@ from lakehouse.contract.errors import MillraceError
 from lakehouse.contract.storage import LakePath, StorePath, create_whole
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from lakehouse.contract.settings import Settings
 
 LAYERS: tuple[str, ...] = ("bronze", "silver", "gold")
@@ -274,6 +276,12 @@ class Lake:
     def broker(self) -> Path:
         """Data and logs of the embedded broker."""
         return self.state / "kafka"
+
+
+def offsets_behind(rows: pa.Table) -> dict[str, int]:
+    """``TOPIC/PARTITION`` to the offset behind the last of these rows of bronze or records of Kafka."""
+    ends = rows.group_by(["topic", "partition"]).aggregate([("offset", "max")]).to_pylist()
+    return {f"{end['topic']}/{end['partition']}": end["offset_max"] + 1 for end in ends}
 
 
 def _folders(layer: LakePath) -> list[Any]:

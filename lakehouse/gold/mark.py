@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 from deltalake import CommitProperties, Transaction
 
 from lakehouse.contract import lake as names
-from lakehouse.contract.lake import FILE_TOPIC
+from lakehouse.contract.lake import FILE_TOPIC, offsets_behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +121,9 @@ class Marks:
             rows: all its rows, with their ``topic``, ``partition`` and ``offset``.
             counted: those that count, with ``event_time`` and ``received_at``.
         """
-        ends = rows.group_by(["topic", "partition"]).aggregate([("offset", "max")]).to_pylist()
+        ends = offsets_behind(rows)
         # Of files there are thousands; COMMIT_BRONZE says that they are in.
-        ends = [end for end in ends if not end["topic"].startswith(FILE_TOPIC)]
-        self.reached({f"{end['topic']}/{end['partition']}": end["offset_max"] + 1 for end in ends})
+        self.reached({place: end for place, end in ends.items() if not place.startswith(FILE_TOPIC)})
         self.clock = later(self.clock, newest(counted))
         received = pc.min_max(pc.cast(counted["received_at"], pa.int64())).as_py()
         return BatchMark(
