@@ -38,12 +38,9 @@ from kafka import KafkaAdminClient
 from kafka.errors import KafkaError
 
 from ingest.broker_security import Secrets, set_passwords
-from lakehouse.contract.classdata import recording, sharing
 from lakehouse.contract.errors import EnvironmentProblem
-from lakehouse.contract.jars import jar_paths
-from lakehouse.contract.java import find_java, log_flags
-from lakehouse.contract.kafkasecurity import ClientSecurity
-from lakehouse.contract.settings import conf_dir
+from lakehouse.contract.jvm import find_java, jar_paths, log_flags, recording, sharing
+from lakehouse.contract.settings import ClientSecurity, conf_dir
 from lakehouse.contract.storage import write_whole
 
 logger = logging.getLogger(__name__)
@@ -76,7 +73,7 @@ class EmbeddedBroker:
         heap_mb: Java heap in MiB; the process takes about 150 MiB more.
         die_with_parent: stop the broker when this process ends in any way (Linux only).
         secure: TLS, passwords and access rules (:mod:`ingest.broker_security`); data of insecure runs stays.
-        record_classes: file for an archive of the JVM's classes (:mod:`lakehouse.contract.classdata`); None: use the
+        record_classes: file for an archive of the JVM's classes (:mod:`lakehouse.contract.jvm`); None: use the
             existing archive.
     """
 

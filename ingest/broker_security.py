@@ -33,7 +33,7 @@ from kafka.admin import (
 )
 
 from lakehouse.contract.errors import EnvironmentProblem, install_extra
-from lakehouse.contract.kafkasecurity import ClientSecurity
+from lakehouse.contract.settings import ClientSecurity
 from lakehouse.contract.storage import write_whole
 
 __all__ = ["BROKER_NAME", "USERS", "Grants", "Secrets"]

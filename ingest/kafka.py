@@ -23,9 +23,8 @@ from ingest.errors import BrokerUnavailable
 from ingest.log.segments import LoggedEvent
 from lakehouse.contract.envelope import EVENT_ID, FINGERPRINT, Envelope
 from lakehouse.contract.errors import EnvironmentProblem
-from lakehouse.contract.kafkasecurity import PLAINTEXT, ClientSecurity
 from lakehouse.contract.pipeline import Source
-from lakehouse.contract.settings import KafkaSettings
+from lakehouse.contract.settings import PLAINTEXT, ClientSecurity, KafkaSettings
 
 logger = logging.getLogger(__name__)
 _client_logger = logging.getLogger(f"{__name__}.librdkafka")

@@ -30,11 +30,11 @@ from ingest.intake import Intake, RequestIntake
 from ingest.kafka import KafkaPublisher, ensure_topics
 from ingest.log.message_log import MessageLog, least_limit
 from ingest.stats import NodeStats
-from lakehouse.contract.control import state_manager
+from lakehouse.contract.access import state_manager
 from lakehouse.contract.errors import ConfigError, MillraceError
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, Source
-from lakehouse.contract.pipeline.files import PipelineFiles
+from lakehouse.contract.pipeline.folder import PipelineFiles
 from lakehouse.contract.pipeline.source import STREAM_KINDS, CollectorSpec
 from lakehouse.contract.pipeline.tenants import border_of
 from lakehouse.contract.settings import Settings

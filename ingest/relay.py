@@ -32,11 +32,9 @@ from ingest.errors import BrokerUnavailable
 from ingest.kafka import BACKOFF_FIRST_S, BACKOFF_MAX_S, KafkaPublisher, SendOutcome, broker_errors
 from ingest.log.segments import NOWHERE, LoggedEvent, SourceLane
 from lakehouse.contract.envelope import HEADER_NAMES, WEIGHT, Envelope, EnvelopeError, fingerprint
-from lakehouse.contract.errors import ConfigError
-from lakehouse.contract.faults import crash_point
-from lakehouse.contract.kafkasecurity import ClientSecurity
+from lakehouse.contract.errors import ConfigError, crash_point
 from lakehouse.contract.pipeline import Pipeline, Source
-from lakehouse.contract.settings import Settings
+from lakehouse.contract.settings import ClientSecurity, Settings
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from lakehouse.contract.envelope import LOG_FIELDS
 from lakehouse.contract.errors import ConfigError, MillraceError
-from lakehouse.contract.java import LOG_VARIABLE
+from lakehouse.contract.jvm import LOG_VARIABLE
 from lakehouse.contract.settings import Settings, load_settings
 from lakehouse.contract.storage import is_away
 
@@ -95,7 +95,7 @@ def chosen_pipeline() -> tuple[Settings, Pipeline]:
     Raises:
         ConfigError: a setting or the pipeline is wrong.
     """
-    from lakehouse.contract.pipeline.files import declared_pipeline
+    from lakehouse.contract.pipeline.folder import declared_pipeline
 
     settings = chosen_settings()
     return settings, declared_pipeline(settings)

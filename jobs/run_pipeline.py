@@ -14,11 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from jobs.console import log_to_stderr, print_problems, stopped_by_signals
 from jobs.local.broker import ensure_topics, resolve_kafka
 from jobs.local.machine import before_start
-from lakehouse.contract.control import following
+from lakehouse.contract.access import following
 from lakehouse.contract.errors import MillraceError
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Source
-from lakehouse.contract.pipeline.files import PipelineFiles
+from lakehouse.contract.pipeline.folder import PipelineFiles
 from lakehouse.contract.settings import Settings, load_settings
 from lakehouse.stages import Stages
 

@@ -37,7 +37,7 @@ from lakehouse.bronze.horizon import seen_index
 from lakehouse.bronze.readers import note_reader, noted_reader
 from lakehouse.bronze.seen import JUDGED
 from lakehouse.bronze.table import COLUMNS, Changes, changes, newest_version
-from lakehouse.contract.faults import crash_point
+from lakehouse.contract.errors import crash_point
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, Product, Source
 from lakehouse.contract.settings import Settings

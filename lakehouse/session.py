@@ -22,10 +22,8 @@ from pyspark.sql import SparkSession
 
 from lakehouse.bronze.table import UNLIKE
 from lakehouse.contract.avro import SCHEMAS
-from lakehouse.contract.classdata import recording, sharing
 from lakehouse.contract.errors import EnvironmentProblem
-from lakehouse.contract.jars import jar_paths
-from lakehouse.contract.java import find_java, log_flags
+from lakehouse.contract.jvm import find_java, jar_paths, log_flags, recording, sharing
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.settings import Settings
 from lakehouse.contract.tomlfile import http_address
@@ -119,7 +117,7 @@ def build_session(settings: Settings, app: str, *, record_classes: Path | None =
 
     Args:
         record_classes: where the JVM writes an archive of its classes when it ends
-            (:mod:`lakehouse.contract.classdata`); None: it uses the one that there is.
+            (:mod:`lakehouse.contract.jvm`); None: it uses the one that there is.
     """
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # of the Python workers
     submitted = "SPARK_ENV_LOADED" in os.environ or "PYSPARK_GATEWAY_PORT" in os.environ

@@ -37,11 +37,11 @@ from lakehouse.bronze.offsets import offset_of
 from lakehouse.bronze.query import BronzeWriter, constant_time, first_rows, read_topic, to_bronze
 from lakehouse.bronze.readers import check_record, note_record
 from lakehouse.bronze.table import create
-from lakehouse.contract.faults import crash_point
+from lakehouse.contract.errors import crash_point
 from lakehouse.contract.lake import ALERTS, WARNINGS, Lake, offsets_behind
 from lakehouse.contract.pipeline import Pipeline, Product, Source, View
 from lakehouse.contract.pipeline.expectations import WARN
-from lakehouse.contract.pipeline.files import PipelineFiles
+from lakehouse.contract.pipeline.folder import PipelineFiles
 from lakehouse.contract.settings import Settings
 from lakehouse.contract.storage import is_away
 from lakehouse.counts import RUNNING, count_batch

@@ -2,7 +2,7 @@
 
 It checks in this order: the page that asks is one of ours (``Origin``; without keys also ``Host``, against a foreign
 name that was made to point here); whose key or ticket it is; how often that key has come.
-:mod:`lakehouse.contract.keys` describes the key file.
+:mod:`lakehouse.contract.access` describes the key file.
 
 A browser that cannot send a header shows a ticket instead of its key, because addresses end up in logs. A ticket is
 signed with the lake's key, so that any server process accepts it; it lives for :data:`LIVES_S` seconds, and each
@@ -24,9 +24,8 @@ from pathlib import Path
 from typing import Protocol
 from urllib.parse import parse_qs, urlsplit
 
-from lakehouse.contract.control import StateManager, state_manager
+from lakehouse.contract.access import Key, KeyFile, KeyRing, StateManager, TokenBucket, is_loopback, state_manager
 from lakehouse.contract.errors import ConfigError
-from lakehouse.contract.keys import Key, KeyFile, KeyRing, TokenBucket, is_loopback
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline.tenants import UNDECLARED, TenantBorder
 from lakehouse.contract.settings import ServeSettings, Settings

@@ -14,11 +14,11 @@ from typing import Any
 
 from starlette.applications import Starlette
 
-from lakehouse.contract.control import state_manager
+from lakehouse.contract.access import state_manager
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.listen import listen, serve_until, url_of, uvicorn_config
-from lakehouse.contract.pipeline.files import PipelineFiles
+from lakehouse.contract.pipeline.folder import PipelineFiles
 from lakehouse.contract.pipeline.tenants import border_of
 from lakehouse.contract.settings import ServeSettings, Settings
 from serve.access import ReaderGate, make_gate, uses_tls

@@ -1,4 +1,4 @@
-"""The crash points of the code (:mod:`lakehouse.contract.faults`), by what passes them."""
+"""The crash points of the code (:mod:`lakehouse.contract.errors`), by what passes them."""
 
 from __future__ import annotations
 

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from lakehouse.contract.jars import jar_paths
-from lakehouse.contract.java import find_java
+from lakehouse.contract.jvm import find_java, jar_paths
 from lakehouse.contract.storage import StorePath
 
 BUCKET = "lake"

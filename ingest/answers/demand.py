@@ -24,8 +24,8 @@ from starlette.responses import Response
 from ingest.answers.respond import MAX_WAIT_S, json_response, seconds_of
 from ingest.errors import RequestRefused
 from ingest.intake import RequestIntake, first_key
-from lakehouse.contract.demand import LEASE_S, LOOK_S, DemandBoard, DemandNote, Want
 from lakehouse.contract.lake import Lake
+from lakehouse.contract.pipeline.demand import LEASE_S, LOOK_S, DemandBoard, DemandNote, Want
 
 logger = logging.getLogger(__name__)
 

@@ -47,9 +47,9 @@ from ingest.border.admission import Admitted
 from ingest.errors import LogFull, LogUnavailable, NotReady, RequestRefused, refusal_code
 from ingest.intake import RequestIntake, first_key, published_event
 from ingest.log.segments import CommitGroup
-from lakehouse.contract.demand import Want, sources_of
+from lakehouse.contract.listen import is_utf8
 from lakehouse.contract.pipeline import Pipeline
-from lakehouse.contract.text import is_utf8
+from lakehouse.contract.pipeline.demand import Want, sources_of
 
 if TYPE_CHECKING:
     from uvicorn.server import ServerState

@@ -1,7 +1,7 @@
 """Access control of senders: keys, event rates and connections.
 
 Every decision is made on the event loop, in memory and without waiting. Each node counts for itself. Keys are in a file
-of the form that :mod:`lakehouse.contract.keys` describes.
+of the form that :mod:`lakehouse.contract.access` describes.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ingest.errors import RequestRefused
-from lakehouse.contract.control import StateManager
+from lakehouse.contract.access import Key, KeyFile, KeyRing, StateManager, TokenBucket
 from lakehouse.contract.errors import ConfigError
-from lakehouse.contract.keys import Key, KeyFile, KeyRing, TokenBucket
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, Product, Source
 from lakehouse.contract.settings import Settings
@@ -223,7 +222,7 @@ class SenderGate:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ApiKey(Key):
-    """A sender's key, see :class:`~lakehouse.contract.keys.Key`; its rate is in events a second.
+    """A sender's key, see :class:`~lakehouse.contract.access.Key`; its rate is in events a second.
 
     Attributes:
         sources: it may send to these; empty: all.
@@ -244,7 +243,7 @@ def keys_path(settings: Settings) -> Path:
 
 
 class SenderKeys(KeyRing[ApiKey]):
-    """The keys of a node, reloaded from their file; see :class:`lakehouse.contract.keys.KeyRing`."""
+    """The keys of a node, reloaded from their file; see :class:`lakehouse.contract.access.KeyRing`."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(KeyFile(path, ApiKey), clock)

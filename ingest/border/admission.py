@@ -31,8 +31,7 @@ from ingest.border.expectations import compile_expectations
 from ingest.border.shed import TAKEN, Shedder
 from lakehouse.contract.envelope import MAX_ID_BYTES, Envelope, EventLines, about, fingerprint, new_event_id
 from lakehouse.contract.pipeline import Source, Template
-from lakehouse.contract.sql.ddl import Field, find_field, parse_ddl
-from lakehouse.contract.text import JSON_NAMES
+from lakehouse.contract.sql.ddl import JSON_NAMES, Field, find_field, parse_ddl
 
 MAX_DEPTH = 100  # of nested objects and arrays
 KEPT_BYTES = 65_536  # kept of an event that is too large

@@ -49,8 +49,8 @@ from ingest.collectors.wire import CollectorHttpProtocol
 from ingest.errors import IngestError, RequestRefused
 from ingest.intake import RequestIntake, first_key, presented_key
 from ingest.stats import NodeStats
+from lakehouse.contract.access import KeyRing, is_loopback
 from lakehouse.contract.errors import ConfigError
-from lakehouse.contract.keys import KeyRing, is_loopback
 from lakehouse.contract.listen import QuietServer, listen, url_of
 from lakehouse.contract.settings import CollectSettings
 

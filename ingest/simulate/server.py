@@ -43,8 +43,8 @@ from ingest.simulate.generator import RsvpGenerator
 from ingest.simulate.player import FileLines, Lines, Player, SceneLines
 from ingest.simulate.scenes import SCENES, Scene
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem
+from lakehouse.contract.listen import is_utf8
 from lakehouse.contract.pipeline import Pipeline
-from lakehouse.contract.text import is_utf8
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from jobs.console import Format, FormatOption, chosen_settings, err, print_csv, 
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.lake import Lake, UnknownTable
 from lakehouse.contract.pipeline import Source
-from lakehouse.contract.pipeline.files import declared_pipeline
+from lakehouse.contract.pipeline.folder import declared_pipeline
 from lakehouse.contract.settings import Settings
 
 if TYPE_CHECKING:

@@ -12,12 +12,12 @@ import typer
 from rich.markup import escape
 
 from jobs.console import JsonOption, chosen_settings, err, out, print_json, print_table, run_async
-from lakehouse.contract.control import ADMIN_KEY, address_file, key_text
+from lakehouse.contract.access import ADMIN_KEY, address_file, key_text
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem, ProblemWithRemedy
 from lakehouse.contract.settings import Settings
 
 if TYPE_CHECKING:
-    from lakehouse.contract.keys import KeyFile
+    from lakehouse.contract.access import KeyFile
 
 _AT_A_TIME = 1_000
 TenantOption = Annotated[str, typer.Option(help="Tenant that it belongs to.")]
@@ -289,7 +289,7 @@ def _file(settings: Settings, reader: bool) -> KeyFile[Any]:
 
         return reader_keys(settings)
     from ingest.border.access import ApiKey, keys_path
-    from lakehouse.contract.keys import KeyFile
+    from lakehouse.contract.access import KeyFile
 
     return KeyFile(keys_path(settings), ApiKey)
 

@@ -149,7 +149,7 @@ def prepare(
 ) -> None:
     """Fetch the jars and prepare Java's classes, once on a machine; Java then starts in half the time."""
     if jars:
-        from lakehouse.contract.jars import jar_paths
+        from lakehouse.contract.jvm import jar_paths
 
         sys.stdout.write(",".join(str(path) for path in jar_paths("spark")) + "\n")
         return

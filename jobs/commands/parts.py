@@ -32,7 +32,7 @@ from jobs.console import (
 )
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.lake import Lake
-from lakehouse.contract.pipeline.files import PipelineFiles, declared_pipeline
+from lakehouse.contract.pipeline.folder import PipelineFiles, declared_pipeline
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -345,7 +345,7 @@ def _confirmed(answers: list[Answer], table: SketchTable, span: Span) -> list[An
 
 
 def _in_bronze(settings: Any, table: str, item: str, span: Span) -> bool:
-    from lakehouse.contract.pipeline.files import declared_pipeline
+    from lakehouse.contract.pipeline.folder import declared_pipeline
     from lakehouse.session import build_session
     from lakehouse.sketches.tables import is_in_bronze
 

@@ -18,9 +18,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from deltalake import DeltaTable
 
-from lakehouse.contract.kafkasecurity import PLAINTEXT, ClientSecurity
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, Product, Source
+from lakehouse.contract.settings import PLAINTEXT, ClientSecurity
 from lakehouse.contract.storage import LakePath
 
 _BRONZE = ("event_id", "fingerprint", "topic", "partition", "offset", "bronze_at", "reject", "suspect")

@@ -41,7 +41,7 @@ from jobs.local.supervise import Child
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, Product
-from lakehouse.contract.pipeline.files import declared_pipeline
+from lakehouse.contract.pipeline.folder import declared_pipeline
 from lakehouse.contract.settings import Settings
 from serve.client import ClientOptions, Snapshot, subscribe
 

@@ -22,10 +22,9 @@ from ingest.errors import BrokerUnavailable
 from ingest.kafka import TopicRemark
 from lakehouse.bronze.table import Progress
 from lakehouse.contract.errors import EnvironmentProblem, MillraceError
-from lakehouse.contract.kafkasecurity import PLAINTEXT, ClientSecurity
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, Source
-from lakehouse.contract.settings import KafkaSettings, Settings
+from lakehouse.contract.settings import PLAINTEXT, ClientSecurity, KafkaSettings, Settings
 from lakehouse.maintain.backlog import Ask, Backlog
 
 

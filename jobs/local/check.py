@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from lakehouse.contract.errors import ConfigError, QueryRefused, StatementError
+from lakehouse.contract.errors import ConfigError, QueryRefused, StatementError, did_you_mean
 from lakehouse.contract.lake import TableRef
 from lakehouse.contract.pipeline import Pipeline, Product, Source, View
 from lakehouse.contract.pipeline.added import MAX_COLUMNS
@@ -29,7 +29,6 @@ from lakehouse.contract.sql.spark import (
     parse_condition,
     parse_query,
 )
-from lakehouse.contract.text import did_you_mean
 from lakehouse.contract.tomlfile import line_of, read_toml
 from lakehouse.errors import BadProduct
 from lakehouse.gold.state_store import store_of

@@ -26,10 +26,9 @@ from pyspark.sql import functions as F
 from lakehouse.batch import build, clock_of, rejected_rows, run_partial
 from lakehouse.bronze.table import COLUMNS, create
 from lakehouse.contract.envelope import fingerprint
-from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.errors import ConfigError, did_you_mean
 from lakehouse.contract.lake import QUARANTINE, Lake, TableRef
 from lakehouse.contract.pipeline import Pipeline, Product, Source, View
-from lakehouse.contract.text import did_you_mean
 from lakehouse.derived.follow import Follower
 from lakehouse.derived.views import ViewEngine, ViewKeeper
 from lakehouse.gold.mark import BatchMark

@@ -20,10 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ingest.broker import EmbeddedBroker
-from lakehouse.contract.classdata import archive, making
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem, MillraceError, install_extra
-from lakehouse.contract.jars import JAR_SETS, jar_paths, jars_dir, locked_jars, missing_jars
-from lakehouse.contract.java import find_java
+from lakehouse.contract.jvm import JAR_SETS, archive, find_java, jar_paths, jars_dir, locked_jars, making, missing_jars
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.contract.settings import Settings, conf_dir, load_settings

@@ -25,11 +25,10 @@ from ingest.broker import EmbeddedBroker
 from jobs.local.broker import apply_topics, embedded, resolve_kafka
 from jobs.local.supervise import Child, Supervisor
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem, MillraceError
-from lakehouse.contract.kafkasecurity import ClientSecurity
 from lakehouse.contract.lake import Lake
-from lakehouse.contract.pipeline.files import PipelineFiles, declared_pipeline
+from lakehouse.contract.pipeline.folder import PipelineFiles, declared_pipeline
 from lakehouse.contract.pipeline.source import metrics_file
-from lakehouse.contract.settings import Settings, child_arguments
+from lakehouse.contract.settings import ClientSecurity, Settings, child_arguments
 from lakehouse.contract.storage import write_whole
 
 PARTS = "parts.json"

@@ -29,7 +29,7 @@ from lakehouse.bronze.offsets import check_topic, is_outdated, starting_offsets,
 from lakehouse.bronze.table import COLUMNS, UNLIKE, Progress, create, progress
 from lakehouse.contract import envelope as names
 from lakehouse.contract.deltalog import AddedFile, DeltaLog, TableGone
-from lakehouse.contract.faults import crash_point
+from lakehouse.contract.errors import crash_point
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Source
 from lakehouse.contract.settings import Settings

@@ -1,4 +1,4 @@
-"""The base of every error that Millrace raises on purpose.
+"""The base of every error that Millrace raises on purpose; remedies for unknown names; crash points of tests.
 
 ::
 
@@ -14,15 +14,24 @@
     └── serve.errors.ServeError
 
 The data of an error is in its attributes; ``__str__`` renders it for a person.
+
+``MILLRACE_CRASH_AT=NAME[:COUNT]`` kills the process with SIGKILL when it comes to :func:`crash_point` of this name for
+the COUNT-th time (the first, by default). Unset, as always outside tests, a point is one look at a module variable.
 """
 
 from __future__ import annotations
 
+import difflib
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lakehouse.contract.storage import StorePath
+
 
 DISTRIBUTION = "millrace-lakehouse"  # our name on PyPI, where `millrace` is another project's
 
@@ -121,3 +130,28 @@ class QueryRefused(StatementError):
 
 class FilterError(StatementError):
     """A subscriber's condition, list of columns or aggregate that is not taken."""
+
+
+def nearest(word: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """The known word that was probably meant; empty if none is near."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)), "")
+
+
+def did_you_mean(word: str, known: Iterable[str], others: str = "There are") -> str:
+    """The remedy for an unknown name: the nearest known one, or all of them after ``others``."""
+    known = list(known)
+    near = nearest(word, known)
+    return f"Did you mean {near!r}?" if near else f"{others}: {', '.join(known) or 'none'}"
+
+
+_armed, _, _count = os.environ.get("MILLRACE_CRASH_AT", "").partition(":")
+_passed: Counter[str] = Counter()
+
+
+def crash_point(name: str) -> None:
+    """Die between two steps of a write, if the environment says so."""
+    if _armed != name:
+        return
+    _passed[name] += 1
+    if _passed[name] >= int(_count or 1):
+        os.kill(os.getpid(), signal.SIGKILL)

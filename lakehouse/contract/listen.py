@@ -68,6 +68,15 @@ def url_of(listener: socket.socket, *, tls: bool = False) -> str:
     return f"{'https' if tls else 'http'}://" + (f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
 
 
+def is_utf8(text: bytes) -> bool:
+    """Whether the bytes are UTF-8, as a text message of a WebSocket has to be (RFC 6455, section 8.1)."""
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
 async def serve_until(
     stop: asyncio.Event, config: uvicorn.Config, listener: socket.socket, up: Callable[[], None]
 ) -> None:

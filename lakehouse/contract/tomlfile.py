@@ -13,9 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin
 
-from lakehouse.contract.errors import ConfigError
+from lakehouse.contract.errors import ConfigError, did_you_mean
 from lakehouse.contract.storage import LakePath, lake_path
-from lakehouse.contract.text import did_you_mean
 
 T = TypeVar("T")
 

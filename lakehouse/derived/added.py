@@ -17,8 +17,7 @@ from pathlib import Path
 from pyspark.sql import SparkSession
 
 from lakehouse.bronze.clock import BronzeClock
-from lakehouse.contract.errors import MillraceError
-from lakehouse.contract.faults import crash_point
+from lakehouse.contract.errors import MillraceError, crash_point
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline
 from lakehouse.contract.pipeline.added import OWNER, Declared, QuerySpec, State

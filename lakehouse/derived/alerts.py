@@ -22,8 +22,7 @@ from sqlglot import exp
 
 from lakehouse.contract import lake as names
 from lakehouse.contract.deltalog import DeltaLog
-from lakehouse.contract.errors import QueryRefused
-from lakehouse.contract.faults import crash_point
+from lakehouse.contract.errors import QueryRefused, crash_point
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline.folder import Alert, Patience
 from lakehouse.contract.pipeline.tenants import UNDECLARED, TenantBorder

@@ -18,7 +18,7 @@ from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
 
 from lakehouse.bronze.readers import reader_file
-from lakehouse.contract.faults import crash_point
+from lakehouse.contract.errors import crash_point
 from lakehouse.contract.lake import PROPERTY_PIPELINE, Lake
 from lakehouse.contract.pipeline import Pipeline, View
 from lakehouse.contract.pipeline.added import MAX_COLUMNS, OWNER, Declared, QuerySpec, State

@@ -22,11 +22,10 @@ from sqlglot import exp
 
 from lakehouse.contract import lake as names
 from lakehouse.contract.deltalog import DeltaLog
-from lakehouse.contract.errors import QueryRefused
-from lakehouse.contract.faults import crash_point
+from lakehouse.contract.errors import QueryRefused, crash_point
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Pipeline, View
-from lakehouse.contract.sql.locked import locked_connection
+from lakehouse.contract.sql import locked_connection
 from lakehouse.contract.sql.spark import (
     VIEW_FUNCTIONS,
     check_functions,

@@ -36,7 +36,7 @@ from deltalake.transaction import AddAction, RemoveAction
 from lakehouse.bronze.clock import COMMIT_LOAD, BronzeClock
 from lakehouse.bronze.table import create
 from lakehouse.contract.deltalog import DeltaLog, TableGone
-from lakehouse.contract.faults import crash_point
+from lakehouse.contract.errors import crash_point
 from lakehouse.contract.lake import FILE_TOPIC as TOPIC
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Source

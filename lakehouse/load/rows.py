@@ -29,7 +29,7 @@ from lakehouse.bronze.table import COLUMNS
 from lakehouse.contract.envelope import MAX_ID_BYTES
 from lakehouse.contract.lake import FILE_TOPIC as TOPIC
 from lakehouse.contract.pipeline import Source, Template
-from lakehouse.contract.text import JSON_NAMES
+from lakehouse.contract.sql.ddl import JSON_NAMES
 
 KEPT_BYTES = 65_536
 PLACEHOLDER = "bronze_at"  # this column gets its value when the commit's turn comes

@@ -27,7 +27,7 @@ from lakehouse.bronze.clock import BronzeClock
 from lakehouse.bronze.readers import readers_of, unread_since
 from lakehouse.bronze.table import UNLIKE, progress
 from lakehouse.contract.deltalog import DeltaLog
-from lakehouse.contract.faults import crash_point
+from lakehouse.contract.errors import crash_point
 from lakehouse.contract.lake import LOADS, QUALITY, QUARANTINE, WARNINGS, Lake, TableRef
 from lakehouse.contract.pipeline import Source
 from lakehouse.contract.storage import LakePath

@@ -24,7 +24,7 @@ from sqlglot.errors import SqlglotError
 
 from lakehouse.contract.pipeline import Source
 from lakehouse.contract.pipeline.expectations import FAIL, FRESH, HALT, WARN, Check
-from lakehouse.contract.sql.locked import locked_connection
+from lakehouse.contract.sql import locked_connection
 from lakehouse.contract.tomlfile import duration_ms
 from lakehouse.errors import QualityProblem
 from lakehouse.quality.subject import Subject, plain_times, quoted, quoted_name

@@ -43,7 +43,7 @@ from typing import Any, Protocol, TypeVar
 
 import orjson
 
-from lakehouse.contract.faults import crash_point
+from lakehouse.contract.errors import crash_point
 from lakehouse.contract.storage import try_lock
 from serve.client.stores import ClientDatabase
 from serve.client.subscription import Change, JsonRow, Message, Snapshot

@@ -17,8 +17,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from lakehouse.contract.control import ADMIN_KEY, MACHINE_KEY, address_file, control_folder
-from lakehouse.contract.keys import is_loopback, key_hash, new_key, new_key_id
+from lakehouse.contract.access import (
+    ADMIN_KEY,
+    MACHINE_KEY,
+    address_file,
+    control_folder,
+    is_loopback,
+    key_hash,
+    new_key,
+    new_key_id,
+)
 from lakehouse.contract.listen import listen, serve_until, url_of, uvicorn_config
 from lakehouse.contract.settings import Settings
 from lakehouse.contract.storage import write_whole

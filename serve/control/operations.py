@@ -18,10 +18,10 @@ from urllib.parse import urlencode
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
+from lakehouse.contract.access import key_hash, new_key, new_key_id
 from lakehouse.contract.errors import ConfigError
-from lakehouse.contract.keys import key_hash, new_key, new_key_id
 from lakehouse.contract.pipeline import Pipeline
-from lakehouse.contract.pipeline.files import added_source
+from lakehouse.contract.pipeline.folder import added_source
 from lakehouse.contract.tomlfile import toml_text
 from serve.access import ReaderKey
 from serve.control import types
@@ -370,7 +370,7 @@ def remove_source(call: ControlCall) -> None:
 
 
 def checked_source(name: str, declaration: dict[str, Any]) -> dict[str, Any]:
-    """The declaration, if processes will take it: :mod:`lakehouse.contract.pipeline.files`.
+    """The declaration, if processes will take it: :mod:`lakehouse.contract.pipeline.folder`.
 
     Raises:
         RequestError: it could not.
@@ -521,7 +521,7 @@ def state_since(session: Session, since: int | None) -> tuple[int, types.SharedS
 
 
 def _shared_key(key: Mapping[Any, Any], until: int | None) -> dict[str, Any]:
-    """An entry that :class:`lakehouse.contract.control.StateKeys` reads."""
+    """An entry that :class:`lakehouse.contract.access.StateKeys` reads."""
     same = ("hash", "name", "tenant", "app", "actions", "tables", "rows", "sources")
     entry = {name: key[name] for name in (*same, "rate", "connections", "max_event_bytes") if key[name]}
     if "queries" in key["actions"]:

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from lakehouse.contract.keys import key_hash
+from lakehouse.contract.access import key_hash
 from serve.control import operations as act
 from serve.control import types
 from serve.control.store import Actor, ControlStore, now_ms

@@ -16,7 +16,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from lakehouse.contract.control import control_folder
+from lakehouse.contract.access import control_folder
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem
 from lakehouse.contract.settings import Settings
 from serve.control.tables import AuditRow, GoneRow, KeyRow, RevisionRow, SubscriptionRow

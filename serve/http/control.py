@@ -16,11 +16,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from lakehouse.contract.access import is_loopback
 from lakehouse.contract.errors import ConfigError, QueryRefused
-from lakehouse.contract.keys import is_loopback
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline.added import Declared, QuerySpec, State, checked_query
-from lakehouse.contract.pipeline.files import declared_pipeline
+from lakehouse.contract.pipeline.folder import declared_pipeline
 from lakehouse.contract.settings import Settings
 from serve.core.hub import Hub
 from serve.errors import RequestError

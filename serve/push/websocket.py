@@ -34,7 +34,7 @@ from websockets.protocol import Protocol, Side, State
 from websockets.server import ServerProtocol
 from websockets.typing import Subprotocol
 
-from lakehouse.contract.text import is_utf8
+from lakehouse.contract.listen import is_utf8
 from serve.core import messages
 from serve.core.messages import PING, Message, WebSocketCodec, header
 from serve.core.model import SubscribeRequest

@@ -26,9 +26,9 @@ from sqlglot.errors import SqlglotError
 from lakehouse.contract.deltalog import TableGone, TableUnreadable
 from lakehouse.contract.lake import Lake, UnknownTable
 from lakehouse.contract.rows import Fold
+from lakehouse.contract.sql import locked_connection
 from lakehouse.contract.sql.closures import Columns
 from lakehouse.contract.sql.filters import parse_condition
-from lakehouse.contract.sql.locked import locked_connection
 from lakehouse.contract.sql.spark import no_sql
 from lakehouse.contract.storage import LakePath, lake_path, table_rows
 from serve.core.messages import encode_rows

@@ -1,4 +1,4 @@
-"""What the subscribers of this process want, told upstream (:mod:`lakehouse.contract.demand`)."""
+"""What the subscribers of this process want, told upstream (:mod:`lakehouse.contract.pipeline.demand`)."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from lakehouse.contract.demand import LOOK_S, DemandNote, Want, sources_of
 from lakehouse.contract.pipeline import Pipeline
+from lakehouse.contract.pipeline.demand import LOOK_S, DemandNote, Want, sources_of
 from serve.core.channel import ViewStream
 from serve.core.hub import Hub
 from serve.tables.tables import Tables, clock_ms

@@ -48,7 +48,7 @@ from jobs.demo.account import WARM_S, percentiles
 from jobs.local.stack import get_json, parts
 from jobs.local.supervise import PARENT_VARIABLE
 from lakehouse.contract.deltalog import DeltaLog
-from lakehouse.contract.jars import jars_dir
+from lakehouse.contract.jvm import jars_dir
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.contract.settings import load_settings

@@ -19,7 +19,7 @@ from delta.tables import DeltaTable
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from lakehouse.contract.jars import jar_paths
+from lakehouse.contract.jvm import jar_paths
 from lakehouse.contract.pipeline import load_pipeline
 from tests.bench.lakehouse_cases import CASES
 

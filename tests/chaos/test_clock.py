@@ -11,7 +11,7 @@ from datetime import datetime
 
 import pytest
 
-from lakehouse.contract.java import find_java
+from lakehouse.contract.jvm import find_java
 from tests.chaos.clock import WallClock
 
 WAIT_S = 0.3

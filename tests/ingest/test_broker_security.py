@@ -29,10 +29,9 @@ from ingest.relay import RefineNode
 from jobs.local.broker import apply_topics, embedded, resolve_kafka
 from jobs.local.broker import ensure_topics as ensure_from_jobs
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem
-from lakehouse.contract.kafkasecurity import ClientSecurity
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import load_pipeline
-from lakehouse.contract.settings import KafkaSettings, Settings
+from lakehouse.contract.settings import ClientSecurity, KafkaSettings, Settings
 from tests.ingest.conftest import event, eventually, pipeline_of, request, running_node, settings_of
 
 pytestmark = pytest.mark.broker

@@ -30,10 +30,10 @@ from ingest.broker import EmbeddedBroker
 from ingest.kafka import ensure_topics
 from ingest.relay import GroupReader, RefineNode
 from lakehouse.contract.envelope import Envelope
-from lakehouse.contract.kafkasecurity import ClientSecurity
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, load_pipeline
 from lakehouse.contract.pipeline.source import EnrichSpec
+from lakehouse.contract.settings import ClientSecurity
 from tests.ingest.conftest import (
     at_broker,
     consume,

@@ -17,7 +17,7 @@ from ingest.node import CollectorNode, changed, with_upstream
 from lakehouse.contract.envelope import Envelope
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem
 from lakehouse.contract.pipeline import load_pipeline
-from lakehouse.contract.pipeline.files import PipelineFiles
+from lakehouse.contract.pipeline.folder import PipelineFiles
 from lakehouse.contract.pipeline.source import CollectorSpec
 from tests.ingest.conftest import Upstream, consume, event, get, pipeline_of, request, running_node, settings_of
 

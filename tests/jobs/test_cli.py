@@ -19,9 +19,9 @@ from deltalake import write_deltalake
 from typer.testing import CliRunner
 
 from jobs.cli import app
+from lakehouse.contract.access import KeyFile
 from lakehouse.contract.errors import MillraceError
-from lakehouse.contract.jars import jar_paths
-from lakehouse.contract.keys import KeyFile
+from lakehouse.contract.jvm import jar_paths
 from lakehouse.contract.lake import Lake
 from serve.access import ReaderKey
 from serve.sql.statement import run_sql

@@ -23,11 +23,10 @@ from pyspark.sql import SparkSession
 from jobs.local.broker import ensure_topics
 from lakehouse.bronze.table import COLUMNS
 from lakehouse.contract.envelope import Envelope, fingerprint
-from lakehouse.contract.kafkasecurity import PLAINTEXT, ClientSecurity
 from lakehouse.contract.lake import ALERTS, Lake
 from lakehouse.contract.pipeline import Pipeline, load_pipeline
-from lakehouse.contract.pipeline.files import PipelineFiles
-from lakehouse.contract.settings import Settings, load_settings
+from lakehouse.contract.pipeline.folder import PipelineFiles
+from lakehouse.contract.settings import PLAINTEXT, ClientSecurity, Settings, load_settings
 from lakehouse.gold.store import ProductStore
 from lakehouse.lock import WriterLocks
 from lakehouse.stages import Stages

@@ -23,7 +23,7 @@ from pyspark.sql import SparkSession
 from ingest.broker import EmbeddedBroker
 from jobs.local.broker import ensure_topics
 from lakehouse.contract.pipeline import load_pipeline
-from lakehouse.contract.pipeline.files import declared_pipeline
+from lakehouse.contract.pipeline.folder import declared_pipeline
 from lakehouse.load.commit import write_rows
 from lakehouse.replay import digest, verify
 from tests.crash_points import ADDED_CRASH_POINTS, REBUILD_CRASH_POINTS, points_of

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from deltalake import DeltaTable
 
-from lakehouse.contract.jars import jar_paths
+from lakehouse.contract.jvm import jar_paths
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.storage import lake_path
 from lakehouse.maintain.care import checkpoint_log, compact_bronze, fold

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pyspark.sql import DataFrame, SparkSession
 
-from lakehouse.contract.jars import jar_paths
+from lakehouse.contract.jvm import jar_paths
 from lakehouse.contract.sql.spark import SPARK_FUNCTIONS
 from lakehouse.session import INTAKE, JVM_OPTIONS, in_pool
 

@@ -13,7 +13,7 @@ import pytest
 from deltalake import DeltaTable
 from pyspark.sql import SparkSession
 
-from lakehouse.contract.pipeline.files import declared_pipeline
+from lakehouse.contract.pipeline.folder import declared_pipeline
 from lakehouse.replay import verify
 from tests.lakehouse.lakes import Sent, Site, assert_exact, ends, eventually, mixture, produce, through
 from tests.lakehouse.test_evolution import redeclared

@@ -23,8 +23,8 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.typing import Subprotocol
 
+from lakehouse.contract.access import KeyFile
 from lakehouse.contract.errors import ConfigError
-from lakehouse.contract.keys import KeyFile
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.settings import ServeSettings, Settings
 from serve.access import PUBLIC, ReaderKey, needs_key

@@ -19,7 +19,7 @@ import pytest
 from starlette.routing import Route
 
 from lakehouse.contract import lake as names
-from lakehouse.contract.keys import KeyFile
+from lakehouse.contract.access import KeyFile
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline.added import Declared, QuerySpec
 from serve.access import PUBLIC, ReaderKey

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from playwright.async_api import expect
 
-from lakehouse.contract.keys import KeyFile
+from lakehouse.contract.access import KeyFile
 from lakehouse.contract.lake import Lake
 from serve.access import ReaderKey
 from tests.system.test_meetup_page import Server, Tables, shown_top, watching

@@ -24,11 +24,10 @@ from ingest.broker import EmbeddedBroker
 from ingest.simulate.devices import SimulatedDevice, run_devices
 from ingest.simulate.server import Play
 from lakehouse.contract import lake as names
-from lakehouse.contract.keys import KeyFile
+from lakehouse.contract.access import KeyFile
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline
-from lakehouse.contract.pipeline.files import PipelineFiles
-from lakehouse.contract.pipeline.folder import load_pipeline
+from lakehouse.contract.pipeline.folder import PipelineFiles, load_pipeline
 from serve.access import ReaderKey
 from tests.ingest.conftest import consume, eventually, running_node, settings_of, unready_node
 from tests.serve.conftest import Spawned, receive, serving, subscribed

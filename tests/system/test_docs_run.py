@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lakehouse.contract.jars import jar_paths
+from lakehouse.contract.jvm import jar_paths
 from tests.system.installed import ROOT, millrace, user_environment
 from tests.system.test_meetup_page import Tables
 

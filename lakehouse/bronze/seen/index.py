@@ -26,7 +26,7 @@ import pyarrow as pa
 from lakehouse.bronze.seen.base import SeenIndex, Verdict
 from lakehouse.bronze.seen.entries import ENTRY_BYTES, Entries, merged
 from lakehouse.bronze.seen.run import Damaged, Run
-from lakehouse.contract.faults import crash_point
+from lakehouse.contract.errors import crash_point
 from lakehouse.contract.storage import sync_folder
 
 log = logging.getLogger(__name__)

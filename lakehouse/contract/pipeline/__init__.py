@@ -4,13 +4,13 @@ Loading a pipeline starts no JVM and connects to nothing.
 
 ::
 
-    folder         Pipeline, load_pipeline; View, Alert and Staging
+    folder         Pipeline, load_pipeline; View, Alert and Staging; PipelineFiles
     source         Source and its collectors, feeds, answers, enrichment and load shedding
     product        Product with the keys of every operator; ChannelSpec
     tenants        which rows a tenant sees
     expectations   what is expected of events, batches and tables
     added          queries and alerts that are declared at run time, and what SQL of that time may be
-    files          the files of a pipeline, followed while a process runs; sources that are added at run time
+    demand         which events the subscribers of a lake want, told upstream
 """
 
 from lakehouse.contract.pipeline.folder import Alert, Pipeline, Staging, View, load_pipeline

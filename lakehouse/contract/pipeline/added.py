@@ -8,7 +8,7 @@ and a driver that starts later all agree, and neither needs another to be up. No
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,17 +17,15 @@ from typing import Any, Generic, TypeVar
 from sqlglot import exp
 
 from lakehouse.contract.envelope import TENANT
-from lakehouse.contract.errors import ConfigError, FilterError, QueryRefused
-from lakehouse.contract.faults import crash_point
+from lakehouse.contract.errors import ConfigError, QueryRefused, crash_point
 from lakehouse.contract.lake import NAME_PATTERN, RESERVED, Lake
-from lakehouse.contract.pipeline import Pipeline, Product, Source
+from lakehouse.contract.pipeline import Pipeline, Product
 from lakehouse.contract.pipeline.folder import Alert, View
 from lakehouse.contract.pipeline.product import EVENTS
 from lakehouse.contract.pipeline.source import ENVELOPE_COLUMNS, EnrichSpec, column_of
 from lakehouse.contract.pipeline.tenants import check_tenant
 from lakehouse.contract.settings import QuerySettings
 from lakehouse.contract.sql.ddl import parse_ddl
-from lakehouse.contract.sql.filters import checked as check_filter
 from lakehouse.contract.sql.spark import (
     SOURCE_FUNCTIONS,
     VIEW_FUNCTIONS,
@@ -44,7 +42,6 @@ from lakehouse.contract.storage import create_whole, files_in, folder_stamp, wri
 from lakehouse.contract.tomlfile import build, read_toml, toml_text
 
 OWNER = "@queries"  # in the property millrace.pipeline of a table that a query made
-_MAX_SQL_BYTES = 16_384  # of a query; parsing takes milliseconds up to here
 MAX_COLUMNS = 100  # of a query or view; a wider result is a mistake in most cases
 STARTS = ("now", "start")
 
@@ -170,58 +167,6 @@ def added_products(lake: Lake, source: str) -> list[tuple[Product, int]]:
     return [(spec.product(), declared.state(spec.name).since) for spec in found]
 
 
-def checked_source(source: Source, products: Mapping[str, Product]) -> tuple[Source, dict[str, Product]]:
-    """A source that is added at run time and its products, with their SQL as it was understood.
-
-    Raises:
-        ConfigError: SQL in it is not one that a query over the source may have.
-    """
-
-    payload = parse_ddl(source.schema)
-    columns = (*map(column_of, payload), *source.enrich, *ENVELOPE_COLUMNS)
-
-    def known(tree: exp.Expr) -> str:
-        if payload:
-            check_columns(tree, columns)
-        return to_spark(tree)
-
-    def query(sql: str) -> str:
-        tree = parse_query(sql, max_bytes=_MAX_SQL_BYTES)
-        check_relations(tree, [source.name])
-        check_functions(tree, SOURCE_FUNCTIONS)
-        return known(tree)
-
-    def aggregate(sql: str) -> str:
-        text = query(f"SELECT {sql} FROM {source.name}")  # noqa: S608 - it is parsed, and then looked at
-        return text.removeprefix("SELECT ").removesuffix(f" FROM {source.name}")
-
-    def condition(sql: str) -> str:
-        return known(parse_condition(sql, functions=SOURCE_FUNCTIONS))
-
-    def checked(sql: str, key: str, check: Callable[[str], str]) -> str:
-        try:
-            return check(sql) if sql else sql
-        except (QueryRefused, FilterError) as refused:
-            raise ConfigError(refused.problem, key=key, remedy=refused.remedy) from None
-
-    def subscribers(where: str) -> str:
-        check_filter(where)
-        return where
-
-    expected = {
-        name: replace(found, sql=checked(found.sql, f"expectations.{name}", condition))
-        for name, found in source.expectations.items()
-    }
-    event_time = checked(source.event_time, "event_time", condition)
-    kept = {}
-    for name, product in products.items():
-        at = f"products.{name}"
-        checked(product.channel.where, f"{at}.channel.where", subscribers)
-        sums = {n: checked(sql, f"{at}.aggregates.{n}", aggregate) for n, sql in product.aggregates.items()}
-        kept[name] = replace(product, sql=checked(product.sql, f"{at}.sql", query), aggregates=sums)
-    return replace(source, event_time=event_time, expectations=expected), kept
-
-
 def checked_query(
     spec: QuerySpec,
     pipeline: Pipeline,
@@ -240,7 +185,7 @@ def checked_query(
         raise QueryRefused("quota", f"there are {quotas.max_queries} queries already", "Remove one: millrace query rm")
     if spec.start not in STARTS:
         raise QueryRefused("option", f"from {spec.start!r} is not known", f"Use one of: {', '.join(STARTS)}")
-    tree = parse_query(spec.sql, max_bytes=_MAX_SQL_BYTES)
+    tree = parse_query(spec.sql)
     if resolve_references(tree, {name: source.enrich for name, source in pipeline.sources.items()}):
         spec = replace(spec, sql=to_spark(tree))
     derived = [*pipeline.products, *pipeline.views, *(name for name, query in declared.items() if not query.removed)]

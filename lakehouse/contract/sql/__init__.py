@@ -6,14 +6,17 @@
     filters    conditions of subscribers and keys (DuckDB's dialect): parse, and an allow-list of nodes
     closures   conditions compiled to Python functions of a row: filters, live aggregates, expectations at the border
     ddl        schemas of sources
-    locked     DuckDB connections without files, network and extensions
 
-The collectors' processes need :mod:`~lakehouse.contract.sql.ddl` only, which imports no parser.
+What runs in DuckDB runs on a :func:`locked_connection`. The collectors' processes need
+:mod:`~lakehouse.contract.sql.ddl` only, which imports no parser.
 """
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import duckdb
 
 # Kinds of values
 INT: Final = "integer"
@@ -26,3 +29,27 @@ DATE: Final = "date"
 NULL: Final = "null"
 OTHER: Final = "other"
 NUMBERS: Final = (INT, FLOAT, DECIMAL)
+
+
+def locked_connection(*, memory_mb: int | None = None, threads: int | None = 1) -> duckdb.DuckDBPyConnection:
+    """A connection in memory, with times in UTC: no files, no network, no extensions, and nothing can change that.
+
+    Args:
+        memory_mb: that it may take; None: DuckDB's default, and it may use temporary files.
+    """
+    import duckdb  # here: most who import this package ask nothing of DuckDB
+
+    config: dict[str, str | bool | int | float | list[str]] = {
+        "enable_external_access": "false",
+        "autoinstall_known_extensions": "false",
+        "autoload_known_extensions": "false",
+        "python_enable_replacements": "false",
+    }
+    if memory_mb is not None:
+        config |= {"memory_limit": f"{memory_mb}MB", "temp_directory": ""}
+    if threads is not None:
+        config["threads"] = str(threads)
+    connection = duckdb.connect(config=config)
+    connection.execute("SET TimeZone = 'UTC'")
+    connection.execute("SET lock_configuration = true")
+    return connection

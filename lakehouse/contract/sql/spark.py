@@ -18,11 +18,12 @@ from sqlglot import exp
 from sqlglot.dialects.spark import Spark
 from sqlglot.tokenizer_core import TokenType
 
-from lakehouse.contract.errors import QueryRefused
+from lakehouse.contract.errors import QueryRefused, did_you_mean, nearest
 from lakehouse.contract.sql.ddl import Field
-from lakehouse.contract.text import did_you_mean, nearest
 
 MAX_DEPTH = 100
+_MAX_QUERY_BYTES = 16_384  # parsing takes milliseconds up to here
+_MAX_CONDITION_BYTES = 4_000
 
 _AND_OR = "and or xor not case if coalesce nullif cast try_cast"
 _NUMBERS = "abs ceil ceiling floor round sqrt cbrt exp ln log log2 log10 pow power sign greatest least mod pmod"
@@ -144,7 +145,7 @@ _NEVER = (
 WINDOW = "window_of"  # what the function `window` is called in a parsed query
 
 
-def parse_query(sql: str, *, max_bytes: int) -> exp.Query:
+def parse_query(sql: str, *, max_bytes: int = _MAX_QUERY_BYTES) -> exp.Query:
     """The one SELECT that the text is (WITH and UNION ALL are taken too), in Spark's dialect.
 
     Raises:
@@ -156,13 +157,13 @@ def parse_query(sql: str, *, max_bytes: int) -> exp.Query:
     return tree
 
 
-def parse_condition(sql: str, *, max_bytes: int = 4_000, functions: frozenset[str] = VIEW_FUNCTIONS) -> exp.Expr:
+def parse_condition(sql: str, *, functions: frozenset[str] = VIEW_FUNCTIONS) -> exp.Expr:
     """One expression over a row's columns: checked for functions, and that it looks at nothing else.
 
     Raises:
         QueryRefused: it is not an expression, or asks for what an expression of a row may not.
     """
-    tree = _one(f"SELECT {sql}\n", max_bytes + 8)
+    tree = _one(f"SELECT {sql}\n", _MAX_CONDITION_BYTES + 8)
     plain = isinstance(tree, exp.Select) and len(tree.expressions) == 1
     if not plain or any(value for name, value in tree.args.items() if name not in ("expressions", "kind")):
         raise QueryRefused("sql", f"{_short(sql)} is not one expression", "Write e.g. count > 100")

@@ -7,7 +7,7 @@ from pathlib import Path
 import duckdb
 import pytest
 
-from lakehouse.contract.sql.locked import locked_connection
+from lakehouse.contract.sql import locked_connection
 
 
 @pytest.mark.parametrize(

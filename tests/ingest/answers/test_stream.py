@@ -26,7 +26,7 @@ from ingest.errors import BrokerUnavailable
 from ingest.kafka import ensure_topics
 from ingest.node import CollectorNode
 from jobs.local.stack import free_port
-from lakehouse.contract.keys import KeyFile
+from lakehouse.contract.access import KeyFile
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline
 from lakehouse.contract.pipeline.product import Product

@@ -25,8 +25,8 @@ from ingest.border.access import (
     keys_path,
 )
 from ingest.errors import RequestRefused
+from lakehouse.contract.access import RELOAD_S, KeyFile
 from lakehouse.contract.errors import ConfigError
-from lakehouse.contract.keys import RELOAD_S, KeyFile
 from lakehouse.contract.pipeline import Source
 from tests.ingest.conftest import pipeline_of, settings_of, unready_node
 

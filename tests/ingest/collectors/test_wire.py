@@ -35,8 +35,8 @@ from ingest.kafka import SendOutcome
 from ingest.log.message_log import MessageLog
 from ingest.log.segments import LoggedEvent
 from ingest.stats import NodeStats
+from lakehouse.contract.access import KeyFile
 from lakehouse.contract.errors import ConfigError
-from lakehouse.contract.keys import KeyFile
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.settings import CollectSettings
 from tests.ingest.conftest import LIMIT, event, eventually, pipeline_of, request

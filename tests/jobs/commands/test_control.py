@@ -17,9 +17,8 @@ from typer.testing import CliRunner
 from ingest.border.access import ApiKey
 from jobs.cli import app
 from jobs.commands.control import ControlRefused
-from lakehouse.contract.control import address_file
+from lakehouse.contract.access import KeyFile, address_file
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem
-from lakehouse.contract.keys import KeyFile
 from lakehouse.contract.settings import Settings
 from serve.access import ReaderKey
 

@@ -16,8 +16,8 @@ from deltalake import CommitProperties, write_deltalake
 from ingest.border.access import ApiKey, keys_path
 from ingest.broker import EmbeddedBroker
 from jobs.local.stack import free_port
+from lakehouse.contract.access import KeyFile
 from lakehouse.contract.envelope import Envelope
-from lakehouse.contract.keys import KeyFile
 from lakehouse.contract.lake import COMMIT_THROUGH, Lake
 from serve.client import (
     ClientError,

@@ -16,8 +16,7 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
-from lakehouse.contract.control import SOURCES_FOLDER, STATE_FILE, StateManager
-from lakehouse.contract.keys import KeyRing
+from lakehouse.contract.access import SOURCES_FOLDER, STATE_FILE, KeyRing, StateManager
 from lakehouse.contract.settings import ControlSettings, ServeSettings, Settings
 from lakehouse.contract.tomlfile import read_toml
 from serve.access import ReaderKey

@@ -11,7 +11,7 @@ import pytest
 from deltalake import write_deltalake
 
 from lakehouse.contract import lake
-from lakehouse.contract.keys import KeyFile
+from lakehouse.contract.access import KeyFile
 from lakehouse.contract.lake import CommitFacts, Lake
 from lakehouse.contract.rows import Key, Row
 from lakehouse.contract.settings import ServeSettings

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from lakehouse.contract.access import KeyFile
 from lakehouse.contract.errors import ConfigError
-from lakehouse.contract.keys import KeyFile
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline.added import Declared, QuerySpec, State
 from serve.access import ReaderKey

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import httpx
 
-from lakehouse.contract.keys import KeyFile
+from lakehouse.contract.access import KeyFile
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.contract.pipeline.added import Declared, QuerySpec

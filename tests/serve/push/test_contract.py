@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lakehouse.contract.keys import KeyFile
+from lakehouse.contract.access import KeyFile
 from lakehouse.contract.lake import Lake
 from serve.access import ReaderKey
 from serve.core.position import Position, lake_seal

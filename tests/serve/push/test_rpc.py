@@ -15,7 +15,7 @@ from websockets.exceptions import ConnectionClosed
 from websockets.frames import Frame, Opcode
 from websockets.typing import Subprotocol
 
-from lakehouse.contract.keys import KeyFile
+from lakehouse.contract.access import KeyFile
 from lakehouse.contract.lake import Lake
 from serve.access import ReaderKey
 from tests.serve.conftest import serving

@@ -14,7 +14,7 @@ import pytest
 from deltalake import write_deltalake
 from websockets.asyncio.client import connect
 
-from lakehouse.contract.keys import KeyFile
+from lakehouse.contract.access import KeyFile
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.settings import Settings
 from serve.access import ReaderKey

@@ -14,7 +14,7 @@ import pytest
 from playwright.async_api import Browser, BrowserContext, Page
 
 from jobs.local.stack import free_port
-from lakehouse.contract.keys import KeyFile
+from lakehouse.contract.access import KeyFile
 from lakehouse.contract.lake import Lake
 from serve.access import ReaderKey
 from tests.serve.conftest import Spawned, serving

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from lakehouse.contract.keys import KeyFile
+from lakehouse.contract.access import KeyFile
 from lakehouse.contract.lake import Lake
 from serve.access import ReaderKey
 from serve.webhooks.store import WebhookStore

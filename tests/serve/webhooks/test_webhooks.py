@@ -15,7 +15,7 @@ import orjson
 import pytest
 from cloudevents.core.bindings.http import HTTPMessage, from_http_event
 
-from lakehouse.contract.keys import KeyFile
+from lakehouse.contract.access import KeyFile
 from lakehouse.contract.lake import Lake
 from serve.access import ReaderKey
 from tests.serve.conftest import Spawned, serving

@@ -15,7 +15,7 @@ from tests import crash_points
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys
-from lakehouse.contract.faults import crash_point
+from lakehouse.contract.errors import crash_point
 for number in range(3):
     print(number, flush=True)
     crash_point("live.after_judge")

@@ -1,12 +1,18 @@
-"""Jars by coordinates and checksum, fetched once into a cache: for Spark and for the embedded broker.
+"""What our JVMs (Spark, the embedded broker) need: a Java, jars by coordinates and checksum, class-data archives.
 
-``conf/jars.lock`` names them. Downloading is left to Apache Ivy, whose jar is part of pyspark: it knows Maven Central
-by itself, so no host stands in this repository, and it is what Spark would use. ``MILLRACE_MAVEN_URL`` names a mirror.
-All 57 jars (65 MB) take 7 s on a fast line, so parallel downloads of our own would save little.
+``conf/jars.lock`` names the jars. Downloading is left to Apache Ivy, whose jar is part of pyspark: it knows Maven
+Central by itself, so no host stands in this repository, and it is what Spark would use. ``MILLRACE_MAVEN_URL`` names a
+mirror. All 57 jars (65 MB) take 7 s on a fast line, so parallel downloads of our own would save little.
 
 Ivy downloads into a staging folder below the cache; a jar is moved into place, in one rename, once its SHA-256 is that
 of the lock. A file lock lets one process fetch at a time. ``spark.jars.packages`` would not do: it resolves anew on
 each start, checks no lock, and fails where a mirror lacks one of the transitive dependencies.
+
+A class-data archive (JEP 350) is what a JVM has parsed and verified of its classes, mapped by every later one. Spark
+and Kafka load thousands of classes before they do anything, which takes most of their start. ``millrace prepare``
+(:mod:`jobs.local.machine`) makes an archive once, from a run that does what ours do. An archive fits one JVM and one
+class path: its name contains a digest of both, and its size. A JVM without a fitting archive starts as usual, only
+slower. ``kind`` is ``spark`` or ``kafka`` everywhere.
 """
 
 from __future__ import annotations
@@ -21,7 +27,7 @@ import re
 import shutil
 import subprocess
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,8 +38,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem, install_extra
-from lakehouse.contract.java import find_java, jvm_proxy_flags
 from lakehouse.contract.settings import conf_dir
+from lakehouse.contract.storage import locked
+
+MINIMUM_JAVA = 17
+LOG_VARIABLE = "MILLRACE_LOG"
+"""``text`` or ``json``: how every process of ours writes its log."""
+
+_VERSION = re.compile(r'version "(?:1\.)?(\d+)')
+_REMEDY = f"Install a Java {MINIMUM_JAVA} runtime (such as openjdk-17-jre-headless) and put it on PATH or in JAVA_HOME"
 
 JAR_SETS: tuple[str, ...] = ("spark", "kafka", "s3")
 ON_DEMAND: tuple[str, ...] = ("s3server",)
@@ -46,7 +59,73 @@ _LINE = re.compile(r"(\w+) ([\w.-]+):([\w.-]+):([\w.-]+) ([0-9a-f]{64})")
 _FETCHED = re.compile(r"\[SUCCESSFUL ] [^#]+#([^;]+);")
 _FAILED = re.compile(r"\s*(module not found: .+|Server access error.+|\[FAILED +] .+)")
 
+_KEPT = 3  # archives of a kind: other installations, other Javas
+_QUIET = ["-Xlog:cds=off", "-Xlog:cds+dynamic=off"]
+
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Java:
+    """A Java runtime."""
+
+    path: Path
+    major: int
+    version: str
+
+
+def find_java() -> Java:
+    """Java of ``JAVA_HOME``, else of ``PATH``.
+
+    Raises:
+        EnvironmentProblem: there is none, or it is older than :data:`MINIMUM_JAVA`.
+    """
+    home = os.environ.get("JAVA_HOME")
+    found = str(Path(home) / "bin" / "java") if home else shutil.which("java")
+    if found is None:
+        raise EnvironmentProblem("Java is not installed", _REMEDY)
+    java = Java(Path(found), *_version(found))
+    if java.major < MINIMUM_JAVA:
+        raise EnvironmentProblem(f"Java {java.major} ({found}) is too old", _REMEDY)
+    return java
+
+
+@functools.cache
+def _version(command: str) -> tuple[int, str]:
+    """Major version, and what ``java -version`` says."""
+    try:
+        done = subprocess.run([command, "-version"], capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise EnvironmentProblem(f"{command} does not run: {error}", _REMEDY) from None
+    said = done.stderr + done.stdout
+    match = _VERSION.search(said)
+    if match is None:
+        raise EnvironmentProblem(f"{command} does not say its version", _REMEDY)
+    return int(match[1]), said
+
+
+def jvm_proxy_flags(proxies: dict[str, str]) -> list[str]:
+    """System properties for the proxies of the environment, which a JVM does not read by itself.
+
+    Args:
+        proxies: scheme to URL, as :func:`urllib.request.getproxies` gives them; credentials in them are not passed on.
+    """
+    flags: list[str] = []
+    for scheme in ("http", "https"):
+        match = re.fullmatch(r"(?:\w+://)?(?:[^@/]*@)?([^:/]+)(?::(\d+))?/?", proxies.get(scheme, ""))
+        if match:
+            flags += [f"-D{scheme}.proxyHost={match[1]}", f"-D{scheme}.proxyPort={match[2] or 80}"]
+    exempt = [host.strip() for host in proxies.get("no", "").split(",") if host.strip()]
+    if flags and exempt:
+        flags.append("-Dhttp.nonProxyHosts=" + "|".join(f"*{host}" if host[0] == "." else host for host in exempt))
+    return flags
+
+
+def log_flags() -> list[str]:
+    """The flags with which a JVM's log is as the process's that starts it: warnings and errors, as text or as JSON."""
+    name = "log4j2-json.properties" if os.environ.get(LOG_VARIABLE) == "json" else "log4j2.properties"
+    file = conf_dir() / name
+    return [f"-Dlog4j2.configurationFile={file.as_uri()}"] if file.is_file() else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,3 +311,66 @@ def _ivy_module(jars: Sequence[Jar]) -> str:
   </dependencies>
 </ivy-module>
 """
+
+
+def archive(kind: str, class_path: Iterable[Path]) -> Path | None:
+    """The whole archive for the Java that is found and these jars; None: there is none.
+
+    Raises:
+        EnvironmentProblem: there is no Java.
+    """
+    place = _place(kind, class_path)
+    for path in place.parent.glob(f"{place.name}-*.jsa"):
+        if path.stem.rpartition("-")[2] == str(path.stat().st_size):  # a JVM dies of one that is cut off
+            return path
+    return None
+
+
+def sharing(kind: str, class_path: Iterable[Path]) -> list[str]:
+    """The JVM's flags for its archive, as far as there is one."""
+    try:
+        path = archive(kind, class_path)
+    except (EnvironmentProblem, OSError):
+        return []
+    if path is None or any(letter.isspace() for letter in str(path)):
+        return []
+    return [f"-XX:SharedArchiveFile={path}", "-Xshare:auto", *_QUIET]
+
+
+def recording(path: Path) -> list[str]:
+    """The JVM's flags to write an archive when it ends."""
+    return [f"-XX:ArchiveClassesAtExit={path}", *_QUIET]
+
+
+@contextmanager
+def making(kind: str, class_path: Iterable[Path]) -> Iterator[Path | None]:
+    """A block that makes the archive where this says; None: there is one. One process at a time makes them; the oldest
+    of other class paths go."""
+    place = _place(kind, class_path)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with locked(place.parent / ".lock"):
+        if archive(kind, class_path) is not None:
+            yield None
+            return
+        for left in place.parent.glob("*.part"):  # by one that was killed
+            left.unlink(missing_ok=True)
+        part = place.with_suffix(".part")
+        try:
+            yield part
+            with part.open("rb") as file:
+                os.fsync(file.fileno())
+            part.rename(place.with_name(f"{place.name}-{part.stat().st_size}.jsa"))
+        finally:
+            part.unlink(missing_ok=True)
+        made = sorted(place.parent.glob(f"{kind}-*.jsa"), key=lambda path: path.stat().st_mtime, reverse=True)
+        for old in made[_KEPT:]:
+            old.unlink(missing_ok=True)
+
+
+def _place(kind: str, class_path: Iterable[Path]) -> Path:
+    """The archive's name, less its size."""
+    digest = hashlib.blake2b(find_java().version.encode(), digest_size=8)
+    for jar in class_path:
+        found = jar.stat()
+        digest.update(f"{jar} {found.st_size} {found.st_mtime_ns}\n".encode())
+    return jars_dir() / "classes" / f"{kind}-{digest.hexdigest()}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lakehouse.contract.keys import RELOAD_S, Key, KeyFile, KeyRing
+from lakehouse.contract.access import RELOAD_S, Key, KeyFile, KeyRing
 
 
 def test_a_file_that_cannot_be_read_for_a_moment_is_read_when_it_can(

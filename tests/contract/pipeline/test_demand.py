@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lakehouse.contract.demand import LEASE_S, MOST_VALUES, DemandBoard, DemandNote, Want, sources_of
 from lakehouse.contract.lake import ALERTS, QUARANTINE, Lake
+from lakehouse.contract.pipeline.demand import LEASE_S, MOST_VALUES, DemandBoard, DemandNote, Want, sources_of
 from lakehouse.contract.pipeline.folder import Alert, Pipeline, Staging, View
 from lakehouse.contract.pipeline.product import Product
 from lakehouse.contract.pipeline.source import Source
