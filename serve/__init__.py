@@ -2,8 +2,7 @@
 
 ::
 
-    core       who gets which bytes, without I/O: hub, channels, ring, messages, positions
-    views      filters and live aggregates of a subscriber's own, under its principal's condition
+    core       who gets which bytes, without I/O: hub, channels, ring, messages, positions, filters, live aggregates
     tables     a table's state, its tail, the lake's tables in memory, replay from the log
     push       ways to a subscriber: WebSocket, callbacks, server-sent events, long polling
     http       routes: rows, history and look-ups by key, queries, schemas, metrics

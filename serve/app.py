@@ -8,8 +8,8 @@ import gc
 import logging
 import resource
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from functools import partial
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from functools import cache, partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -18,11 +18,13 @@ from lakehouse.contract.access import state_manager
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.listen import listen, serve_until, url_of, uvicorn_config
+from lakehouse.contract.pipeline import Pipeline
+from lakehouse.contract.pipeline.demand import LOOK_S, DemandNote, Want, sources_of
 from lakehouse.contract.pipeline.folder import PipelineFiles
 from lakehouse.contract.pipeline.tenants import border_of
 from lakehouse.contract.settings import ServeSettings, Settings
 from serve.access import ReaderGate, make_gate, uses_tls
-from serve.core.channel import channels_of
+from serve.core.channel import ViewStream, channels_of
 from serve.core.hub import Hub
 from serve.core.position import lake_seal
 from serve.core.ring import Link, deliver
@@ -32,7 +34,6 @@ from serve.http.rows import RowSource
 from serve.push.sse import ServingHttpProtocol
 from serve.push.websocket import WEBSOCKET, SubscriberWebSocket
 from serve.sql.pool import Workers
-from serve.tables.demand import tell_demand
 from serve.tables.tables import Declarations, Tables, clock_ms
 from serve.webhooks.runner import WebhookContext, WebhookFleet
 
@@ -41,6 +42,7 @@ log = logging.getLogger(__name__)
 OTHER_FILES = 256  # tables, logs, workers, requests
 _BEAT_S = 0.02
 _AGAIN_S = 0.1  # after an unexpected failure
+_ASKED_MS = 10_000  # who was refused because a table does not exist yet counts as its subscriber for so long
 
 
 def allow_files(subscribers: int) -> int:
@@ -101,7 +103,7 @@ def make_app(settings: Settings, *, name: str = "") -> Starlette:
         kept = (partial(_run_clock, hub, settings.serve), partial(_run_work, hub, work), partial(_run_gate, gate))
         if manager is not None:
             await asyncio.to_thread(manager.start)
-        demand = tell_demand(hub, tables, lambda: files.pipeline)
+        demand = _tell_demand(hub, tables, lambda: files.pipeline)
         runs = [tables.run(), fleet.run(), demand, *map(_run_forever, kept), *([metrics.run()] if name else [])]
         tasks = [asyncio.create_task(run) for run in runs]
         try:
@@ -227,3 +229,34 @@ async def _run_clock(hub: Hub, settings: ServeSettings) -> None:
                 subscriber.link.pump()
         buffered = {subscriber.link: size for subscriber, size in sizes.items()}
         deliver(hub.tick(now, int(time.time() * 1000)))
+
+
+async def _tell_demand(hub: Hub, tables: Tables, pipeline: Callable[[], Pipeline]) -> None:
+    """Tell collectors what the subscribers of this process want.
+
+    Nothing is taken back at the end: the subscribers may be about to connect to another process.
+    """
+    note, failed = DemandNote(tables.lake), False
+
+    def tell(followed: Iterable[tuple[str, ViewStream]], asked: Iterable[tuple[str, str]]) -> None:
+        declared, reads = pipeline(), tables.reads
+        sources = cache(lambda table: sources_of(table, declared, reads))
+        wants = {Want(tenant, source) for tenant, table in asked for source in sources(table)}
+        for tenant, stream in followed:
+            column, values = stream.pinned or ("", frozenset(("",)))
+            of_table = sources(stream.channel.name)
+            wants.update(Want(tenant, source, column, value) for source in of_table for value in values)
+        note.tell(frozenset(wants))
+
+    while True:
+        late = clock_ms() - _ASKED_MS
+        for asked in [asked for asked, at in tables.asked.items() if at < late]:
+            del tables.asked[asked]
+        try:
+            await asyncio.to_thread(tell, list(hub.followed), list(tables.asked))
+            failed = False
+        except Exception:  # tried again; what was said holds as long as the lease
+            if not failed:
+                log.exception("collectors cannot be told what subscribers want")
+            failed = True
+        await asyncio.sleep(LOOK_S)

@@ -170,8 +170,8 @@ def condition() -> Any:
 
 def aggregate() -> Any:
     from lakehouse.contract.errors import FilterError
-    from serve.views.aggregate import aggregate_view, rows_of_select
-    from serve.views.view import rows_view
+    from serve.core.aggregate import aggregate_view, rows_of_select
+    from serve.core.view import rows_view
 
     table = _table()
 

@@ -23,14 +23,14 @@ from lakehouse.contract.sql import INT, TEXT
 from lakehouse.contract.sql.closures import Columns, pin_of
 from lakehouse.contract.sql.filters import checked, conjunction, parse_condition
 from lakehouse.contract.tomlfile import line_of
+from serve.core.aggregate import AggregateView, aggregate_view, rows_of_select
 from serve.core.messages import Codec, Message, change_messages, encode_rows, snapshot_messages
 from serve.core.model import SubscribeRequest, TableChange, TableInfo, in_order
 from serve.core.position import WHOLE, Position, Seal
 from serve.core.ring import Ring, SharedSnapshot, Subscriber, WireChannel
+from serve.core.view import LiveView, RowsView, SubscriberView, filter_errors, rows_before, rows_view
 from serve.errors import FilterError, RequestError
 from serve.tables.state import TableState
-from serve.views.aggregate import AggregateView, aggregate_view, rows_of_select
-from serve.views.view import LiveView, RowsView, SubscriberView, filter_errors, rows_before, rows_view
 
 _T = TypeVar("_T")
 
@@ -158,7 +158,7 @@ class ViewStream:
         self.version = state.version
         self.snapshot = None
         self.work = None
-        self.live: LiveView = live_view(self.view, state)
+        self.live: LiveView = live_view(self.view, state.table)
         self.opened = not isinstance(self.live, AggregateView)
 
     def _building(self, unread: list[Row] | None, now: float) -> Iterator[None]:
@@ -179,11 +179,9 @@ class ViewStream:
     def _live_before(self, changes: Sequence[TableChange]) -> LiveView:
         if not changes:
             return self.live
-        table = changes[0].was or changes[0].table
-        if not self.view.select:
-            return RowsView(self.view, table)
-        live = AggregateView(self.view, table)
-        finished(live.opening(rows_before(self.channel.state.rows, changes).values()))
+        live = live_view(self.view, changes[0].was or changes[0].table)
+        if isinstance(live, AggregateView):
+            finished(live.opening(rows_before(self.channel.state.rows, changes).values()))
         return live
 
     def _new_ring(self) -> Ring:
@@ -228,11 +226,6 @@ class Channel:
     @property
     def name(self) -> str:
         return self.state.table.name
-
-    @property
-    def head(self) -> Position:
-        """Position of a subscriber that has the whole table."""
-        return Position(self.state.table.table_id, self.state.version)
 
     @property
     def seen(self) -> TableInfo:
@@ -299,14 +292,14 @@ class Channel:
         self._history_rows = 0
 
 
-def live_view(view: SubscriberView, state: TableState) -> LiveView:
-    """The view at work on a state. An aggregate must still be opened with the rows. Raises FilterError."""
-    return AggregateView(view, state.table) if view.select else RowsView(view, state.table)
+def live_view(view: SubscriberView, table: TableInfo) -> LiveView:
+    """The view at work on a table. An aggregate must still be opened with the rows. Raises FilterError."""
+    return AggregateView(view, table) if view.select else RowsView(view, table)
 
 
 def opened_view(view: SubscriberView, state: TableState) -> Generator[None, None, LiveView]:
     """The view at work on a state, with all of its rows, in steps of a few milliseconds. Raises FilterError."""
-    live = live_view(view, state)
+    live = live_view(view, state.table)
     if isinstance(live, AggregateView):
         yield from live.opening(list(state.rows.values()))
     return live

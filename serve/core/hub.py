@@ -23,9 +23,9 @@ from serve.core.messages import Codec, Message
 from serve.core.model import Principal, SubscribeRequest, TableChange, no_such_table
 from serve.core.position import WHOLE, Position, Seal
 from serve.core.ring import HubCounters, Outgoing, Subscriber, WireChannel
+from serve.core.view import SubscriberView
 from serve.errors import FilterError, RequestError
 from serve.tables.state import TableState
-from serve.views.view import SubscriberView
 
 log = logging.getLogger(__name__)
 

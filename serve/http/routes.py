@@ -19,14 +19,13 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from lakehouse.contract.lake import UnknownTable
+from lakehouse.contract.lake import Lake, UnknownTable
 from serve.access import LIVES_S, ReaderGate, needs_key
 from serve.core.hub import Hub
 from serve.errors import RequestError
-from serve.http import control, listing, schema
-from serve.http.history import history
+from serve.http import catalog, schema
 from serve.http.metrics import ServerMetrics
-from serve.http.rows import row, rows
+from serve.http.rows import history, row, rows
 from serve.push import longpoll
 from serve.push.request import admitted, http_error, json_response, problem, refused, refused_request
 from serve.sql import routes as sql
@@ -43,6 +42,14 @@ _SAFE = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
+_REPORT = _SAFE | {
+    "Content-Security-Policy": (
+        "default-src 'none'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; base-uri 'none'; "
+        "form-action 'none'; frame-ancestors 'none'; sandbox"
+    ),
+    "Cache-Control": "private, no-cache",
+}
+"""Headers of the report on quality: its pages run no script, whatever is in the data that they show."""
 
 
 class AccessMiddleware:
@@ -105,10 +112,11 @@ async def healthz(_: Request) -> Response:
 
 async def readyz(request: Request) -> Response:
     """Every table found is in memory"""
-    known = _tables(request)
+    hub: Hub = request.state.hub
+    known: Tables = request.state.tables
     if not known.ready:
         return problem(503, "tables are still being read")
-    return json_response({"status": "ready", "tables": len(_hub(request).channels), "not_served": len(known.problems)})
+    return json_response({"status": "ready", "tables": len(hub.channels), "not_served": len(known.problems)})
 
 
 async def metrics(request: Request) -> Response:
@@ -117,6 +125,21 @@ async def metrics(request: Request) -> Response:
         raise RequestError(RequestError.FORBIDDEN, "forbidden", "metrics are of all tables; this key sees some only")
     known: ServerMetrics = request.state.metrics
     return Response(known.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+async def data_docs(request: Request) -> Response:
+    """A page of the Data Docs that the newest run of millrace quality wrote"""
+    if not admitted(request).unlimited:
+        raise RequestError(RequestError.FORBIDDEN, "forbidden", "the report is of all tables; this key sees some only")
+    lake = Lake.of(request.state.settings)
+    files = StaticFiles(directory=lake.data_docs, check_dir=False)
+    try:
+        response = await files.get_response(request.path_params["path"], request.scope)
+    except HTTPException:
+        detail = "millrace quality has written no such page"
+        raise RequestError(RequestError.NOT_FOUND, "no_such_page", detail) from None
+    response.headers.update(_REPORT)
+    return response
 
 
 class Web(StaticFiles):
@@ -130,17 +153,16 @@ class Web(StaticFiles):
 
 ROUTES: list[BaseRoute] = [
     Route("/v1/tables/{name}/{key:path}", row),  # first, because it is called by the thousand
-    Route("/v1/tables", listing.tables),
     Route("/v1/tables/{name}", rows),
     Route("/v1/history/{name}", history),
     Route("/v1/poll", longpoll.poll),
     Route("/v1/subscribe", subscribe),
-    Route("/v1/quality/{path:path}", listing.data_docs),
+    Route("/v1/quality/{path:path}", data_docs),
+    *catalog.ROUTES,
     *schema.ROUTES,
     *sql.ROUTES,
     *webhooks.ROUTES,
     Route("/v1/tickets", new_ticket, methods=["POST"]),
-    *control.ROUTES,
     Route("/healthz", healthz),
     Route("/readyz", readyz),
     Route("/metrics", metrics),
@@ -152,13 +174,3 @@ HANDLERS = {
     RequestError: refused_request,
     Exception: server_error,
 }
-
-
-def _hub(request: Request) -> Hub:
-    hub: Hub = request.state.hub
-    return hub
-
-
-def _tables(request: Request) -> Tables:
-    known: Tables = request.state.tables
-    return known

@@ -1,4 +1,5 @@
-"""A table's rows over HTTP: ``GET /v1/tables/NAME``, with ``as_of`` as they were, and ``GET /v1/tables/NAME/KEY``.
+"""A table over HTTP: its rows, ``GET /v1/tables/NAME``, with ``as_of`` as they were; the rows of a key,
+``GET /v1/tables/NAME/KEY``; and what changed between two versions or times, ``GET /v1/history/NAME``, page by page.
 
 Current rows come from memory, where tails *refresh them ahead*. The entity tag is the position: ``If-None-Match`` gives
 304 at no cost. ``max-age`` is what is left of the usual pause between commits. A look-up by key is one in a dictionary,
@@ -6,7 +7,13 @@ by the first columns of a key one in an index.
 
 What is not in memory is *read through*. Older versions come from the Delta log and the files of that version, as long
 as the table keeps them. An event of bronze is found by its id by a SQL worker, and the answer is cached until the table
-has a new version. A subscription can go on from the position of any answer. docs/guide/serving.md explains these terms.
+has a new version. docs/guide/serving.md explains these terms.
+
+A page of history is rebuilt from the Delta log by the code that replays for subscribers
+(:class:`serve.tables.tables.Replay`): the same ``change`` messages, under the same filter and the same rights. Its size
+and the versions that are read for it are bounded: a rare filter gives empty pages, not slow ones.
+
+A subscription can go on from the position of any answer.
 """
 
 from __future__ import annotations
@@ -15,9 +22,10 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Hashable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any, Generic, TypeVar
-from urllib.parse import unquote_to_bytes
+from typing import Any, TypeVar
+from urllib.parse import quote, unquote_to_bytes, urlencode
 
 import orjson
 from sqlglot import exp
@@ -25,24 +33,23 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from lakehouse.contract.deltalog import DeltaLog, TableGone, TableUnreadable
-from lakehouse.contract.pipeline.product import EVERYTHING
+from lakehouse.contract.pipeline.product import EVERYTHING, ChannelSpec
 from lakehouse.contract.rows import Key, Row
 from lakehouse.contract.sql import BOOL, DATE, DECIMAL, FLOAT, INT, TEXT, TIMESTAMP
 from lakehouse.contract.sql.closures import as_date, as_timestamp, kind_of
 from lakehouse.contract.storage import LakePath, Stamp
-from serve.core.channel import NOT_SERVED, Channel, opened_view, rows_in_order, view_of
+from serve.core.channel import NOT_SERVED, Channel, live_view, opened_view, rows_in_order, view_of
 from serve.core.hub import Hub
 from serve.core.messages import encode_rows, to_json
 from serve.core.model import Principal, SubscribeRequest, TableInfo, in_order
 from serve.core.position import Position, Seal
+from serve.core.view import LiveView, RowsView, SubscriberView, filter_errors
 from serve.errors import FilterError, PositionExpired, RequestError, SqlError
-from serve.push.request import admitted, invalid, query_of, subscription_of, whole_number
+from serve.push.request import admitted, invalid, problem, query_of, subscription_of, whole_number
 from serve.sql.pool import Workers
-from serve.tables.state import TableState, parse_as_of, version_at
-from serve.tables.tables import BRONZE, Tables, now_ms
-from serve.views.view import LiveView, RowsView, SubscriberView, filter_errors
+from serve.tables.state import AsOf, TableReader, TableState, parse_as_of, version_at
+from serve.tables.tables import BRONZE, Replay, Tables, now_ms
 
-_K = TypeVar("_K", bound=Hashable)
 _T = TypeVar("_T")
 
 CACHE_BYTES = 33_554_432
@@ -57,23 +64,28 @@ _LONGEST_ID = 256  # longer ids are not cached
 _STEP = 5_000  # keys indexed before others get their turn: 2 ms
 _VIEWS = 1_024
 _UNCACHED = {"Cache-Control": "private, no-cache", "Vary": "Authorization"}
+NDJSON = "application/x-ndjson"
+MAX_CHANGES = 1_000  # of a page of history
+MAX_VERSIONS = 1_000  # read for one page
+_DEFAULT_CHANGES = 100
+_PAGE_BYTES = 1_048_576
 
 
-class ByteCache(Generic[_K]):
+class ByteCache:
     """A least-recently-used cache bounded by ``most`` bytes; no answer takes more than a quarter of it."""
 
     def __init__(self, most: int = CACHE_BYTES) -> None:
         self._most = most
-        self._bodies: OrderedDict[_K, bytes] = OrderedDict()
+        self._bodies: OrderedDict[Hashable, bytes] = OrderedDict()
         self._bytes = 0
 
-    def get(self, key: _K) -> bytes | None:
+    def get(self, key: Hashable) -> bytes | None:
         body = self._bodies.get(key)
         if body is not None:
             self._bodies.move_to_end(key)
         return body
 
-    def put(self, key: _K, body: bytes) -> None:
+    def put(self, key: Hashable, body: bytes) -> None:
         if key in self._bodies or len(body) > self._most // 4:
             return
         self._bodies[key] = body
@@ -100,11 +112,11 @@ class RowSource:
         self.tables = tables
         self.hub = hub
         self._workers = workers
-        self._bodies: ByteCache[tuple[Position, int | None]] = ByteCache()  # many ask for the same between two commits
+        self._bodies = ByteCache()  # many ask for the same between two commits
         self._slots = asyncio.Semaphore(_AT_ONCE)
         self._indexes: dict[tuple[str, int], PrefixIndex] = {}
         self._views: OrderedDict[tuple[str, bytes], tuple[TableInfo, RowsView]] = OrderedDict()
-        self._read: ByteCache[tuple[object, ...]] = ByteCache(_READ_THROUGH_BYTES)
+        self._read = ByteCache(_READ_THROUGH_BYTES)
         self._at_once = hub.settings.max_sql
         self._reading = 0  # older versions
         self._threads = ThreadPoolExecutor(self._at_once, thread_name_prefix="history")
@@ -117,7 +129,7 @@ class RowSource:
     async def current(self, channel: Channel, view: SubscriberView, limit: int | None) -> tuple[bytes, Position]:
         """The rows now as an answer, and their position. Raises FilterError."""
         async with self._slots:
-            state, position = channel.state, position_of(channel, view)
+            state, position = channel.state, channel.state.position(view.id)
             body = self._bodies.get((position, limit))
             if body is None:
                 stream = channel.streams.get(view.id)
@@ -181,23 +193,25 @@ class RowSource:
             RequestError: the version is gone, the filter is refused, or too many ask.
             UnknownTable: no such table.
         """
-        try:
-            moment = parse_as_of(as_of)
-        except SqlError as error:
-            raise invalid("bad_request", str(error)) from None
-        folder = (await asyncio.to_thread(self.tables.lake.find, wanted.table)).path
-        spec = self.hub.specs.get(wanted.table, EVERYTHING)
-        if not spec.served:
-            raise RequestError(4409, "not_served", NOT_SERVED)
+        moment = _moment(as_of)
+        reader, spec = await self.stored(wanted.table)
 
         def read() -> bytes:
-            state = self.tables.reader(folder).load(version_at(folder, moment))
+            state = reader.load(version_at(reader.folder, moment))
             view = view_of(state.table, wanted, guard, spec)
             with filter_errors(view):
                 content = next(each for each in _answer(view, state, self.hub.seal, limit) if each is not None)
             return to_json(content | {"version": state.version})
 
         return await self.read_log(read)
+
+    async def stored(self, name: str) -> tuple[TableReader, ChannelSpec]:
+        """The reader of a table, and its declared channel. Raises UnknownTable; RequestError if it has no channel."""
+        reader = self.tables.reader((await asyncio.to_thread(self.tables.lake.find, name)).path)
+        spec = self.hub.specs.get(name, EVERYTHING)
+        if not spec.served:
+            raise RequestError(4409, "not_served", NOT_SERVED)
+        return reader, spec
 
     async def read_log(self, read: Callable[[], _T]) -> _T:
         """Run a function that reads a table's log, in a thread of its own.
@@ -222,7 +236,7 @@ def _answer(
     view: SubscriberView, state: TableState, seal: Seal, limit: int | None, live: LiveView | None = None
 ) -> Generator[dict[str, Any] | None, None, None]:
     """The answer, after a None for each slice of the work."""
-    position, facts = Position(state.table.table_id, state.version, 0, view.id), view.facts(state.facts)
+    position, facts = state.position(view.id), view.facts(state.facts)
     if live is None:
         live = yield from opened_view(view, state)
     table = live.table
@@ -304,7 +318,7 @@ async def rows(request: Request) -> Response:
         if channel is None:
             raise await asyncio.to_thread(_not_in_memory, source.tables, name)
         view = hub.view_of(name, principal, wanted)
-        headers = _headers(hub, channel, position_of(channel, view))
+        headers = _headers(hub, channel, channel.state.position(view.id))
         if is_known(request, headers["ETag"]):
             return Response(status_code=304, headers=headers)
         body, position = await source.current(channel, view, limit)
@@ -344,18 +358,13 @@ async def row(request: Request) -> Response:
         content = {
             "table": name,
             "key": table.key,
-            "position": hub.seal.token(position_of(channel, view)),
+            "position": hub.seal.token(channel.state.position(view.id)),
             "rows": [orjson.Fragment(text) for text in encode_rows(table.columns, (each for _, each in pairs))],
             "committed_at": channel.state.facts.committed_at,
         }
     if not content["rows"]:
         raise RequestError(RequestError.NOT_FOUND, "no_such_row", "there is no row of this key")
     return Response(to_json(content), headers=_UNCACHED, media_type="application/json")
-
-
-def position_of(channel: Channel, view: SubscriberView) -> Position:
-    """Position of a subscriber that has everything of a view."""
-    return Position(channel.state.table.table_id, channel.state.version, 0, view.id)
 
 
 def _not_in_memory(tables: Tables, name: str) -> RequestError:
@@ -424,3 +433,123 @@ _READ: Mapping[str, Callable[[str], Any]] = {
     DATE: as_date,
     BOOL: {"true": True, "false": False}.__getitem__,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """What of a table's history is asked for.
+
+    Attributes:
+        table: as the view shows it now.
+        view: what of it is seen.
+        start: the position behind which the page begins.
+        until: the last version.
+    """
+
+    table: TableInfo
+    view: SubscriberView
+    start: Position
+    until: int
+
+
+async def history(request: Request) -> Response:
+    """What changed between two versions or times: ``?since=&until=&from=&where=&columns=&select=&limit=``"""
+    source: RowSource = request.state.rows
+    seal, principal, name = source.hub.seal, admitted(request), request.path_params["name"]
+    query = query_of(request.url.query)
+    limit = whole_number(query.get("limit", str(_DEFAULT_CHANGES)), "limit", 1, MAX_CHANGES)
+    wanted = subscription_of({**query, "table": name}, seal, also=frozenset({"since", "until", "limit"}))
+    if wanted.window or wanted.conflate:
+        raise invalid("bad_request", "a history has no window and is not conflated")
+    if ("since" in query) == (wanted.position is not None):
+        raise invalid("bad_request", "give since, a version or a time, or from, the next of an answer")
+    principal.check_table(name)
+    guard = principal.condition(name)
+    reader, spec = await source.stored(name)
+    try:
+        span = await source.read_log(lambda: _span(reader, wanted, query, spec, guard))
+        lines = NDJSON in request.headers.get("accept", "")
+        tag = f'"{seal.token(span.start)}.{span.until}.{limit}{".lines" if lines else ""}"'
+        headers = {"ETag": tag, "Cache-Control": "private, no-cache", "Vary": "Authorization, Accept"}
+        if is_known(request, tag):
+            return Response(status_code=304, headers=headers)
+        changes, reached = await source.read_log(lambda: _page(reader, span, seal, limit))
+    except FilterError as error:
+        raise invalid("bad_filter", str(error)) from None
+    except RequestError as error:
+        if error.close != GONE:
+            raise
+        remedy = f"GET /v1/tables/{quote(name)} gives the rows now, and a position to go on from"
+        return problem(410, error.detail, error.code, remedy=remedy)
+    following = seal.token(reached) if reached.version < span.until or reached.ordinal else None
+    if following is not None:
+        again = {key: text for key, text in query.items() if key != "since"} | {"from": following, "until": span.until}
+        headers["Link"] = f'</v1/history/{quote(name)}?{urlencode(again)}>; rel="next"'
+    if lines:
+        return Response(b"".join(change + b"\n" for change in changes), headers=headers, media_type=NDJSON)
+    content = {
+        "table": name,
+        "key": span.table.key,
+        "columns": span.table.columns,
+        "position": seal.token(reached),
+        "until": span.until,
+        "changes": [orjson.Fragment(change) for change in changes],
+        "next": following,
+    }
+    return Response(to_json(content), headers=headers, media_type="application/json")
+
+
+def _span(
+    reader: TableReader, wanted: SubscribeRequest, query: Mapping[str, str], spec: ChannelSpec, guard: str
+) -> _Span:
+    """It blocks. Raises RequestError, FilterError, TableGone and TableUnreadable."""
+    table, log = reader.info(), DeltaLog(reader.folder)
+    view = view_of(table, wanted, guard, spec)
+    newest = log.newest()
+    until = min(_version(log, query["until"], newest), newest) if "until" in query else newest
+    start = wanted.position or Position(table.table_id, _version(log, query["since"], newest), 0, view.id)
+    if start.table_id != table.table_id:
+        raise TableGone(reader.folder.name, "the position is of another table of this name")
+    if start.view != view.id:
+        raise invalid("bad_position", "the position is of another filter or other columns")
+    if start.version > until:
+        raise invalid("bad_request", f"it ends at version {until}, before version {start.version}, where it begins")
+    return _Span(live_view(view, table).table, view, start, until)
+
+
+def _version(log: DeltaLog, text: str, newest: int) -> int:
+    """The version that ``since`` or ``until`` names; before the table's creation it is 0, which has no rows."""
+    moment = _moment(text)
+    if moment.version is not None and moment.version > newest:
+        raise invalid("bad_request", f"there is no version {moment.version} yet; the newest is {newest}")
+    try:
+        return version_at(log.table, moment)
+    except PositionExpired:
+        if log.oldest() == 0:
+            return 0
+        raise
+
+
+def _moment(text: str) -> AsOf:
+    try:
+        return parse_as_of(text)
+    except SqlError as error:
+        raise invalid("bad_request", str(error)) from None
+
+
+def _page(reader: TableReader, span: _Span, seal: Seal, limit: int) -> tuple[list[bytes], Position]:
+    """Changes that have rows, and the position behind the last version read. It blocks."""
+    replay = Replay(reader, span.start, span.view, seal)
+    changes: list[bytes] = []
+    size, reached = 0, span.start
+    last = min(span.until, span.start.version + MAX_VERSIONS)
+    while reached.version < last:
+        for message in replay.next_chunk(last).messages:
+            assert message.position is not None
+            reached = message.position
+            if message.rows or message.deletes:
+                changes.append(message.body)
+                size += len(message.body)
+            if len(changes) == limit or size >= _PAGE_BYTES:
+                return changes, reached
+    return changes, reached

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from serve.access import needs_key
-from serve.http.control import NewQuery
+from serve.http.catalog import NewQuery
 from serve.push.request import json_response
 from serve.sql.routes import NewStatement
 from serve.webhooks.routes import NewWebhook

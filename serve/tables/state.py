@@ -28,6 +28,7 @@ from lakehouse.contract.rows import Fold, Key, Row, names_in
 from lakehouse.contract.storage import LakePath, is_away, parquet_file
 from serve.core.messages import is_binary, rows_of
 from serve.core.model import DEFAULT_RETENTION_MS, TableChange, TableInfo, in_order
+from serve.core.position import WHOLE, Position
 from serve.errors import PositionExpired, SqlError
 
 _UNITS = {
@@ -59,6 +60,10 @@ class TableState:
     facts: CommitFacts
     rows: dict[Key, Row]
     files: dict[str, frozenset[Key]] = field(default_factory=dict)
+
+    def position(self, view: bytes = WHOLE) -> Position:
+        """Position of a subscriber that has everything of a view."""
+        return Position(self.table.table_id, self.version, 0, view)
 
     def apply(self, step: StateStep) -> TableChange:
         """Move to the step's version; returns what changed."""

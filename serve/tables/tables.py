@@ -40,10 +40,10 @@ from serve.core.messages import Message, change_messages
 from serve.core.model import SubscribeRequest, TableChange, TableInfo
 from serve.core.position import Position, Seal
 from serve.core.ring import Outgoing, Subscriber
+from serve.core.view import LiveView, SubscriberView, filter_errors
 from serve.errors import FilterError, PositionExpired, RequestError
 from serve.tables.events import EventReader
 from serve.tables.state import StateStep, TableReader, TableState
-from serve.views.view import LiveView, SubscriberView, filter_errors
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ from starlette.routing import BaseRoute, Route
 
 from serve.core.hub import Hub
 from serve.errors import RequestError
-from serve.http.rows import position_of
 from serve.push.request import admitted, invalid, json_body, json_response, query_of, subscription_of, whole_number
 from serve.tables.tables import Tables
 from serve.webhooks.call import ForbiddenTarget, secret_text, target_of
@@ -58,7 +57,7 @@ async def add(request: Request) -> Response:
     if why := tables.problems.get(wanted.table):
         raise invalid("not_served", why)
     view = hub.view_of(wanted.table, principal, wanted)
-    now = hub.seal.token(position_of(hub.channels[wanted.table], view))
+    now = hub.seal.token(hub.channels[wanted.table].state.position(view.id))
     settings = request.state.settings.serve
     try:
         await target_of(new.url, private=settings.webhook_private)

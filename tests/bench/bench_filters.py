@@ -24,13 +24,13 @@ from lakehouse.contract.lake import CommitFacts
 from lakehouse.contract.settings import ServeSettings
 from lakehouse.contract.sql.closures import Columns, compile_condition
 from lakehouse.contract.sql.filters import parse_condition
+from serve.core import view
 from serve.core.hub import Hub
-from serve.core.messages import WEBSOCKET
 from serve.core.model import SubscribeRequest, TableInfo
 from serve.core.position import Seal
 from serve.core.ring import Subscriber, deliver
+from serve.push.websocket import WEBSOCKET
 from serve.tables.state import StateStep, TableState
-from serve.views import view
 
 SCHEMA = pa.schema([("k", pa.int64()), ("city", pa.string()), ("n", pa.int64()), ("share", pa.float64())])
 TABLE = TableInfo("t", "id", tuple(SCHEMA.names), ("k",), types=tuple(SCHEMA.types))

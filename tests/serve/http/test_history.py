@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from serve.http import history
+from serve.http import rows
 from tests.serve.conftest import serving
 from tests.serve.lakes import city, rsvps_by_city, top_topics, topics, window
 from tests.serve.push.clients import WebSocketClient
@@ -48,7 +48,7 @@ async def test_changes_between_versions_page_by_page(root: Path, monkeypatch: py
         assert several[-1]["position"] == page["position"]
         some = await pages(http, since="0", where="city = 'c6'", columns="yes")
         assert [change["upserts"] for change in some[-1]["changes"]][-1][0]["yes"] == 6
-        monkeypatch.setattr(history, "MAX_VERSIONS", 2)
+        monkeypatch.setattr(rows, "MAX_VERSIONS", 2)
         rare = await pages(http, since="0", where="city = 'c6'")
         assert [cities(each["changes"]) for each in rare] == [[], [], [], ["c6"]], "a page reads so many versions"
         totals = await pages(http, since="0", select="SELECT city, sum(yes) AS yes GROUP BY city", where="city = 'Ulm'")

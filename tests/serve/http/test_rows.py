@@ -70,7 +70,7 @@ def test_the_hint_is_what_is_left_of_the_usual_pause() -> None:
 
 
 def test_the_least_used_go_when_there_are_too_many_bytes() -> None:
-    kept: ByteCache[str] = ByteCache(4 * (100 + ENTRY_BYTES))
+    kept = ByteCache(4 * (100 + ENTRY_BYTES))
     for name in "abcd":
         kept.put(name, name.encode() * 100)
     assert kept.get("a") == b"a" * 100
@@ -81,7 +81,7 @@ def test_the_least_used_go_when_there_are_too_many_bytes() -> None:
 
 
 def test_answers_without_a_body_count_too() -> None:
-    kept: ByteCache[int] = ByteCache(10 * ENTRY_BYTES)
+    kept = ByteCache(10 * ENTRY_BYTES)
     for number in range(100):
         kept.put(number, b"")
     assert [number for number in range(100) if kept.get(number) is not None] == list(range(90, 100))

@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 from lakehouse.contract.deltalog import TableUnreadable
 from lakehouse.contract.lake import PROPERTY_FOLD, PROPERTY_KEY, Lake
 from lakehouse.contract.rows import Key, Row
+from serve.core.aggregate import AggregateView, aggregate_view
 from serve.core.channel import live_view
 from serve.core.messages import change_messages
 from serve.core.model import TableChange, TableInfo
 from serve.core.position import WHOLE, Position, Seal
+from serve.core.view import SubscriberView, rows_view
 from serve.errors import PositionExpired
 from serve.sql import statement as query
 from serve.tables.state import TableReader
 from serve.tables.tables import Opened, Replay, Tail, to_next_beat
-from serve.views.aggregate import AggregateView, aggregate_view
-from serve.views.view import SubscriberView, rows_view
 from tests.serve.lakes import TOPICS, Product, city, rsvps_by_city, top_topics, topics, window
 
 SEAL = Seal(b"of the test")

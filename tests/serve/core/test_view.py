@@ -18,9 +18,9 @@ from lakehouse.contract.sql.closures import Pin, pin_of
 from lakehouse.contract.sql.filters import parse_condition
 from serve.core.model import TableChange, TableInfo
 from serve.core.position import WHOLE
+from serve.core.view import RowsView, SubscriberView, rows_before, rows_view
 from serve.errors import FilterError
 from serve.tables.state import StateStep, TableState
-from serve.views.view import RowsView, SubscriberView, rows_before, rows_view
 from tests.contract.sql.test_closures import COLUMNS, NOON, SCHEMA, TABLE, TEXTS, VALUES, Writer
 
 INTS, FLOATS, DECIMALS = range(-3, 4), [-1.5, 0.25, 2.5], [Decimal("0.25"), Decimal("2.00")]
@@ -64,7 +64,7 @@ def by_sql(rows: dict[Key, Row], columns: tuple[str, ...], condition: str) -> se
 
 @pytest.fixture(autouse=True)
 def any_change_is_worth_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve.views.view.FEW_ROWS", 0)
+    monkeypatch.setattr("serve.core.view.FEW_ROWS", 0)
 
 
 @settings(max_examples=15, suppress_health_check=list(HealthCheck))
@@ -124,7 +124,7 @@ def test_what_a_condition_pins_is_found_by_its_value(
     view = rows_view(TABLE, where, [], "")
     one, other = RowsView(view, TABLE), RowsView(view, TABLE)
     seen = [one.advance(change) for change, _ in played(steps)]
-    monkeypatch.setattr("serve.views.view.FEW_ROWS", 10**9)
+    monkeypatch.setattr("serve.core.view.FEW_ROWS", 10**9)
     assert seen == [other.advance(change) for change, _ in played(steps)]
     assert any(change.upserts for change in seen) == any(change.left for change in seen) == (where != "i = NULL")
 

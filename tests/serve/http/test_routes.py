@@ -1,4 +1,4 @@
-"""What there is: the tables with their declarations, and the report on quality."""
+"""The report on quality, and the files of the dashboard."""
 
 from __future__ import annotations
 
@@ -9,37 +9,9 @@ import httpx
 
 from lakehouse.contract.access import KeyFile
 from lakehouse.contract.lake import Lake
-from lakehouse.contract.pipeline import load_pipeline
-from lakehouse.contract.pipeline.added import Declared, QuerySpec
 from serve.access import ReaderKey
-from serve.http.listing import declarations
 from serve.http.routes import WEB
 from tests.serve.conftest import serving
-
-PIPELINES = Path(__file__).parents[3] / "conf" / "pipelines"
-
-
-def test_declarations_name_kind_origin_and_what_matters_to_the_kind(root: Path) -> None:
-    meetup = dict(declarations(Lake(root), load_pipeline(PIPELINES / "meetup")))
-    assert meetup["rsvps_by_city"] == {"kind": "aggregate", "from": ["rsvps"]}
-    assert meetup["members"] == {"kind": "distinct", "from": ["rsvps"], "window": "1 minute", "item": "member_id"}
-    ads = dict(declarations(Lake(root), load_pipeline(PIPELINES / "ads")))
-    assert ads["time_to_click"] == {"kind": "join", "from": ["impressions", "clicks"]}
-    meters = dict(declarations(Lake(root), load_pipeline(PIPELINES / "meters")))
-    assert meters["next_hour_price"] == {"kind": "view", "from": ["hourly_load"]}
-    assert dict(declarations(Lake(root), load_pipeline(PIPELINES / "offers")))["bargains"]["kind"] == "staging"
-
-
-def test_continuous_queries_are_declared_too(root: Path) -> None:
-    queries = Declared(Lake(root), QuerySpec)
-    sql = "SELECT received_at, response FROM rsvps"
-    options = {"operator": "top_n", "item": "response"}
-    queries.add(QuerySpec("answers", sql, "rsvps", created="2026-01-01T00:00:00Z", options=options))
-    queries.add(QuerySpec("cities", "SELECT city FROM rsvps_by_city", "rsvps_by_city", ("city",)))
-    found = dict(declarations(Lake(root), load_pipeline(PIPELINES / "meetup")))
-    top = {"kind": "top_n", "from": ["rsvps"], "window": "1 minute", "item": "response", "query": True}
-    assert found["answers"] == top
-    assert found["cities"] == {"kind": "view", "from": ["rsvps_by_city"], "query": True}
 
 
 async def test_the_report_on_quality_runs_no_script_and_is_for_keys_that_see_all(root: Path) -> None:

@@ -23,8 +23,8 @@ from lakehouse.contract.sql import BOOL, DATE, DECIMAL, FLOAT, INT, NUMBERS, OTH
 from lakehouse.contract.sql.closures import Columns, Getter, compile_condition, compile_expression, pin_of
 from lakehouse.contract.sql.filters import check, conjunction, normal, parse_condition, parsed
 from serve.core.model import TableChange, TableInfo, in_order
+from serve.core.view import SubscriberView, touched_rows
 from serve.errors import FilterError
-from serve.views.view import SubscriberView, touched_rows
 
 _EXACT = Context(prec=76)  # decimal128 has 38 digits: this adds 10^38 of them without rounding
 MAX_GROUPS = 100_000
@@ -187,7 +187,7 @@ class _Group:
 def aggregate_view(
     table: TableInfo, select: str, where: str, guard: str, seen: TableInfo | None = None
 ) -> SubscriberView:
-    """The view for a live aggregate; arguments as for :func:`serve.views.view.rows_view`. Raises FilterError."""
+    """The view for a live aggregate; arguments as for :func:`serve.core.view.rows_view`. Raises FilterError."""
     named = seen or table
     conditions = [parse_condition(where, Columns.of(named)), parse_condition(guard, Columns.of(table))]
     plain, guarded = ("" if tree is None else tree.sql("duckdb") for tree in conditions)

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from lakehouse.contract.lake import CommitFacts
 from lakehouse.contract.rows import Key, Row
+from serve.core.aggregate import AggregateView, aggregate_view
 from serve.core.model import TableInfo
 from serve.errors import FilterError
 from serve.tables.state import StateStep, TableState
-from serve.views.aggregate import AggregateView, aggregate_view
 
 SCHEMA = pa.schema([("k", pa.int64()), ("g", pa.string()), ("i", pa.int64()), ("f", pa.float64())])
 TABLE = TableInfo("x", "id", tuple(SCHEMA.names), ("k",), types=tuple(SCHEMA.types))

@@ -1,13 +1,15 @@
-"""Continuous queries over HTTP: add, list, show, remove, by the rules of ``lakehouse.contract.pipeline.added``.
+"""What there is: ``GET /v1/tables``, each table's declaration and how it fares; and the continuous queries.
 
-A query is only recorded here; the driver runs it. So the server needs no Java, and queries can be added while the
-driver is down. Only keys that may (``millrace key new --reader --queries``) and that see everything can change
-queries, because a query reads whole tables. Without keys, only callers on this machine can.
+Queries are added, listed and removed by the rules of ``lakehouse.contract.pipeline.added``. A query is only recorded
+here; the driver runs it. So the server needs no Java, and queries can be added while the driver is down. Only keys that
+may (``millrace key new --reader --queries``) and that see everything can change queries, because a query reads whole
+tables. Without keys, only callers on this machine can.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,17 +19,96 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from lakehouse.contract.access import is_loopback
-from lakehouse.contract.errors import ConfigError, QueryRefused
-from lakehouse.contract.lake import Lake
+from lakehouse.contract.errors import ConfigError, MillraceError, QueryRefused
+from lakehouse.contract.lake import Lake, TableRef
+from lakehouse.contract.pipeline import Pipeline, Product
 from lakehouse.contract.pipeline.added import Declared, QuerySpec, State, checked_query
 from lakehouse.contract.pipeline.folder import declared_pipeline
+from lakehouse.contract.pipeline.product import TAKEN_BY
 from lakehouse.contract.settings import Settings
+from lakehouse.contract.sql.closures import Columns
+from serve.core.channel import Channel
 from serve.core.hub import Hub
+from serve.core.model import Principal
 from serve.errors import RequestError
 from serve.push.request import admitted, invalid, json_body, json_response, problem
+from serve.tables.tables import Tables, now_ms
 
+AGGREGATE, VIEW, STAGING = "aggregate", "view", "staging"
+"""Kinds of tables that no operator makes."""
 MAX_BODY = 65_536
 _STATUS = {"taken": 409, "quota": 429, "unknown": 404}
+
+
+async def tables(request: Request) -> Response:
+    """Every table: what it is declared to be, whether it can be subscribed to, and how it fares"""
+    hub: Hub = request.state.hub
+    known: Tables = request.state.tables
+    principal = admitted(request)
+    found, declared, reported = await asyncio.to_thread(_found, known.lake, request.state.files.pipeline)
+    listed = []
+    for table in found:
+        if not principal.may_read(table.name):
+            continue
+        channel = hub.channels.get(table.name)
+        entry: dict[str, Any] = {"table": table.name, "layer": table.layer, "served": channel is not None}
+        if table.name in declared:
+            entry["declared"] = declared[table.name]
+        if channel is not None:
+            entry |= _fares(channel, principal) | {"position": hub.seal.token(channel.state.position())}
+        elif why := known.problems.get(table.name):
+            entry["detail"] = why
+        listed.append(entry)
+    report = {"report": "v1/quality/index.html"} if reported and principal.unlimited else {}
+    return json_response({"tables": listed} | report)
+
+
+def _fares(channel: Channel, principal: Principal) -> dict[str, Any]:
+    state, seen = channel.state, channel.seen
+    told: dict[str, Any] = {
+        "key": state.table.key,
+        "columns": seen.columns,
+        "types": {name: kind for name, (_, kind) in Columns.of(seen).at.items()},
+        "version": state.version,
+        "position_lives_ms": state.table.retention_ms,
+        "committed_at": state.facts.committed_at,
+        "newest_at": state.facts.newest_at,
+    }
+    if not principal.condition(channel.name) and not channel.spec.narrows:  # others would learn of what they cannot see
+        told |= {"rows": len(state.rows), "subscribers": channel.members()}
+        told["events_per_s"] = channel.events_per_s(now_ms())
+    return told
+
+
+def _found(lake: Lake, pipeline: Pipeline) -> tuple[list[TableRef], dict[str, dict[str, Any]], bool]:
+    return lake.tables(), dict(declarations(lake, pipeline)), (lake.data_docs / "index.html").is_file()
+
+
+def declarations(lake: Lake, pipeline: Pipeline) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What each table is declared to be, by the pipeline and by queries of the moment."""
+    for product in pipeline.products.values():
+        yield product.name, _of_product(product)
+    for view in pipeline.views.values():
+        yield view.name, {"kind": VIEW, "from": [view.base]}
+    for copy in pipeline.staging.values():
+        yield copy.name, {"kind": STAGING, "from": [copy.product]}
+    for spec in Declared(lake, QuerySpec).all().values():
+        declared = {"kind": VIEW, "from": [spec.relation]}
+        if spec.relation in pipeline.sources:
+            try:
+                declared = _of_product(spec.product())
+            except MillraceError:
+                continue  # of another version
+        yield spec.name, declared | {"query": True}
+
+
+def _of_product(product: Product) -> dict[str, Any]:
+    declared: dict[str, Any] = {
+        "kind": product.operator or AGGREGATE,
+        "from": [product.source, *([product.right] if product.right else [])],
+    }
+    taken = [name for name in ("window", "by", "item") if product.operator in TAKEN_BY[name]]
+    return declared | {name: getattr(product, name) for name in taken if getattr(product, name)}
 
 
 class NewQuery(msgspec.Struct, forbid_unknown_fields=True):
@@ -84,6 +165,7 @@ async def remove_query(request: Request) -> Response:
 
 
 ROUTES: list[BaseRoute] = [
+    Route("/v1/tables", tables),
     Route("/v1/queries", list_queries, methods=["GET"]),
     Route("/v1/queries", add_query, methods=["POST"]),
     Route("/v1/queries/{name}", show_query, methods=["GET"]),
