@@ -8,7 +8,13 @@ Everything it owns is in one folder::
     FOLDER/broker.lock          locked by the running JVM itself, which inherits the file, so it is never stale
     FOLDER/broker.pid           process id, for signals from any process
     FOLDER/broker.log           output of the broker; that of the last run is broker.log.1
-    FOLDER/secrets              certificates and passwords of a secure broker (:mod:`ingest.broker_security`)
+    FOLDER/secrets              certificates and passwords of a secure broker (0700, files 0600), made once and kept:
+        ca.pem                  the authority that signed the broker's certificate; its key was discarded after signing
+        broker.pem              the broker's private key and certificate; also its client certificate for itself
+        USER.password           of each of USERS, 192 random bits
+
+Passwords reach a secure broker over mutual TLS on a separate listener, never on a command line. Certificates that
+expire within a month are renewed at the next start.
 """
 
 from __future__ import annotations
@@ -20,31 +26,50 @@ import json
 import logging
 import os
 import random
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
+from ipaddress import ip_address
 from pathlib import Path
 from string import Template
-from typing import IO
+from typing import IO, Any
 
 from kafka import KafkaAdminClient
+from kafka.admin import (
+    ACL,
+    ACLOperation,
+    ACLPermissionType,
+    ACLResourcePatternType,
+    ResourcePattern,
+    ResourceType,
+    ScramMechanism,
+    UserScramCredentialUpsertion,
+)
 from kafka.errors import KafkaError
 
-from ingest.broker_security import Secrets, set_passwords
-from lakehouse.contract.errors import EnvironmentProblem
+from ingest.border.admission import RAW_SUFFIX
+from lakehouse.contract.errors import EnvironmentProblem, install_extra
 from lakehouse.contract.jvm import find_java, jar_paths, log_flags, recording, sharing
+from lakehouse.contract.pipeline import Pipeline
 from lakehouse.contract.settings import ClientSecurity, conf_dir
 from lakehouse.contract.storage import write_whole
 
 logger = logging.getLogger(__name__)
 
+BROKER_NAME = "millrace-broker"
+USERS = ("admin", "collector", "lakehouse", "reader")
+
+_LIFE = timedelta(days=3650)
+_RENEW = timedelta(days=30)
 _PORTS = range(20_000, 32_000)  # below Linux's range for outgoing ports, so that a restart finds the port free
 _POLL_S = 0.02
 # Runs in a new process that then becomes the JVM: a hook between fork and exec is unsafe with threads.
@@ -72,8 +97,8 @@ class EmbeddedBroker:
         port: on the loopback address; 0: the one used before in this folder, initially any free one.
         heap_mb: Java heap in MiB; the process takes about 150 MiB more.
         die_with_parent: stop the broker when this process ends in any way (Linux only).
-        secure: TLS, passwords and access rules (:mod:`ingest.broker_security`); data of insecure runs stays.
-        record_classes: file for an archive of the JVM's classes (:mod:`lakehouse.contract.jvm`); None: use the
+        secure: TLS, passwords and access rules; data of insecure runs stays.
+        record_classes: file for an archive of the JVM's classes (:mod:`lakehouse.contract.classdata`); None: use the
             existing archive.
     """
 
@@ -111,7 +136,10 @@ class EmbeddedBroker:
         with self._claim() as lock:
             identity = self._settle_identity()
             self._write_properties(identity)
-            with self._open_log() as log:
+            output = self.folder / "broker.log"
+            if output.exists():
+                output.replace(self.folder / "broker.log.1")
+            with output.open("ab") as log:
                 if not (self.folder / "data" / "meta.properties").is_file():
                     self._format(identity)
                 self._process = self._launch(lock, log)
@@ -132,7 +160,7 @@ class EmbeddedBroker:
         return self.bootstrap
 
     def security(self, user: str) -> ClientSecurity:
-        """How a client logs in as a user of :mod:`ingest.broker_security`; an insecure broker needs no login."""
+        """How a client logs in as one of :data:`USERS`; an insecure broker needs no login."""
         return self.secrets.client(user) if self._secure else ClientSecurity()
 
     def stop(self, timeout_s: float = 15.0) -> None:
@@ -242,12 +270,6 @@ class EmbeddedBroker:
         places = {"data": self.folder / "data", "ca_pem": self.secrets.ca, "broker_pem": self.secrets.broker}
         self._properties.write_text(Template(text).substitute(asdict(identity), **places), encoding="utf-8")
 
-    def _open_log(self) -> IO[bytes]:
-        path = self.folder / "broker.log"
-        if path.exists():
-            path.replace(self.folder / "broker.log.1")
-        return path.open("ab")
-
     def _java(self, *flags: str, record: Path | None = None) -> list[str]:
         jars = jar_paths("kafka")
         flags = (*flags, *log_flags(), *(recording(record) if record else sharing("kafka", jars)))
@@ -352,7 +374,13 @@ def _answers(bootstrap: str, deadline: float, found: Secrets | None) -> bool:
         admin.list_topics()
         admin.list_group_offsets("millrace-probe")
         if found is not None:
-            set_passwords(admin, found)
+            wanted = [
+                UserScramCredentialUpsertion(user, ScramMechanism.SCRAM_SHA_512, found.client(user).read_password())
+                for user in USERS
+            ]
+            refused = {user: error for user, error in admin.alter_user_scram_credentials(wanted).items() if error}
+            if refused:
+                raise EnvironmentProblem(f"the broker does not take passwords: {refused}")
     except KafkaError as error:
         if not error.retriable:
             raise
@@ -410,3 +438,140 @@ def _is_free(port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+# --- security
+
+
+@dataclass(frozen=True, slots=True)
+class Secrets:
+    """The folder of secrets of one broker."""
+
+    folder: Path
+
+    @property
+    def ca(self) -> Path:
+        """PEM file that clients trust."""
+        return self.folder / "ca.pem"
+
+    @property
+    def broker(self) -> Path:
+        """PEM file of the broker's key and certificate."""
+        return self.folder / "broker.pem"
+
+    def client(self, user: str) -> ClientSecurity:
+        """How a client logs in as one of :data:`USERS`."""
+        password = self.folder / f"{user}.password"
+        return ClientSecurity("SASL_SSL", "SCRAM-SHA-512", user, str(password), str(self.ca))
+
+    def itself(self) -> ClientSecurity:
+        """How the broker logs in to itself, on the inner listener; it may do everything."""
+        return ClientSecurity("SSL", ca_file=str(self.ca), cert_file=str(self.broker))
+
+    def make(self) -> None:
+        """Create what is absent or about to expire.
+
+        Raises:
+            EnvironmentProblem: the package ``cryptography`` is not installed.
+        """
+        try:
+            from cryptography import x509
+        except ImportError:
+            raise EnvironmentProblem("the package cryptography is not installed", install_extra("secure")) from None
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        ends = datetime.min.replace(tzinfo=UTC)
+        if self.ca.is_file() and self.broker.is_file():
+            ends = x509.load_pem_x509_certificate(self.broker.read_bytes()).not_valid_after_utc
+        if ends < datetime.now(UTC) + _RENEW:
+            ca, broker = _certificates()
+            write_whole(self.ca, ca, 0o600)
+            write_whole(self.broker, broker, 0o600)
+        for user in USERS:
+            if not (self.folder / f"{user}.password").is_file():
+                write_whole(self.folder / f"{user}.password", secrets.token_urlsafe(24).encode() + b"\n", 0o600)
+
+
+def access_rules(pipeline: Pipeline) -> list[ACL]:
+    """Access rules for a pipeline's topics; the broker refuses everything else.
+
+    ``admin`` and the broker itself may do everything. Collectors write topics and raw topics, and refine the raw ones.
+    The lakehouse reads topics and writes compacted ones (``millrace latest``), which ``reader`` reads.
+    """
+    sources = pipeline.sources.values()
+    written = [source.topic for source in sources]
+    raw = [source.topic + RAW_SUFFIX for source in sources]
+    latest = [source.latest for source in sources if source.latest_topic]
+    referenced = [spec.topic for source in sources for spec in source.enrich.values() if spec.topic]
+    look = (ACLOperation.DESCRIBE, ACLOperation.DESCRIBE_CONFIGS)
+    of_topics = (
+        ("collector", [*written, *raw], (ACLOperation.WRITE, *look)),
+        ("collector", [*raw, *referenced], (ACLOperation.READ, *look)),
+        ("collector", latest, look),  # it checks that they exist
+        ("lakehouse", written, (ACLOperation.READ, *look)),
+        ("lakehouse", latest, (ACLOperation.WRITE, *look)),
+        ("reader", latest, (ACLOperation.READ, ACLOperation.DESCRIBE)),
+    )
+    of_groups = (
+        ("collector", "millrace-refine-"),
+        ("lakehouse", "spark-kafka-"),
+        ("lakehouse", "millrace-latest-"),
+        ("reader", "reader-"),
+    )
+    found: list[ACL] = []
+    for user, topics, operations in of_topics:
+        for topic in dict.fromkeys(topics):
+            found += _allow(user, operations, ResourcePattern(ResourceType.TOPIC, topic))
+    for user, prefix in of_groups:
+        pattern = ResourcePattern(ResourceType.GROUP, prefix, ACLResourcePatternType.PREFIXED)
+        found += _allow(user, (ACLOperation.READ, ACLOperation.DESCRIBE), pattern)
+    return found
+
+
+def _allow(user: str, operations: Iterable[ACLOperation], pattern: ResourcePattern) -> list[ACL]:
+    return [ACL(f"User:{user}", "*", operation, ACLPermissionType.ALLOW, pattern) for operation in operations]
+
+
+def _certificates() -> tuple[bytes, bytes]:
+    """An authority's certificate, and a key with a certificate by it, in PEM; the authority's key is discarded."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+    now = datetime.now(UTC)
+    ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+    ca_name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "millrace-ca")])
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, BROKER_NAME)])
+
+    def begin(subject: Any, public_key: Any) -> Any:
+        return (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(ca_name)
+            .public_key(public_key)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - timedelta(hours=1))
+            .not_valid_after(now + _LIFE)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(ca_key.public_key()), critical=False)
+        )
+
+    usage = x509.KeyUsage(True, False, False, False, False, True, True, False, False)
+    ca = (
+        begin(ca_name, ca_key.public_key())
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(usage, critical=True)
+        .sign(ca_key, hashes.SHA256())
+    )
+    hosts = [x509.DNSName("localhost"), *(x509.IPAddress(ip_address(text)) for text in ("127.0.0.1", "::1"))]
+    both = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
+    leaf = (
+        begin(name, key.public_key())
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(x509.SubjectAlternativeName(hosts), critical=False)
+        .add_extension(x509.ExtendedKeyUsage(both), critical=False)
+        .sign(ca_key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    private = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    return ca.public_bytes(pem), private + leaf.public_bytes(pem) + ca.public_bytes(pem)

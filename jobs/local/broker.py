@@ -11,13 +11,12 @@ import uuid
 from collections.abc import Iterable
 
 from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
-from kafka.admin import ConfigResource, ConfigResourceType
+from kafka.admin import ACL, ConfigResource, ConfigResourceType
 from kafka.errors import KafkaError
 
 from ingest import kafka as publish
-from ingest.border.admission import front_source, raw_topic
-from ingest.broker import EmbeddedBroker
-from ingest.broker_security import Grants
+from ingest.border.admission import front_source
+from ingest.broker import EmbeddedBroker, access_rules
 from ingest.errors import BrokerUnavailable
 from ingest.kafka import TopicRemark
 from lakehouse.bronze.table import Progress
@@ -38,7 +37,7 @@ def resolve_kafka(settings: Settings, user: str) -> Settings:
     """The settings with the broker's address and with how this process logs in there.
 
     Args:
-        user: which of the embedded broker's users it is (:data:`ingest.broker_security.USERS`); of a broker elsewhere
+        user: which of the embedded broker's users it is (:data:`ingest.broker.USERS`); of a broker elsewhere
             the settings name the user.
 
     Raises:
@@ -66,33 +65,24 @@ def apply_topics(settings: Settings, pipeline: Pipeline, *, timeout_s: float = 6
     if found.user != "admin" or settings.kafka.user:  # a broker elsewhere, or one that asks nobody
         return _ensure(declared, found, timeout_s)
     remarks = _ensure(declared + fronts, found, timeout_s)
-    grant(found, grants(pipeline))
+    grant(found, access_rules(pipeline))
     return remarks
 
 
-def grants(pipeline: Pipeline) -> Grants:
-    """Who may do what with the topics of a pipeline."""
-    sources = pipeline.sources.values()
-    return Grants(
-        written=tuple(source.topic for source in sources),
-        raw=tuple(raw_topic(source) for source in sources),
-        latest=tuple(source.latest for source in sources if source.latest_topic),
-        referenced=tuple(spec.topic for source in sources for spec in source.enrich.values() if spec.topic),
-    )
-
-
-def grant(kafka: KafkaSettings, wanted: Grants) -> None:
-    """Tell the broker, as its administrator. Raises EnvironmentProblem: it does not answer, or refuses."""
+def grant(kafka: KafkaSettings, rules: list[ACL]) -> None:
+    """Add access rules, as the broker's administrator. Raises EnvironmentProblem: it does not answer, or refuses."""
     try:
         admin = KafkaAdminClient(bootstrap_servers=kafka.bootstrap, **kafka.security.for_kafka_python())
     except (KafkaError, OSError) as error:
         raise EnvironmentProblem(f"{kafka.bootstrap}: {error}", "Is it running? millrace kafka status") from None
     try:
-        wanted.apply(admin)
+        failed = admin.create_acls(rules)["failed"]
     except KafkaError as error:
         raise EnvironmentProblem(f"the broker does not take access rules: {error}") from None
     finally:
         admin.close()
+    if failed:
+        raise EnvironmentProblem(f"the broker does not take ACLs: {failed[0]}")
 
 
 def resolve_bootstrap(settings: Settings) -> str:

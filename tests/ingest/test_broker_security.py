@@ -20,8 +20,7 @@ import pytest
 from confluent_kafka import Consumer, KafkaException, Producer, TopicPartition
 from deltalake import DeltaTable
 
-from ingest.broker import EmbeddedBroker
-from ingest.broker_security import USERS
+from ingest.broker import USERS, EmbeddedBroker
 from ingest.enrich import TopicReader
 from ingest.errors import BrokerUnavailable
 from ingest.kafka import ensure_topics

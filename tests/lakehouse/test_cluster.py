@@ -20,8 +20,8 @@ import pyspark
 import pytest
 from pyspark.sql import SparkSession
 
-from ingest.broker import EmbeddedBroker
-from jobs.local.broker import ensure_topics, grant, grants
+from ingest.broker import EmbeddedBroker, access_rules
+from jobs.local.broker import ensure_topics, grant
 from lakehouse.contract.settings import KafkaSettings, load_settings
 from lakehouse.events import SMALL_BATCH
 from lakehouse.replay import verify
@@ -171,7 +171,7 @@ def secured(tmp_path: Path, s3: str) -> Iterator[Site]:
         admin, login = broker.security("admin"), broker.security("lakehouse")
         pipeline = pipeline_in(tmp_path / "clicks", "clicks")
         ensure_topics(pipeline.sources.values(), broker.bootstrap, security=admin)
-        grant(KafkaSettings(bootstrap=broker.bootstrap).secured_by(admin), grants(pipeline))
+        grant(KafkaSettings(bootstrap=broker.bootstrap).secured_by(admin), access_rules(pipeline))
         settings = load_settings(
             {}, lake=f"{s3}/{uuid.uuid4().hex}", work=str(tmp_path / "work"), pipeline=str(tmp_path / "clicks")
         )
