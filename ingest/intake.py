@@ -7,10 +7,14 @@ that the answer has to wait for.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import dataclasses
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, TypeVar
 
 import msgspec
@@ -18,22 +22,26 @@ import orjson
 
 from ingest.answers.acks import RecentEvents, Signer
 from ingest.border.access import Sender, SenderGate
-from ingest.border.admission import Admitted, Border, Refusal, tell_refused
-from ingest.border.cloudevents import BATCHED, STRUCTURED, NotACloudEvent, binary, structured
+from ingest.border.admission import Admitted, Border, Extra, Refusal, tell_refused
 from ingest.delivery import KafkaDelivery
 from ingest.enrich import Enricher
 from ingest.errors import LogFull, NotReady, RequestRefused, refusal_code
 from ingest.log.message_log import MessageLog
 from ingest.log.segments import NOWHERE, CommitGroup, LoggedEvent, SourceLane
-from lakehouse.contract.envelope import UPSTREAM_ID
+from lakehouse.contract.envelope import MAX_ID_BYTES, UPSTREAM_ID
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 MAX_EVENTS = 5_000
+MAX_ATTRIBUTE_BYTES = 8_192  # of all attributes of a CloudEvent
 JSON = "application/json"
+STRUCTURED = "application/cloudevents+json"
+BATCHED = "application/cloudevents-batch+json"
 
-Extra = tuple[tuple[str, str], ...]
 T = TypeVar("T")
 
+_ATTRIBUTE = re.compile(r"[a-z0-9]{1,64}")
+_JSON_TYPE = re.compile(r"[^/;]+/(?:json|[^/;]+\+json)(?:\s*;.*)?", re.IGNORECASE)
+_MEMBERS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _MOST_LEVELS = 1_024  # of nesting that orjson accepts
 
 
@@ -68,17 +76,7 @@ class Intake:
         self.one_way = recent is None  # nothing is acknowledged
         self._delivery = delivery
         self._recent = recent
-        self._enricher = enricher
-
-    def not_ready(self) -> str:
-        """Why no events are taken now, or empty."""
-        missing = self._enricher.missing if self._enricher is not None else ""
-        return f"the reference data of source {self.border.source.name!r} is being read: {missing}" if missing else ""
-
-    async def until_ready(self) -> None:
-        """Return when its reference data is complete."""
-        if self._enricher is not None:
-            await self._enricher.complete()
+        self.enricher = enricher
 
     def take(self, event: Admitted, position: int | None = None, extra: Extra = ()) -> LoggedEvent:
         """Append an event and send it on.
@@ -93,16 +91,20 @@ class Intake:
             LogFull: the event was not taken.
             LogUnavailable: the disk refuses writes; the event was not taken.
         """
-        envelope = event.envelope
+        envelope, lane = event.envelope, self.lane
         if event.shed:
-            return self._skip_shed(event, position, extra)
+            lane.shed += 1
+            if position is not None:
+                lane.position = position
+            lane.cursor = dict(extra).get(UPSTREAM_ID, lane.cursor)
+            return LoggedEvent(-1, lane, envelope, event.key, event.payload, NOWHERE, 0, None)
         if event.refusal is not None:
             tell_refused(envelope)
-        if self._enricher is not None and event.refusal is None:
-            extra += self._enricher(event)
+        if self.enricher is not None and event.refusal is None:
+            extra += self.enricher(event)
         if extra:
             envelope = dataclasses.replace(envelope, extra=envelope.extra + extra)
-        logged = self.log.append(self.lane, envelope, event.key, event.payload, position)
+        logged = self.log.append(lane, envelope, event.key, event.payload, position)
         if self._recent is not None:
             logged.fate = self._recent.logged(envelope)
         self._delivery.offer(logged)
@@ -117,7 +119,7 @@ class Intake:
             LogFull: the log has reached its limit.
             LogUnavailable: the disk refuses writes.
         """
-        if self._enricher is not None or [event for event in events if event.shed]:
+        if self.enricher is not None or [event for event in events if event.shed]:
             return [self.take(event) for event in events]
         rejected = self.lane.rejected
         logged = self.log.append_all(self.lane, events)
@@ -129,22 +131,6 @@ class Intake:
             self._recent.logged_all(logged)
         self._delivery.offer_all(logged)
         return logged
-
-    def _skip_shed(self, event: Admitted, position: int | None, extra: Extra) -> LoggedEvent:
-        lane = self.lane
-        lane.shed += 1
-        if position is not None:
-            lane.position = position
-        lane.cursor = dict(extra).get(UPSTREAM_ID, lane.cursor)
-        return LoggedEvent(-1, lane, event.envelope, event.key, event.payload, NOWHERE, 0, None)
-
-
-@dataclass(slots=True)
-class AdmittedRequest:
-    """A request whose sender may send to the source of ``intake``. Not frozen, like :class:`Admitted`."""
-
-    intake: Intake
-    sender: Sender
 
 
 @dataclass(slots=True)
@@ -175,8 +161,8 @@ class RequestIntake:
     gate: SenderGate
     signer: Signer
 
-    def enter(self, source: str, kind: str, length: int, key: str | None) -> AdmittedRequest:
-        """Judge a request by its head.
+    def enter(self, source: str, kind: str, length: int, key: str | None) -> tuple[Intake, Sender]:
+        """Judge a request by its head; returns the way of the source's events, and who sends.
 
         Args:
             kind: content type in lower case, without parameters.
@@ -203,17 +189,21 @@ class RequestIntake:
             self.count(source if intake is not None else "", refused)
             raise
         self.check_ready(intake)
-        return AdmittedRequest(intake, sender)
+        return intake, sender
 
     def check_ready(self, intake: Intake) -> None:
         """Raise :class:`NotReady` if the node is not ready or the source's reference data is incomplete."""
         if reason := self.not_ready():
             raise NotReady(reason)
-        if reason := intake.not_ready():
-            raise NotReady(reason, intake.until_ready)
+        enricher = intake.enricher
+        if enricher is not None and enricher.missing:
+            source = intake.border.source.name
+            raise NotReady(
+                f"the reference data of source {source!r} is being read: {enricher.missing}", enricher.complete
+            )
 
     def take(
-        self, request: AdmittedRequest, kind: str, body: bytes, attributes: Mapping[str, str] | None = None
+        self, intake: Intake, sender: Sender, kind: str, body: bytes, attributes: Mapping[str, str] | None = None
     ) -> RequestResult:
         """Put the events of a body into the log and send them on.
 
@@ -225,7 +215,6 @@ class RequestIntake:
             LogFull: the log has reached its limit.
             LogUnavailable: the disk refuses writes.
         """
-        intake, sender = request.intake, request.sender
         source = intake.border.source
         try:
             one, bodies = (True, (body,)) if attributes is not None else split(kind, body)
@@ -301,10 +290,10 @@ def _cloud_event(
     border: Border, body: bytes, attributes: Mapping[str, str] | None, limits: Mapping[str, Any]
 ) -> Admitted:
     try:
-        found = structured(body) if attributes is None else binary(attributes, body)
+        payload, event_id, extra = structured(body) if attributes is None else cloud_event(attributes, body)
     except NotACloudEvent as bad:
-        return border.admit(body, known=Refusal(f"not a CloudEvent: {bad}", 422, "cloudevent"), **limits)
-    return border.admit(found.payload, known=found, **limits)
+        return border.admit(body, refusal=Refusal(f"not a CloudEvent: {bad}", 422, "cloudevent"), **limits)
+    return border.admit(payload, fallback_id=event_id, extra=extra, **limits)
 
 
 def split(kind: str, body: bytes) -> tuple[bool, Sequence[bytes]]:
@@ -373,3 +362,76 @@ def _check_count(events: int) -> None:
         raise RequestRefused("there is no event in the body", 400, code="empty")
     if events > MAX_EVENTS:
         raise RequestRefused(f"the body has {events} events, more than {MAX_EVENTS}", 413, code="too-many-events")
+
+
+# --- CloudEvents
+
+
+class NotACloudEvent(ValueError):
+    """An event that breaks the specification; the text is the reason."""
+
+
+def structured(text: bytes) -> tuple[bytes, str, Extra]:
+    """An event in the JSON format, as :func:`cloud_event` returns it. Raises NotACloudEvent."""
+    try:
+        orjson.loads(text)  # the stricter of the two
+        members = _MEMBERS.decode(text)
+    except (orjson.JSONDecodeError, msgspec.DecodeError, RecursionError) as error:
+        raise NotACloudEvent(f"it is not a JSON object: {error}") from None
+    data, coded = members.pop("data", None), members.pop("data_base64", None)
+    attributes = {name: value for name, raw in members.items() if (value := orjson.loads(bytes(raw))) is not None}
+    if data is not None and coded is not None:
+        raise NotACloudEvent("it has both data and data_base64")
+    if coded is not None:
+        try:
+            payload = base64.b64decode(orjson.loads(bytes(coded)), validate=True)
+        except (TypeError, binascii.Error, ValueError):
+            raise NotACloudEvent("data_base64 is not base64") from None
+        return cloud_event(attributes, payload)
+    if data is None:
+        raise NotACloudEvent("it has no data")
+    return cloud_event(attributes, bytes(data))
+
+
+def cloud_event(attributes: Mapping[str, Any], payload: bytes) -> tuple[bytes, str, Extra]:
+    """Payload, id and Kafka headers of a CloudEvent (1.0) with this data, which stays as it is byte for byte.
+
+    The id is the source and the id of the CloudEvent, which name an event together; a space, which a URI cannot hold,
+    is between them. Headers are named as in the CloudEvents binding for Kafka: ``ce_id``, ``ce_source``, …
+
+    Args:
+        attributes: without ``ce-``.
+
+    Raises:
+        NotACloudEvent: an attribute is absent or wrong.
+    """
+    if attributes.get("specversion") != "1.0":
+        raise NotACloudEvent("specversion is not 1.0")
+    for name in ("id", "source", "type"):
+        if not isinstance(attributes.get(name), str) or not attributes[name]:
+            raise NotACloudEvent(f"{name} is missing")
+    if not _JSON_TYPE.fullmatch(kind := str(attributes.get("datacontenttype", "application/json"))):
+        raise NotACloudEvent(f"datacontenttype is {kind[:100]}; an event's data is JSON")
+    headers = []
+    for name, value in attributes.items():
+        if not _ATTRIBUTE.fullmatch(name):
+            raise NotACloudEvent(f"{name[:64]!r} is no name of an attribute")
+        if isinstance(value, bool):
+            value = str(value).lower()
+        if not isinstance(value, str | int) or any(ord(c) < 32 or ord(c) == 127 for c in str(value)):
+            raise NotACloudEvent(f"{name} is no plain value")
+        headers.append(("content-type" if name == "datacontenttype" else f"ce_{name}", str(value)))
+    if " " in attributes["source"]:
+        raise NotACloudEvent("source is no URI")
+    if sum(len(name) + len(value.encode()) for name, value in headers) > MAX_ATTRIBUTE_BYTES:
+        raise NotACloudEvent(f"its attributes have more than {MAX_ATTRIBUTE_BYTES} bytes")
+    if "time" in attributes:
+        try:
+            if datetime.fromisoformat(str(attributes["time"])).tzinfo is None:
+                raise ValueError
+        except ValueError:
+            raise NotACloudEvent("time is no RFC 3339 timestamp") from None
+    event_id = f"{attributes['source']} {attributes['id']}"
+    if len(event_id.encode()) > MAX_ID_BYTES:
+        raise NotACloudEvent(f"its source and id have more than {MAX_ID_BYTES} bytes")
+    return payload, event_id, tuple(headers)

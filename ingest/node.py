@@ -18,10 +18,9 @@ from ingest.answers.respond import Answers, Responder
 from ingest.answers.stream import Streams
 from ingest.answers.tables import ProductTables
 from ingest.border.access import SenderGate, sender_keys
-from ingest.border.admission import KEPT_BYTES, Border, FrontBorder, front_source
-from ingest.border.shed import Shedder, Waiting
+from ingest.border.admission import KEPT_BYTES, Border, FrontBorder, Shedder, Waiting, front_source
 from ingest.collectors import Collector, CollectorContext, UpstreamStatus, make_collector
-from ingest.collectors.http import HttpServer, check_exposure, make_app
+from ingest.collectors.http import HttpServer, NodeStats, check_exposure, make_app
 from ingest.collectors.upstream import shown_url
 from ingest.delivery import HAND_OVER_S, DeliveryLimits, KafkaDelivery
 from ingest.enrich import Enricher
@@ -29,7 +28,6 @@ from ingest.errors import BrokerUnavailable
 from ingest.intake import Intake, RequestIntake
 from ingest.kafka import KafkaPublisher, ensure_topics
 from ingest.log.message_log import MessageLog, least_limit
-from ingest.stats import NodeStats
 from lakehouse.contract.access import state_manager
 from lakehouse.contract.errors import ConfigError, MillraceError
 from lakehouse.contract.lake import Lake

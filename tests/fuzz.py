@@ -73,7 +73,7 @@ def event() -> Any:
 
 
 def cloudevent() -> Any:
-    from ingest.border.cloudevents import NotACloudEvent, structured
+    from ingest.intake import NotACloudEvent, structured
 
     return structured, (NotACloudEvent,)
 

@@ -242,13 +242,8 @@ def keys_path(settings: Settings) -> Path:
     return Path(settings.collect.keys) if settings.collect.keys else Lake.of(settings).state / "keys.toml"
 
 
-class SenderKeys(KeyRing[ApiKey]):
-    """The keys of a node, reloaded from their file; see :class:`lakehouse.contract.access.KeyRing`."""
-
-    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(KeyFile(path, ApiKey), clock)
-
-
 def sender_keys(settings: Settings, manager: StateManager | None) -> KeyRing[ApiKey]:
     """The keys of a node; with a state manager the control plane says who may send, without one a key file."""
-    return SenderKeys(keys_path(settings)) if manager is None else KeyRing(manager.keys(ApiKey, "send"))
+    if manager is None:
+        return KeyRing(KeyFile(keys_path(settings), ApiKey))
+    return KeyRing(manager.keys(ApiKey, "send"))

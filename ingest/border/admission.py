@@ -7,7 +7,7 @@ Spark. Nothing is dropped: a refused event continues with ``envelope.reject`` se
 
 A two-step collection splits this. A *front* node (:class:`FrontBorder`) takes payloads in unread and writes them to
 ``TOPIC.raw``; it has no business logic, so it is fast, rarely changes, and any number of them can stand behind a load
-balancer. :mod:`ingest.refine` validates and enriches ``TOPIC.raw`` in a consumer group of its own. The front chooses
+balancer. :mod:`ingest.relay` validates and enriches ``TOPIC.raw`` in a consumer group of its own. The front chooses
 the event id, at random or from the place in the upstream; if the source names an id in the payload, the second step
 replaces it. The order of a stream upstream is kept. The order of events by HTTP is kept only if a client awaits each
 acknowledgement from the same node and the source has one partition.
@@ -26,11 +26,10 @@ from typing import Any
 
 import orjson
 
-from ingest.border.cloudevents import CloudEvent
 from ingest.border.expectations import compile_expectations
-from ingest.border.shed import TAKEN, Shedder
-from lakehouse.contract.envelope import MAX_ID_BYTES, Envelope, EventLines, about, fingerprint, new_event_id
+from lakehouse.contract.envelope import MAX_ID_BYTES, WEIGHT, Envelope, EventLines, about, fingerprint, new_event_id
 from lakehouse.contract.pipeline import Source, Template
+from lakehouse.contract.pipeline.source import ShedSpec
 from lakehouse.contract.sql.ddl import JSON_NAMES, Field, find_field, parse_ddl
 
 MAX_DEPTH = 100  # of nested objects and arrays
@@ -39,7 +38,11 @@ RAW_SUFFIX = ".raw"
 RAW_PLACE = "raw"  # extra header of a refined event: its place in the raw topic
 RAW_ID = "raw_id"  # the same: the id that the front node gave it
 
-_lines = EventLines(logging.getLogger(__name__))
+SHED_CHECK_S = 0.05  # between two checks of what waits
+
+logger = logging.getLogger(__name__)
+Extra = tuple[tuple[str, str], ...]
+_lines = EventLines(logger)
 _SHORT = MAX_ID_BYTES // 4  # a text of this many characters never has more bytes
 _SHALLOW = 2 * MAX_DEPTH  # a payload of this size cannot be nested deeper
 _EXACT = 2**53  # from here on a float may stand for several integers
@@ -63,7 +66,7 @@ class Admitted:
     Attributes:
         envelope: with ``reject`` if there is a ``refusal``.
         payload: untouched; only the beginning of an event that is too large.
-        shed: load shedding drops it (:mod:`ingest.border.shed`).
+        shed: load shedding drops it.
     """
 
     envelope: Envelope
@@ -126,7 +129,9 @@ class Border:
         origin: str | None = None,
         tenant: str | None = None,
         max_bytes: int | None = None,
-        known: CloudEvent | Refusal | None = None,
+        fallback_id: str | None = None,
+        extra: Extra = (),
+        refusal: Refusal | None = None,
     ) -> Admitted:
         """Check one event and give it an envelope. Never raises because of the payload.
 
@@ -135,7 +140,9 @@ class Border:
             origin: lane and index of an event that its upstream can repeat, so that a generated id is the same then.
             tenant: owner of the event; None: the node's tenant.
             max_bytes: a limit below the source's, or None.
-            known: the CloudEvent whose data the payload is, or why it is none.
+            fallback_id: its id if the payload has none.
+            extra: further headers.
+            refusal: why it is refused already.
         """
         limit = self.source.max_event_bytes
         if max_bytes is not None and max_bytes < limit:
@@ -143,21 +150,21 @@ class Border:
         if len(payload) > limit:
             reason = f"the event has {len(payload)} bytes, more than the {limit} that are allowed"
             fields = event_id = key = None
-            refusal: Refusal | None = Refusal(reason, 413, "too-large")
+            refusal = Refusal(reason, 413, "too-large")
             payload = payload[:KEPT_BYTES]
-        elif isinstance(known, Refusal):
+        elif refusal is not None:
             fields = event_id = key = None
-            refusal = known
         else:
             fields, event_id, key, refusal = self._judge(payload)
-        extra: tuple[tuple[str, str], ...] = ()
-        if isinstance(known, CloudEvent):
-            extra, event_id = known.headers, event_id or known.event_id
+        if fallback_id is not None:
+            event_id = event_id or fallback_id
         if event_id is None:
             event_id = new_event_id() if origin is None else repeatable_id(origin, payload)
-        fate = TAKEN
+        shed = False
         if self._shedder is not None and refusal is None and fields is not None:
-            fate = self._shedder.judge(event_id, fields)
+            weight = self._shedder.judge(event_id, fields)
+            shed = weight is None
+            extra = (weight or ()) + extra
         envelope = Envelope(
             event_id,
             self._name,
@@ -167,9 +174,9 @@ class Border:
             fingerprint(payload),
             suspect,
             None if refusal is None else refusal.reason,
-            fate.extra + extra,
+            extra,
         )
-        return Admitted(envelope, (key or event_id).encode(), payload, refusal, fate.shed)
+        return Admitted(envelope, (key or event_id).encode(), payload, refusal, shed)
 
     def admit_all(
         self, payloads: Sequence[bytes], *, tenant: str | None = None, max_bytes: int | None = None
@@ -397,16 +404,12 @@ def tell_refused(envelope: Envelope, what: str = "is refused") -> None:
 _ANY = frozenset({dict, list, str, int, float, bool})  # present and not null
 
 
-def raw_topic(source: Source) -> str:
-    """Topic that a front node writes the source's payloads to."""
-    return source.topic + RAW_SUFFIX
-
-
 def front_source(source: Source) -> Source:
     """The source as a front node sees it: raw topic, no schema, no templates, no answers."""
     unread: dict[str, Any] = {"schema": "", "event_id": "", "key": "", "required": (), "expectations": {}, "unwrap": ""}
+    topic = source.topic + RAW_SUFFIX
     return dataclasses.replace(
-        source, topic=raw_topic(source), respond="", answer=None, enrich={}, shed=None, latest_topic=False, **unread
+        source, topic=topic, respond="", answer=None, enrich={}, shed=None, latest_topic=False, **unread
     )
 
 
@@ -424,3 +427,108 @@ class FrontBorder(Border):
 
     def _judge(self, payload: bytes) -> tuple[dict[str, Any] | None, str | None, str | None, Refusal | None]:
         return None, None, None, None
+
+
+# --- load shedding
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What waits for Kafka.
+
+    Attributes:
+        events: of the source, in the log.
+        bytes: of the node's log.
+        oldest_at: ``received_at`` of the node's oldest unacknowledged event, microseconds since the epoch; 0 if none.
+    """
+
+    events: int
+    bytes: int
+    oldest_at: int
+
+
+class Shedder:
+    """Sheds the events of one source while too much waits for Kafka: part of them are not taken at all.
+
+    Shedding happens before the log: an acknowledged event is never shed, and a shed event is never acknowledged. The
+    verdict depends on the event id alone, so a repeated event gets the same one while shedding is on. Events taken
+    meanwhile carry a *weight*, 1 / (1 - share), the number of events that each stands for. So ``sum(weight)`` estimates
+    what ``count(*)`` would have been. Events that could not have been shed weigh 1.
+
+    Args:
+        now: seconds, monotonic.
+        clock: nanoseconds since the epoch, as in ``received_at``.
+
+    Attributes:
+        count: events shed since the node started.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        spec: ShedSpec,
+        waiting: Callable[[], Waiting],
+        *,
+        now: Callable[[], float] = time.monotonic,
+        clock: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._name = name
+        self._spec = spec
+        self._waiting = waiting
+        self._now = now
+        self._clock = clock
+        self._updated_at = float("-inf")
+        self._calm_since: float | None = None
+        self._least = int(spec.share * 2**64)
+        self._weight = ((WEIGHT, repr(round(1 / (1 - spec.share), 9))),)
+        self.on = False
+        self.count = 0
+
+    @property
+    def share(self) -> float:
+        """The share of events in force now; 0 while shedding is off."""
+        self._update()
+        return self._spec.share if self.on else 0.0
+
+    def judge(self, event_id: str, fields: Mapping[str, Any]) -> Extra | None:
+        """Headers of a valid event with this dedupe key and payload: its weight, or none; None: it is shed."""
+        self._update()
+        if not self.on or any(test.holds(fields) for test in self._spec.tests):
+            return ()
+        digest = hashlib.blake2b(event_id.encode(), digest_size=8, person=b"millrace-shed").digest()
+        if int.from_bytes(digest, "big") >= self._least:
+            return self._weight
+        self.count += 1
+        return None
+
+    def _update(self) -> None:
+        now = self._now()
+        if now - self._updated_at < SHED_CHECK_S:
+            return
+        self._updated_at = now
+        pressure = self._pressure(self._waiting())
+        if pressure >= 1:
+            if not self.on:
+                logger.warning(
+                    "source %s: too much waits for Kafka; shedding %.0f %%", self._name, 100 * self._spec.share
+                )
+            self.on, self._calm_since = True, None
+        elif self.on and pressure >= self._spec.off:
+            self._calm_since = None
+        elif self.on:
+            self._calm_since = now if self._calm_since is None else self._calm_since
+            if now - self._calm_since >= self._spec.hold_ms / 1000:
+                logger.warning("source %s: shedding stopped after %d events", self._name, self.count)
+                self.on, self._calm_since = False, None
+
+    def _pressure(self, waiting: Waiting) -> float:
+        """How near the nearest limit is; 1 is reached."""
+        spec = self._spec
+        parts = [0.0]
+        if spec.on_events:
+            parts.append(waiting.events / spec.on_events)
+        if spec.on_bytes:
+            parts.append(waiting.bytes / spec.on_bytes)
+        if spec.on_age_ms and waiting.oldest_at:
+            parts.append((self._clock() / 1e6 - waiting.oldest_at / 1e3) / spec.on_age_ms)
+        return max(parts)

@@ -27,10 +27,9 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 from websockets.frames import CloseCode
 
-from ingest.border.admission import Admitted
+from ingest.border.admission import Admitted, Extra
 from ingest.collectors import CollectorContext, Gap, UpstreamStatus
 from ingest.errors import LogFull, LogUnavailable, UpstreamEnded
-from ingest.intake import Extra
 from lakehouse.contract.envelope import UPSTREAM_ID
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline.source import CollectorSpec

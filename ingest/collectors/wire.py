@@ -24,7 +24,7 @@ from typing import Any, cast
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ingest.errors import IngestError, LogFull, LogUnavailable, RequestRefused, problem_body
-from ingest.intake import AdmittedRequest, RequestIntake, presented_key
+from ingest.intake import RequestIntake, presented_key
 from ingest.log.segments import CommitGroup
 
 MOST_WAITING = 1_000  # pending requests of one connection above which nothing is read
@@ -215,22 +215,11 @@ class CollectorHttpProtocol(HttpToolsProtocol):
         intake = self._requests.intakes.get(source)
         return intake is not None and bool(intake.border.source.respond)
 
-    def _enter(self, head: Head) -> AdmittedRequest | None:
-        """Judge the head of a complete request."""
-        try:
-            passed = self._requests.enter(head.source, head.kind, head.length, head.key)
-            self._held = self._gate.hold(passed.intake.border.source, passed.sender, self._held)
-        except (RequestRefused, LogFull, LogUnavailable) as error:
-            self._answers.append(((), _render(error)))
-            return None
-        return passed
-
     def _take(self, head: Head, body: bytes) -> None:
-        passed = self._enter(head)
-        if passed is None:
-            return
         try:
-            taken = self._requests.take(passed, head.kind, body)
+            intake, sender = self._requests.enter(head.source, head.kind, head.length, head.key)
+            self._held = self._gate.hold(intake.border.source, sender, self._held)
+            taken = self._requests.take(intake, sender, head.kind, body)
         except (RequestRefused, LogFull, LogUnavailable) as error:
             self._answers.append(((), _render(error)))
             return

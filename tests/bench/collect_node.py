@@ -21,7 +21,7 @@ from ingest.answers.respond import Answers, Responder
 from ingest.answers.tables import ProductTables
 from ingest.border.access import SenderGate
 from ingest.border.admission import Border
-from ingest.collectors.http import HttpServer, make_app
+from ingest.collectors.http import HttpServer, NodeStats, make_app
 from ingest.delivery import KafkaDelivery
 from ingest.intake import Intake, RequestIntake
 from ingest.kafka import KafkaPublisher
@@ -29,7 +29,6 @@ from ingest.log.message_log import MessageLog
 from ingest.log.protocols import HybridLogging
 from ingest.log.segments import LogSegment
 from ingest.node import calm_garbage_collector
-from ingest.stats import NodeStats
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import CollectorSpec, Pipeline, Source
 from lakehouse.contract.settings import CollectSettings, KafkaSettings

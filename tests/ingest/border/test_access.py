@@ -20,12 +20,11 @@ from ingest.border.access import (
     ApiKey,
     Sender,
     SenderGate,
-    SenderKeys,
     TokenBucket,
     keys_path,
 )
 from ingest.errors import RequestRefused
-from lakehouse.contract.access import RELOAD_S, KeyFile
+from lakehouse.contract.access import RELOAD_S, KeyFile, KeyRing
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline import Source
 from tests.ingest.conftest import pipeline_of, settings_of, unready_node
@@ -116,9 +115,9 @@ def test_connections_are_counted_once_and_given_back() -> None:
 
 def test_keys_are_asked_for_where_there_are_any(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
-    assert SenderGate(SenderKeys(path)).admit(source(), None) is ANONYMOUS
+    assert SenderGate(KeyRing(KeyFile(path, ApiKey))).admit(source(), None) is ANONYMOUS
     key = KeyFile(path, ApiKey).new(ApiKey("0" * 64, tenant="acme", sources=("clicks",), max_event_bytes=99))
-    gate = SenderGate(SenderKeys(path))
+    gate = SenderGate(KeyRing(KeyFile(path, ApiKey)))
     for shown in (None, "", "mr_x_y", key + "x"):
         with pytest.raises(RequestRefused) as refused:
             gate.admit(source(), shown)
@@ -159,7 +158,7 @@ def test_a_key_is_known_by_its_hash_only(tmp_path: Path) -> None:
     text = KeyFile(path, ApiKey).new(WANTED)
     assert text.split("_", 2)[2] not in path.read_text(), "the secret is nowhere"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    ring = SenderKeys(path)
+    ring = KeyRing(KeyFile(path, ApiKey))
     found = ring.find(text)
     assert found is not None
     assert (found.name, found.tenant, found.sources, found.rate, found.connections) == (
@@ -173,7 +172,7 @@ def test_a_key_is_known_by_its_hash_only(tmp_path: Path) -> None:
 
 def test_keys_are_added_and_revoked_while_a_node_runs(tmp_path: Path) -> None:
     path, clock = tmp_path / "keys.toml", Clock()
-    ring = SenderKeys(path, clock)
+    ring = KeyRing(KeyFile(path, ApiKey), clock)
     assert not ring.required and ring.find("mr_x_y") is None
     first = KeyFile(path, ApiKey).new(WANTED)
     assert ring.find(first) is None, "not looked at again so soon"
@@ -194,7 +193,7 @@ def test_keys_are_added_and_revoked_while_a_node_runs(tmp_path: Path) -> None:
 def test_a_file_that_is_broken_while_a_node_runs_changes_nothing(tmp_path: Path) -> None:
     path, clock = tmp_path / "keys.toml", Clock()
     text = KeyFile(path, ApiKey).new(WANTED)
-    ring = SenderKeys(path, clock)
+    ring = KeyRing(KeyFile(path, ApiKey), clock)
     path.write_text("[keys.a]\nhash = 5\n")
     clock.now += RELOAD_S
     assert ring.find(text) is not None
@@ -214,7 +213,7 @@ def test_a_file_that_is_wrong_is_named_at_start(tmp_path: Path, text: str, says:
     path = tmp_path / "keys.toml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=says):
-        SenderKeys(path)
+        KeyRing(KeyFile(path, ApiKey))
 
 
 def test_no_such_key(tmp_path: Path) -> None:

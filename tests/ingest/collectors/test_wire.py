@@ -24,18 +24,17 @@ from ingest import intake
 from ingest.answers.acks import RecentEvents, Signer
 from ingest.answers.respond import Answers, Responder
 from ingest.answers.tables import ProductTables
-from ingest.border.access import ApiKey, SenderGate, SenderKeys
+from ingest.border.access import ApiKey, SenderGate
 from ingest.border.admission import Border
 from ingest.collectors import wire
-from ingest.collectors.http import HttpServer, check_exposure, make_app
+from ingest.collectors.http import HttpServer, NodeStats, check_exposure, make_app
 from ingest.collectors.wire import Head, parse_head
 from ingest.delivery import DeliveryLimits, KafkaDelivery
 from ingest.intake import Intake, RequestIntake
 from ingest.kafka import SendOutcome
 from ingest.log.message_log import MessageLog
 from ingest.log.segments import LoggedEvent
-from ingest.stats import NodeStats
-from lakehouse.contract.access import KeyFile
+from lakehouse.contract.access import KeyFile, KeyRing
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.settings import CollectSettings
@@ -400,7 +399,7 @@ async def test_slow_clients_are_cut_off(tmp_path: Path, monkeypatch: pytest.Monk
 async def test_who_may_not_send_takes_no_room_from_those_who_may(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     key = KeyFile(path, ApiKey).new(ApiKey("0" * 64)).encode()
-    async with serving(tmp_path, gate=SenderGate(SenderKeys(path)), max_event_bytes=100_000) as served:
+    async with serving(tmp_path, gate=SenderGate(KeyRing(KeyFile(path, ApiKey))), max_event_bytes=100_000) as served:
         head = post(b"").replace(b"Content-Length: 0", b"Content-Length: %d" % intake.MAX_BODY_BYTES)
         strangers = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(33)]
         for _, writer in strangers:
@@ -454,7 +453,7 @@ async def test_keys_tenants_and_limits(tmp_path: Path) -> None:
         ApiKey("0" * 64, tenant="acme", sources=("clicks",), max_event_bytes=500, connections=1)
     )
     other = KeyFile(path, ApiKey).new(ApiKey("0" * 64, sources=("others",)))
-    async with serving(tmp_path, gate=SenderGate(SenderKeys(path))) as served:
+    async with serving(tmp_path, gate=SenderGate(KeyRing(KeyFile(path, ApiKey)))) as served:
 
         async def send(body: bytes, **headers: str) -> tuple[int, dict[str, str], Any]:
             return await request(served.url, "POST", "/v1/clicks", body, **JSON, **headers)
@@ -562,10 +561,10 @@ async def test_nasty_payloads_are_named_and_kept(tmp_path: Path) -> None:
 def test_another_address_needs_keys(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     for host in ("127.0.0.1", "127.8.9.1", "::1", "localhost"):
-        check_exposure(CollectSettings(host=host), SenderKeys(path))
+        check_exposure(CollectSettings(host=host), KeyRing(KeyFile(path, ApiKey)))
     for host in ("0.0.0.0", "::", "10.0.0.1", "example.org"):
         with pytest.raises(ConfigError, match="millrace key new"):
-            check_exposure(CollectSettings(host=host), SenderKeys(path))
-        check_exposure(CollectSettings(host=host, allow_anonymous=True), SenderKeys(path))
+            check_exposure(CollectSettings(host=host), KeyRing(KeyFile(path, ApiKey)))
+        check_exposure(CollectSettings(host=host, allow_anonymous=True), KeyRing(KeyFile(path, ApiKey)))
     KeyFile(path, ApiKey).new(ApiKey("0" * 64))
-    check_exposure(CollectSettings(host="0.0.0.0"), SenderKeys(path))
+    check_exposure(CollectSettings(host="0.0.0.0"), KeyRing(KeyFile(path, ApiKey)))
