@@ -178,57 +178,47 @@ class HttpServer:
 
 
 class EventsEndpoint:
-    """The ASGI application of ``POST /v1/{source}``."""
+    """The ASGI application of ``POST /v1/{source}``; the application turns its errors into answers."""
 
     def __init__(self, requests: RequestIntake, responder: Responder) -> None:
         self._requests = requests
         self._responder = responder
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            answer = await self._take(scope, receive)
-        except IngestError as error:
-            answer = refuse(error)
-        if isinstance(answer, Response):
-            await answer(scope, receive, send)
-            return
-        headers = [(b"content-length", str(len(answer)).encode())]
-        if answer:
-            headers.append((b"content-type", b"application/json"))
-        await send({"type": "http.response.start", "status": 202, "headers": headers})
-        await send({"type": "http.response.body", "body": answer})
+        answer = await self._take(scope, receive)
+        await answer(scope, receive, send)
 
-    async def _take(self, scope: Scope, receive: Receive) -> bytes | Response:
-        source = scope["path_params"]["source"]
+    async def _take(self, scope: Scope, receive: Receive) -> Response:
         if scope["method"] != "POST":
             raise RequestRefused("events are sent with POST", 405)
         kind, length, key = _headers(scope)
         attributes = _attributes(scope) if kind not in (STRUCTURED, BATCHED) else None
         if attributes is not None and not kind:  # then its data is JSON
             kind = intake.JSON
-        way, sender = self._requests.enter(source, kind, length, key)
+        way, sender = self._requests.enter(scope["path_params"]["source"], kind, length, key)
+        source, gate = way.border.source, self._requests.gate
         query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
-        declared = way.border.source
-        callback = self._responder.check(declared, query) if declared.respond else ""
-        self._requests.gate.reserve(length or intake.MAX_BODY_BYTES)
+        callback = self._responder.check(source, query) if source.respond else ""
+        reserved = length or intake.MAX_BODY_BYTES
+        gate.reserve(reserved)
         try:
             body = await _body(receive)
         finally:
-            self._requests.gate.free(length or intake.MAX_BODY_BYTES)
-        held = self._requests.gate.hold(declared, sender, frozenset())
+            gate.free(reserved)
+        held = gate.hold(source, sender, frozenset())
         try:
             taken = self._requests.take(way, sender, kind, body, attributes)
             if query.get("ack") == "none":  # one way: answered before it is durable, even if refused
-                return b""
+                return Response(status_code=202)
             for group in taken.groups:
                 await group.wait()
         finally:
-            self._requests.gate.release(held)
+            gate.release(held)
         if taken.error is not None:
             raise taken.error
-        if declared.respond and len(taken.events) == 1 and not taken.events[0].shed:
-            return await self._responder.respond(declared, taken.events[0], callback)
-        return taken.answer
+        if source.respond and len(taken.events) == 1 and not taken.events[0].shed:
+            return await self._responder.respond(source, taken.events[0], callback)
+        return Response(taken.answer, 202, media_type=intake.JSON if taken.answer else None)
 
 
 def _headers(scope: Scope) -> tuple[str, int, str | None]:
@@ -272,8 +262,6 @@ async def _body(receive: Receive) -> bytes:
 
 
 # --- metrics
-
-_Value = tuple[tuple[str, ...], float]
 
 _COUNTERS: tuple[tuple[str, str, Callable[[SourceLane], int]], ...] = (
     ("received", "Events taken from upstreams and senders", lambda lane: lane.received),
@@ -395,20 +383,21 @@ class NodeStats(MetricCollector):
         return ()
 
 
-def _counter(name: str, text: str, labels: Sequence[str], values: Sequence[_Value]) -> Metric:
-    return _filled(CounterMetricFamily(f"millrace_collector_{name}", text, labels=labels), values)
-
-
-def _gauge(name: str, text: str, labels: Sequence[str], values: Sequence[_Value]) -> Metric:
-    return _filled(GaugeMetricFamily(f"millrace_collector_{name}", text, labels=labels), values)
-
-
-def _filled(family: CounterMetricFamily | GaugeMetricFamily, values: Sequence[_Value]) -> Metric:
-    for labels, value in values:
-        family.add_metric(labels, float(value))
+def _family(
+    kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+    name: str,
+    text: str,
+    labels: Sequence[str],
+    values: Iterable[tuple[tuple[str, ...], float]],
+) -> Metric:
+    family = kind(f"millrace_collector_{name}", text, labels=labels)
+    for label_values, value in values:
+        family.add_metric(label_values, float(value))
     return family
 
 
+_counter, _gauge = partial(_family, CounterMetricFamily), partial(_family, GaugeMetricFamily)
+
+
 def _upstream(status: UpstreamStatus) -> dict[str, Any]:
-    found = asdict(status)
-    return found if found["counts"] else {name: value for name, value in found.items() if name != "counts"}
+    return {name: value for name, value in asdict(status).items() if value or name != "counts"}
