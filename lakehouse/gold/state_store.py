@@ -22,8 +22,7 @@ from lakehouse.contract.pipeline.product import EVENTS
 from lakehouse.errors import BadProduct
 from lakehouse.gold.mark import BatchMark, later
 from lakehouse.gold.store import EventStore, ProductStore
-from lakehouse.operators.base import WINDOW_START, plain, plain_fields
-from lakehouse.stateful.base import StatefulOperator, among, times
+from lakehouse.operators.base import WINDOW_START, StatefulOperator, among, plain, plain_fields, times
 
 
 def store_of(product: Product, table: TableRef, pipeline: str, declaration: str = "") -> ProductStore:

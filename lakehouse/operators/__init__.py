@@ -2,10 +2,8 @@
 
 base       the contract, and what operators share
 registry   the operator of a product
-windows    windows and panes, for all operators
-aggregate  SQL aggregates
-sketched   heavy hitters, distinct counts, frequencies, membership
-quantiles  quantiles, and the skew of event times
-rows       the latest row of each key, a uniform sample
+aggregate  SQL aggregates, over events and over the pairs of a join
+sketched   heavy hitters, distinct counts, frequencies, membership, quantiles, and the skew of event times
+rows       the latest row of each key, a uniform sample, single events
 sql        what the SQL of a product may be
 """

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lakehouse.contract.pipeline import Product
-from lakehouse.operators.aggregate import Aggregate
+from lakehouse.operators.aggregate import Aggregate, Join
 from lakehouse.operators.base import Operator
-from lakehouse.operators.quantiles import Quantiles, Skew
 from lakehouse.operators.rows import EventRows, Latest, Reservoir
-from lakehouse.operators.sketched import Distinct, Frequency, Membership, TopN
+from lakehouse.operators.sketched import Distinct, Frequency, Membership, Quantiles, Skew, TopN
 from lakehouse.operators.sql import check_rows, parse
 from lakehouse.stateful.drift import Drift
-from lakehouse.stateful.join import Join
 from lakehouse.stateful.windows import CountWindow, Sessions
 
 _STATELESS: dict[str, Callable[[Product], Operator]] = {

@@ -12,9 +12,18 @@ from lakehouse.contract.pipeline import Product
 from lakehouse.contract.rows import LATEST, Fold
 from lakehouse.contract.sql.spark import line_of
 from lakehouse.errors import BadProduct
-from lakehouse.operators.base import WINDOW_END, WINDOW_START, Operator, check_names, codes, plain_fields
+from lakehouse.operators.base import (
+    WINDOW_END,
+    WINDOW_START,
+    Operator,
+    check_names,
+    codes,
+    in_time,
+    input_sql,
+    spread_and_merged,
+    windowed,
+)
 from lakehouse.operators.sql import parse
-from lakehouse.operators.windows import in_time, input_sql, spread_and_merged, windowed
 
 TIE = "tie"  # the column with the hash
 _MOST = 500_000  # rows that are made at once
@@ -52,7 +61,7 @@ class Latest(Operator):
             raise BadProduct(self._product.name, f"its SQL has no column {absent[0]}", "Select it, or name another")
         if partial.names.count(TIE) > 1:
             raise BadProduct(self._product.name, f"its SQL has a column {TIE!r}", f"Call it otherwise: … AS {TIE}_of")
-        self.schema = pa.schema(plain_fields(partial))
+        super().describe(partial)
         self.fold = {name: LATEST for name in partial.names if name not in self.key}
 
     def merge(self, old: pa.Table | None, partial: pa.Table) -> pa.Table:
@@ -90,7 +99,7 @@ class Reservoir(Operator):
 
     def describe(self, partial: pa.Schema) -> None:
         check_names(self._product, partial.names)
-        self.schema = pa.schema(plain_fields(partial))
+        super().describe(partial)
 
     def prepare(self, partial: pa.Table) -> pa.Table:
         # Spark says `seen` in each row of a pane; it counts once.
@@ -184,7 +193,7 @@ class EventRows(Operator):
 
     def describe(self, partial: pa.Schema) -> None:
         check_names(self._product, partial.names)
-        self.schema = pa.schema(plain_fields(partial))
+        super().describe(partial)
 
     def merge(self, old: pa.Table | None, partial: pa.Table) -> pa.Table:
         rows = self._stacked(old, partial)

@@ -1,11 +1,11 @@
-"""Products with one sketch for each window and group: heavy hitters, distinct counts, frequencies, membership."""
+"""Products with one sketch for each window and group; :mod:`lakehouse.sketches.kinds` says what may be asked of it."""
 
 from __future__ import annotations
 
+import json
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import datasketches
@@ -13,54 +13,80 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from lakehouse.contract.pipeline import Product
+from lakehouse.contract.pipeline.product import sketch_property
 from lakehouse.errors import BadProduct
-from lakehouse.operators.base import TIMESTAMP, WINDOW_END, WINDOW_START, Operator, check_names, plain_type
-from lakehouse.operators.windows import spread_and_merged, windowed
-from lakehouse.sketches.bloom import BloomFilter
-from lakehouse.sketches.kinds import SIGMAS, canonical_hll
+from lakehouse.operators.base import (
+    TIMESTAMP,
+    WINDOW_END,
+    WINDOW_START,
+    Operator,
+    check_names,
+    plain_type,
+    spread_and_merged,
+    windowed,
+)
+from lakehouse.sketches.kinds import (
+    SIGMAS,
+    DistinctSketch,
+    FrequencySketch,
+    MembershipSketch,
+    QuantileSketch,
+    Sketch,
+    TopSketch,
+)
 
-State = TypeVar("State")
+Held = TypeVar("Held", bound=Sketch)
 Row = dict[str, Any]
 Key = tuple[Any, ...]
+AGREE = 2.0
+"""Two builds agree where their ranks differ by no more than so many times the sum of their errors.
+
+The error is 2.6 standard deviations of one sketch; so far apart are two honest ones once in 10^12 comparisons."""
 _MOST = 20_000  # rows with sketches that are made at once
+_NO_NULLS = bytes(8)
+"""Spark ends its sketches with the number of nulls it passed over, and takes none without; others read over it."""
+_ITEM, _COUNT = "millrace_item", "millrace_count"  # of the partial rows that Spark gives
+_FIRST, _SECOND = "millrace_first", "millrace_second"
 
 
-class Grouped(Operator, Generic[State]):
-    """Merges the states of a window and group, and makes result rows of each.
+class Grouped(Operator, Generic[Held]):
+    """Merges the sketches of a window and group, and makes result rows of each.
+
+    Attributes:
+        kind: of the sketches.
 
     Args:
         columns: of the result rows, behind the window's bounds and the groups.
-        held: those of ``columns`` that a state is read from; the first is null in rows that hold none.
+        sums: those of ``columns`` that add up.
         ranks: column that tells the rows of one window and group apart, where there are several.
     """
 
     unit = (WINDOW_START,)
+    kind: type[Held]
 
     def __init__(
-        self, product: Product, columns: Sequence[tuple[str, pa.DataType]], held: Sequence[str], ranks: str = ""
+        self, product: Product, columns: Sequence[tuple[str, pa.DataType]], sums: Sequence[str], ranks: str = ""
     ) -> None:
         self._product = product
+        self._parameters = json.loads(sketch_property(product))
         self._columns = list(columns)
-        self._held = list(held)
+        self._sums = list(sums)
+        self._held = [*self.kind(self._parameters).columns, *sums]
         self._group = [WINDOW_START, *product.by]
         self.key = (*self._group, *([ranks] if ranks else []))
         # Sliding windows hold an event several times, and a lateness leaves some out.
-        whole = not product.slide and product.lateness_ms is None and product.source in dict(columns)
+        whole = not product.slide and product.lateness_ms is None and product.source in sums
         self.counts = product.source if whole else None
         check_names(product, [WINDOW_START, WINDOW_END, *product.by, *(name for name, _ in columns)])
         if not product.by:
             self.describe(pa.schema([]))
 
     @abstractmethod
-    def add(self, state: State | None, row: Row) -> State:
-        """The state with that of a row taken in; the state given may be changed."""
-
-    @abstractmethod
-    def rows(self, state: State) -> list[Row]:
-        """Result rows of a state, without window and groups."""
+    def rows(self, sketch: Held) -> list[Row]:
+        """Result rows of a sketch, without window, groups and sums."""
 
     def digested(self, partial: pa.Table) -> pa.Table:
-        """Partial rows that hold states, of what Spark gave."""
+        """Partial rows that hold sketches, of what Spark gave."""
         return partial
 
     def describe(self, partial: pa.Schema) -> None:
@@ -77,24 +103,25 @@ class Grouped(Operator, Generic[State]):
         return spread_and_merged(rows, self._product.window_ms, self._product.slide_ms, self.merge, most=_MOST)
 
     def merge(self, old: pa.Table | None, partial: pa.Table) -> pa.Table:
-        assert self.schema is not None, "describe() comes first"
-        states: dict[Key, State] = {}
-        ends: dict[Key, Any] = {}
         untouched = None
         if old is not None:
             touched = set(self._keys(partial))
             found = pa.array([key in touched for key in self._keys(old)], pa.bool_())
             untouched = old.filter(pc.invert(found))
             old = old.filter(found)
+        states: dict[Key, tuple[Held, Row]] = {}
         for table in (old, partial):
             for key, row in [] if table is None else self._read(table):
-                if row[self._held[0]] is not None:
-                    states[key] = self.add(states.get(key), row)
-                    ends[key] = row[WINDOW_END]
-        rows = []
-        for key, state in states.items():
-            named = {WINDOW_END: ends[key], **dict(zip(self._group, key, strict=True))}
-            rows += [{**named, **row} for row in self.rows(state)]
+                if row["sketch"] is None:
+                    continue
+                if key not in states:
+                    exact = {WINDOW_END: row[WINDOW_END], **dict.fromkeys(self._sums, 0)}
+                    states[key] = self.kind(self._parameters), {**dict(zip(self._group, key, strict=True)), **exact}
+                sketch, exact = states[key]
+                sketch.add(row)
+                for name in self._sums:
+                    exact[name] += row[name]
+        rows = [{**exact, **row} for sketch, exact in states.values() for row in self.rows(sketch)]
         merged = pa.Table.from_pylist(rows, schema=self.schema)
         return merged if untouched is None else pa.concat_tables([untouched.cast(self.schema), merged])
 
@@ -105,44 +132,16 @@ class Grouped(Operator, Generic[State]):
         rows = table.select([WINDOW_END, *self._held]).to_pylist()
         return zip(self._keys(table), rows, strict=True)
 
-
-def lists_by(table: pa.Table, group: Sequence[str], lists: Mapping[str, str]) -> Iterator[tuple[Row, Row]]:
-    """Rows of equal ``group`` columns as lists.
-
-    Args:
-        lists: column to what is made of it, e.g. ``list`` or ``sum``.
-
-    Returns:
-        Values of the group columns, and those of ``lists``, by column.
-    """
-    grouped = table.group_by(list(group), use_threads=False).aggregate(list(lists.items()))
-    named = [*group, *(f"{name}_{how}" for name, how in lists.items())]
-    for number in range(grouped.num_rows):
-        values = {name: grouped[name][number] for name in named}
-        yield (
-            {name: values[name].as_py() for name in group},
-            {name: values[f"{name}_{how}"] for name, how in lists.items()},
-        )
+    def _listed(self, partial: pa.Table, *columns: str) -> Iterator[tuple[Row, list[pa.Array]]]:
+        """Each window and group of counted items, and its values of these columns."""
+        group = [WINDOW_START, WINDOW_END, *self._product.by]
+        listed = partial.group_by(group, use_threads=False).aggregate([(name, "list") for name in columns])
+        for number in range(listed.num_rows):
+            named = {name: listed[name][number].as_py() for name in group}
+            yield named, [listed[f"{name}_list"][number].values for name in columns]
 
 
-# Spark ends its sketches with the number of nulls it passed over, and takes none without; others read over it.
-_NO_NULLS = bytes(8)
-
-
-@dataclass(slots=True)
-class _HeavyHitters:
-    """What was counted of a window.
-
-    Attributes:
-        sketch: a ``datasketches.frequent_strings_sketch``; the library has no type hints.
-        unseen: how often, at most, an item occurred that the sketch knows nothing of.
-    """
-
-    sketch: Any
-    unseen: int
-
-
-class TopN(Grouped[_HeavyHitters]):
+class TopN(Grouped[TopSketch]):
     """The ``n`` most frequent items of each window, with error bounds; the sketch stands in the row of rank 1.
 
     Apache DataSketches' frequent items sketch (Anderson et al., "A High-Performance Algorithm for Identifying Frequent
@@ -155,6 +154,8 @@ class TopN(Grouped[_HeavyHitters]):
     A window of which no item is known has one row, without an item: none occurred more than ``count`` times.
     """
 
+    kind = TopSketch
+
     def __init__(self, product: Product) -> None:
         columns = [
             ("rank", pa.int32()),
@@ -164,7 +165,7 @@ class TopN(Grouped[_HeavyHitters]):
             ("unseen", pa.int64()),
             ("sketch", pa.binary()),
         ]
-        super().__init__(product, columns, ["sketch", "unseen"], ranks="rank")
+        super().__init__(product, columns, [], ranks="rank")
 
     def partial_sql(self) -> str:
         item = f"CAST(`{self._product.item}` AS STRING)"
@@ -176,26 +177,15 @@ class TopN(Grouped[_HeavyHitters]):
         unseen = [seen - datasketches.frequent_strings_sketch.deserialize(sketch).total_weight for sketch, seen in rows]
         return partial.drop_columns(["seen"]).append_column("unseen", pa.array(unseen, pa.int64()))
 
-    def add(self, state: _HeavyHitters | None, row: Row) -> _HeavyHitters:
-        sketch = datasketches.frequent_strings_sketch.deserialize(row["sketch"])
-        if state is None:
-            return _HeavyHitters(sketch, row["unseen"])
-        state.sketch.merge(sketch)
-        state.unseen += row["unseen"]
-        return state
-
-    def rows(self, state: _HeavyHitters) -> list[Row]:
-        sketch, unseen = state.sketch, state.unseen
-        if sketch.is_empty():
-            unseen += sketch.get_upper_bound("")  # of any item; not written with the sketch
-        items = sketch.get_frequent_items(datasketches.frequent_items_error_type.NO_FALSE_NEGATIVES)
-        # By count, then by name: the same sketch gives the same ranks.
-        best = sorted(items, key=lambda found: (-found[1], found[0]))[: self._product.n]
+    def rows(self, sketch: TopSketch) -> list[Row]:
+        unseen = sketch.unseen
+        if sketch.items.is_empty():
+            unseen += sketch.items.get_upper_bound("")  # of any item; not written with the sketch
         rows = [
             {"rank": rank, "item": item, "count": upper + unseen, "error": upper - lower + unseen}
-            for rank, (item, _, lower, upper) in enumerate(best, 1)
+            for rank, (item, _, lower, upper) in enumerate(sketch.best(self._product.n), 1)
         ] or [{"rank": 1, "item": None, "count": unseen, "error": unseen}]
-        rows[0] |= {"unseen": unseen, "sketch": sketch.serialize() + _NO_NULLS}
+        rows[0] |= {"unseen": unseen, "sketch": sketch.items.serialize() + _NO_NULLS}
         return rows
 
     def agrees(self, one: pa.Table, other: pa.Table) -> bool:
@@ -225,17 +215,13 @@ class TopN(Grouped[_HeavyHitters]):
         return found
 
 
-@dataclass(slots=True)
-class _DistinctItems:
-    union: datasketches.hll_union
-    events: int = 0
-
-
-class Distinct(Grouped[_DistinctItems]):
+class Distinct(Grouped[DistinctSketch]):
     """One row a window: the estimate (named as the product), its bounds, the events counted (named as the source).
 
     HyperLogLog. The relative standard error is 1.04 / sqrt(2^lg_k): 1.6 % for ``lg_k`` 12.
     """
+
+    kind = DistinctSketch
 
     def __init__(self, product: Product) -> None:
         columns = [
@@ -245,7 +231,7 @@ class Distinct(Grouped[_DistinctItems]):
             (product.source, pa.int64()),
             ("sketch", pa.binary()),
         ]
-        super().__init__(product, columns, ["sketch", product.source])
+        super().__init__(product, columns, [product.source])
 
     def partial_sql(self) -> str:
         return windowed(
@@ -254,37 +240,13 @@ class Distinct(Grouped[_DistinctItems]):
             f"count(*) AS `{self._product.source}`",
         )
 
-    def add(self, state: _DistinctItems | None, row: Row) -> _DistinctItems:
-        state = state or _DistinctItems(datasketches.hll_union(self._product.lg_k))
-        state.union.update(datasketches.hll_sketch.deserialize(row["sketch"]))
-        state.events += row[self._product.source]
-        return state
-
-    def rows(self, state: _DistinctItems) -> list[Row]:
-        sketch = canonical_hll(state.union)
-        return [
-            {
-                self._product.name: sketch.get_estimate(),
-                "lower": sketch.get_lower_bound(SIGMAS),
-                "upper": sketch.get_upper_bound(SIGMAS),
-                self._product.source: state.events,
-                "sketch": sketch.serialize_compact(),
-            }
-        ]
+    def rows(self, sketch: DistinctSketch) -> list[Row]:
+        found = sketch.result()
+        bounds = {"lower": found.get_lower_bound(SIGMAS), "upper": found.get_upper_bound(SIGMAS)}
+        return [{self._product.name: found.get_estimate(), **bounds, "sketch": found.serialize_compact()}]
 
 
-_ITEM, _COUNT = "millrace_item", "millrace_count"  # of the partial rows that Spark gives
-_FIRST, _SECOND = "millrace_first", "millrace_second"
-
-
-@dataclass(slots=True)
-class _Frequencies:
-    levels: list[datasketches.count_min_sketch]
-    events: int = 0
-    outside: int = 0
-
-
-class Frequency(Grouped[_Frequencies]):
+class Frequency(Grouped[FrequencySketch]):
     """One row a window: items counted (named as the source) and a Count-Min sketch.
 
     Apache DataSketches' ``count_min_sketch`` in its own binary form (:mod:`lakehouse.sketches.kinds` says what may
@@ -296,11 +258,13 @@ class Frequency(Grouped[_Frequencies]):
     ``outside``: items that are not integers from 0 to ``2^range_bits - 1``, which no sketch counts.
     """
 
+    kind = FrequencySketch
+
     def __init__(self, product: Product) -> None:
-        self._sketches = sketch_columns(product.range_bits)
         sums = [product.source, *(["outside"] if product.range_bits else [])]
-        columns = [*((name, pa.int64()) for name in sums), *((name, pa.binary()) for name in self._sketches)]
-        super().__init__(product, columns, [*self._sketches, *sums])
+        sketches = [f"sketch_{level}" for level in range(1, product.range_bits)]
+        columns = [*((name, pa.int64()) for name in sums), *((name, pa.binary()) for name in ("sketch", *sketches))]
+        super().__init__(product, columns, sums)
 
     def partial_sql(self) -> str:
         bits, item = self._product.range_bits, f"`{self._product.item}`"
@@ -309,59 +273,34 @@ class Frequency(Grouped[_Frequencies]):
         return windowed(self._product, f"{taken} AS {_ITEM}, count(*) AS {_COUNT}", group=[taken])
 
     def digested(self, partial: pa.Table) -> pa.Table:
-        assert self.schema is not None
-        group = [WINDOW_START, WINDOW_END, *self._product.by]
         rows = []
-        for named, lists in lists_by(partial, group, {_ITEM: "list", _COUNT: "list"}):
-            found = _Frequencies([self._sketch() for _ in self._sketches])
-            for item, count in zip(lists[_ITEM].as_py(), lists[_COUNT].as_py(), strict=True):
-                found.events += count
+        for named, (items, counts) in self._listed(partial, _ITEM, _COUNT):
+            sketch = FrequencySketch(self._parameters)
+            events = outside = 0
+            for item, count in zip(items.to_pylist(), counts.to_pylist(), strict=True):
+                events += count
                 if item is None:
-                    found.outside += count
+                    outside += count
                     continue
-                found.levels[0].update(item, count)
-                for level in range(1, len(found.levels)):
-                    found.levels[level].update(item >> level, count)
-            rows += [{**named, **row} for row in self.rows(found)]
+                sketch.levels[0].update(item, count)
+                for level in range(1, len(sketch.levels)):
+                    sketch.levels[level].update(item >> level, count)
+            rows.append({**named, self._product.source: events, "outside": outside, **sketch.serialize()})
         return pa.Table.from_pylist(rows, schema=self.schema)
 
-    def add(self, state: _Frequencies | None, row: Row) -> _Frequencies:
-        levels = [datasketches.count_min_sketch.deserialize(row[name]) for name in self._sketches]
-        if state is None:
-            state = _Frequencies(levels)
-        else:
-            for mine, other in zip(state.levels, levels, strict=True):
-                mine.merge(other)
-        state.events += row[self._product.source]
-        state.outside += row.get("outside", 0)
-        return state
-
-    def rows(self, state: _Frequencies) -> list[Row]:
-        sketches = {name: sketch.serialize() for name, sketch in zip(self._sketches, state.levels, strict=True)}
-        return [{self._product.source: state.events, "outside": state.outside, **sketches}]
-
-    def _sketch(self) -> datasketches.count_min_sketch:
-        return datasketches.count_min_sketch(self._product.depth, self._product.width)
+    def rows(self, sketch: FrequencySketch) -> list[Row]:
+        return [dict(sketch.serialize())]
 
 
-def sketch_columns(range_bits: int) -> list[str]:
-    """Names of the columns that hold sketches, by level."""
-    return ["sketch", *(f"sketch_{level}" for level in range(1, range_bits))]
-
-
-@dataclass(slots=True)
-class _Members:
-    filter: BloomFilter
-    events: int = 0
-
-
-class Membership(Grouped[_Members]):
+class Membership(Grouped[MembershipSketch]):
     """One row a window: distinct items as the filter estimates them (named as the product; null for a full filter),
     the share of false positives as full as it is, the events (named as the source), and the Bloom filter.
 
     What a window has not seen is certain; a "maybe" is confirmed elsewhere. Spark hashes the items and leaves one row
-    an item; the bits are set here (:mod:`lakehouse.sketches.bloom`).
+    an item; the bits are set here (:class:`~lakehouse.sketches.kinds.BloomFilter`).
     """
+
+    kind = MembershipSketch
 
     def __init__(self, product: Product) -> None:
         columns = [
@@ -370,7 +309,7 @@ class Membership(Grouped[_Members]):
             (product.source, pa.int64()),
             ("sketch", pa.binary()),
         ]
-        super().__init__(product, columns, ["sketch", product.source])
+        super().__init__(product, columns, [product.source])
 
     def partial_sql(self) -> str:
         item = f"CAST(`{self._product.item}` AS STRING)"
@@ -382,32 +321,120 @@ class Membership(Grouped[_Members]):
         )
 
     def digested(self, partial: pa.Table) -> pa.Table:
-        assert self.schema is not None
-        group = [WINDOW_START, WINDOW_END, *self._product.by]
         rows = []
-        for named, lists in lists_by(partial, group, {_FIRST: "list", _SECOND: "list", _COUNT: "sum"}):
-            found = _Members(BloomFilter.sized(self._product.items, self._product.fpp), lists[_COUNT].as_py())
-            hashes = [lists[name].values.to_numpy().view("uint64") for name in (_FIRST, _SECOND)]
-            found.filter.update_hashed(*hashes)
-            rows += [{**named, **row} for row in self.rows(found)]
+        for named, (first, second, counts) in self._listed(partial, _FIRST, _SECOND, _COUNT):
+            sketch = MembershipSketch(self._parameters)
+            sketch.filter.update_hashed(*(hashes.to_numpy().view("uint64") for hashes in (first, second)))
+            rows += [{**named, self._product.source: pc.sum(counts).as_py(), **row} for row in self.rows(sketch)]
         return pa.Table.from_pylist(rows, schema=self.schema)
 
-    def add(self, state: _Members | None, row: Row) -> _Members:
-        found = BloomFilter.deserialize(row["sketch"])
-        if state is None:
-            state = _Members(found)
-        else:
-            state.filter.merge(found)
-        state.events += row[self._product.source]
-        return state
+    def rows(self, sketch: MembershipSketch) -> list[Row]:
+        estimate = sketch.filter.estimate
+        share = {"fpp": sketch.filter.fpp, "sketch": sketch.filter.serialize()}
+        return [{self._product.name: estimate if math.isfinite(estimate) else None, **share}]
 
-    def rows(self, state: _Members) -> list[Row]:
-        estimate = state.filter.estimate
-        return [
-            {
-                self._product.name: estimate if math.isfinite(estimate) else None,
-                "fpp": state.filter.fpp,
-                self._product.source: state.events,
-                "sketch": state.filter.serialize(),
-            }
+
+class Quantiles(Grouped[QuantileSketch]):
+    """One row a window: values counted (named as the source), the least and the greatest, and the declared quantiles.
+
+    KLL (Karnin, Lang and Liberty, "Optimal Quantile Approximation in Streams", FOCS 2016): the rank of a value named is
+    within 1.33 % of the rank asked for, with 99 % probability, for ``k`` 200. The sketch draws at random, so that two
+    builds of the same events differ within that error; up to about ``k`` values a window it is exact.
+
+    Args:
+        value: SQL of the number.
+        counted: column to the SQL that counts it, beside the values themselves.
+        unit: put behind the names of columns that hold values.
+    """
+
+    kind = QuantileSketch
+
+    def __init__(
+        self, product: Product, value: str = "", counted: Sequence[tuple[str, str]] = (), unit: str = ""
+    ) -> None:
+        self._value = value or f"CAST(`{product.item}` AS DOUBLE)"
+        self._counted = [(product.source, "count(*)"), *counted]
+        self._min, self._max = f"min{unit}", f"max{unit}"
+        self._quantiles = {f"{quantile_name(rank)}{unit}": rank for rank in product.quantiles}
+        sums = [name for name, _ in self._counted]
+        columns = [
+            *((name, pa.int64()) for name in sums),
+            *((name, pa.float64()) for name in (self._min, self._max, *self._quantiles)),
+            ("sketch", pa.binary()),
         ]
+        super().__init__(product, columns, sums)
+
+    def partial_sql(self) -> str:
+        counted = ", ".join(f"{sql} AS `{name}`" for name, sql in self._counted)
+        return windowed(
+            self._product,
+            f"kll_sketch_agg_double({self._value}, {self._product.k}) AS sketch, {counted}",
+            where=f"{self._value} IS NOT NULL AND NOT isnan({self._value})",
+        )
+
+    def rows(self, sketch: QuantileSketch) -> list[Row]:
+        return [{**self._named(sketch.values), "sketch": sketch.values.serialize()}]
+
+    def _named(self, sketch: datasketches.kll_doubles_sketch) -> Row:
+        # The least value that at least this share of all does not exceed.
+        values = sketch.get_quantiles(list(self._quantiles.values()), inclusive=True)
+        return {
+            self._min: sketch.get_min_value(),
+            self._max: sketch.get_max_value(),
+            **dict(zip(self._quantiles, values, strict=True)),
+        }
+
+    def agrees(self, one: pa.Table, other: pa.Table) -> bool:
+        """Whether both have the same exact columns, and quantiles within :data:`AGREE` errors of each other."""
+        found = [dict(self._results(table)) for table in (one, other)]
+        return found[0].keys() == found[1].keys() and all(
+            self._close(row, found[1][key]) and self._close(found[1][key], row) for key, row in found[0].items()
+        )
+
+    def _results(self, table: pa.Table) -> Iterator[tuple[Key, Row]]:
+        return zip(self._keys(table), table.to_pylist(), strict=True)
+
+    def _close(self, row: Row, other: Row) -> bool:
+        exact = [self._min, self._max, *(name for name, _ in self._counted)]
+        if any(row[name] != other[name] for name in exact):
+            return False
+        here, there = (datasketches.kll_doubles_sketch.deserialize(found["sketch"]) for found in (row, other))
+        if here.n != row[self._counted[0][0]] or any(row[name] != value for name, value in self._named(here).items()):
+            return False  # its columns are not what its own sketch says
+        errors = [sketch.normalized_rank_error(False) for sketch in (here, there) if sketch.is_estimation_mode()]
+        margin = AGREE * sum(errors) + 1.5 / here.n
+        return all(
+            there.get_rank(row[name]) - margin <= rank <= there.get_rank(row[name], inclusive=True) + margin
+            for name, rank in self._quantiles.items()
+        )
+
+
+def quantile_name(rank: float) -> str:
+    """Name of the column of a quantile: 0.5 is ``p50``, 0.999 is ``p99_9``."""
+    return f"p{format(round(rank * 100, 8), 'g').replace('.', '_')}"
+
+
+_SKEW = "(unix_millis(received_at) - unix_millis(event_time))"
+
+
+class Skew(Quantiles):
+    """One row a window: events (named as the source), ``early``, ``late``, ``too_late``; the skew in milliseconds.
+
+    The skew is how long after its event time an event arrived. An event is *early* if its time lies behind its arrival,
+    *late* if the window of its own time (of the product's length) was over when it arrived, *too late* if it arrived
+    longer after its time than the product's lateness. All of it is in the events themselves, so that a replay counts
+    the same; too late events stay in bronze like any other.
+    """
+
+    def __init__(self, product: Product) -> None:
+        window = product.window_ms
+        over = f"floor(unix_millis(event_time) / {window}) * {window} + {window} <= unix_millis(received_at)"
+        too_late = f"{_SKEW} > {product.lateness_ms}" if product.lateness_ms is not None else "false"
+        counted = [
+            ("early", f"count_if({_SKEW} < 0)"),
+            ("late", f"count_if({over})"),
+            ("too_late", f"count_if({too_late})"),
+        ]
+        super().__init__(product, f"CAST({_SKEW} AS DOUBLE)", counted, unit="_ms")
+        if not product.slide:
+            self.counts = product.source

@@ -12,8 +12,6 @@ from lakehouse.contract.pipeline import Product
 from lakehouse.contract.sql.spark import WINDOW, line_of, spark_text
 from lakehouse.errors import BadProduct
 
-__all__ = ["WINDOW", "NamesRead", "check_rows", "parse", "tree_of"]
-
 _SEES_OTHER_ROWS = (exp.Join, exp.Window, exp.Except, exp.Intersect)
 _CLAUSES = ("distinct", "group", "having", "limit", "order")
 

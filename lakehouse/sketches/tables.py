@@ -1,12 +1,9 @@
-"""Sketch columns of Delta tables, merged across windows and groups, and the confirmation of a "maybe".
-
-All of it reads with delta-rs; :func:`is_in_bronze` alone needs Spark and the pipeline.
-"""
+"""Sketch columns of Delta tables, merged across windows and groups, and the confirmation of a "maybe"."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -22,12 +19,13 @@ from lakehouse.contract.pipeline import Product, Source
 from lakehouse.contract.storage import spark_uri
 from lakehouse.contract.tomlfile import duration_ms
 from lakehouse.errors import BadSketch
-from lakehouse.sketches.kinds import Merged, merged_of
+from lakehouse.sketches.kinds import Sketch, sketch_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 _START, _END = "window_start", "window_end"
+_TIME = pa.timestamp("us", "UTC")
 _MOST = 1_000  # rows of sketches in memory at once
 
 
@@ -42,7 +40,7 @@ class Span:
         groups: column of ``by`` to the value that it must have, as text.
     """
 
-    sketch: Merged
+    sketch: Sketch
     start: datetime
     end: datetime
     windows: int
@@ -83,8 +81,8 @@ class SketchTable:
         Raises:
             BadSketch: there are none, there is no such column, or sliding windows cannot be laid side by side.
         """
-        rows = self._rows(start, end, groups or {})
-        sketch = merged_of(self.property)
+        sketch = sketch_of(self.property)
+        rows = self._rows(sketch.columns, start, end, groups or {})
         starts: set[datetime] = set()
         ends: set[datetime] = set()
         count = 0
@@ -100,20 +98,20 @@ class SketchTable:
             raise BadSketch(f"table {self.ref.name} has no such windows")
         return Span(sketch, min(starts), max(ends), len(starts), count, groups or {})
 
-    def _rows(self, start: datetime | None, end: datetime | None, groups: Mapping[str, str]) -> pa.Table:
+    def _rows(
+        self, held: Sequence[str], start: datetime | None, end: datetime | None, groups: Mapping[str, str]
+    ) -> pa.Table:
         condition = ds.field(_START).is_valid()
         if start is not None:
-            condition &= ds.field(_START) >= pa.scalar(start, pa.timestamp("us", "UTC"))
+            condition &= ds.field(_START) >= pa.scalar(start, _TIME)
         if end is not None:
-            condition &= ds.field(_START) < pa.scalar(end, pa.timestamp("us", "UTC"))
+            condition &= ds.field(_START) < pa.scalar(end, _TIME)
         by = self.parameters.get("by", [])
         for column, value in groups.items():
             if column not in by:
                 raise BadSketch(f"table {self.ref.name} has no groups by {column!r}; it has: {', '.join(by) or 'none'}")
             condition &= ds.field(column).cast(pa.string()) == value
-        data = self._delta.to_pyarrow_dataset()
-        columns = [_START, _END, *(name for name in merged_of(self.property).columns if name in data.schema.names)]
-        rows = data.to_table(columns=columns, filter=condition)
+        rows = self._delta.to_pyarrow_dataset().to_table(columns=[_START, _END, *held], filter=condition)
         return self._side_by_side(rows, start) if self.parameters.get("slide") and rows.num_rows else rows
 
     def _side_by_side(self, rows: pa.Table, start: datetime | None) -> pa.Table:
@@ -149,16 +147,16 @@ def is_held(lake: Lake, place: str, item: str, span: Span) -> bool:
         if name in data.schema.names:
             condition &= ds.field(name).cast(pa.string()) == value
     if _START in data.schema.names:
-        kind = pa.timestamp("us", "UTC")
-        condition &= (ds.field(_START) >= pa.scalar(span.start, kind)) & (ds.field(_START) < pa.scalar(span.end, kind))
+        condition &= ds.field(_START) >= pa.scalar(span.start, _TIME)
+        condition &= ds.field(_START) < pa.scalar(span.end, _TIME)
     return bool(data.head(1, columns=[column], filter=condition).num_rows)
 
 
 def is_in_bronze(spark: SparkSession, lake: Lake, source: Source, product: Product, item: str, span: Span) -> bool:
-    """Whether an event of the product's source with this item counts in the span, by the product's own SQL."""
+    """Whether an event of the product's source with this item counts in the span, by the product's own SQL in Spark."""
     from pyspark.sql import functions as F
 
-    from lakehouse.operators.windows import in_time, input_sql
+    from lakehouse.operators.base import in_time, input_sql
     from lakehouse.silver.conform import conform
 
     rows = spark.read.format("delta").load(spark_uri(lake.bronze(source.name).path))

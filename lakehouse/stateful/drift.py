@@ -21,9 +21,16 @@ import pyarrow.compute as pc
 from lakehouse.contract.pipeline import Product
 from lakehouse.contract.pipeline.product import DETECTORS
 from lakehouse.errors import BadProduct
-from lakehouse.operators.base import TIMESTAMP, plain_type
-from lakehouse.operators.windows import in_time
-from lakehouse.stateful.base import ORDER, StatefulOperator, among, in_bronze_order, ordered_input
+from lakehouse.operators.base import (
+    ORDER,
+    TIMESTAMP,
+    StatefulOperator,
+    among,
+    in_bronze_order,
+    in_time,
+    ordered_input,
+    plain_type,
+)
 
 NUMBER, SINCE, AT, VALUES, BEFORE, AFTER, STATE = "number", "since", "at", "values", "before", "after", "state"
 RECENT = 10  # values whose mean is "after"

@@ -15,7 +15,7 @@ import lmdb
 import pyarrow as pa
 
 from lakehouse.contract.pipeline import Product
-from lakehouse.stateful.base import times
+from lakehouse.operators.base import times
 
 MAP_BYTES = 1 << 40  # address space, not disk
 LEFT, RIGHT = 0, 1

@@ -45,8 +45,8 @@ from lakehouse.follower import BronzeFollower
 from lakehouse.gold.mark import BatchMark, Marks
 from lakehouse.gold.state_store import store_of
 from lakehouse.maintain.care import Maintenance
+from lakehouse.operators.aggregate import VIEW, Join
 from lakehouse.silver.conform import conform, payload_columns
-from lakehouse.stateful.join import VIEW, Join
 from lakehouse.stateful.join_index import LEFT, RIGHT, JoinIndex, PairChange
 
 log = logging.getLogger(__name__)

@@ -17,9 +17,20 @@ from lakehouse.contract.pipeline import Product
 from lakehouse.contract.rows import Fold
 from lakehouse.errors import BadProduct
 from lakehouse.operators.aggregate import fold_of
-from lakehouse.operators.base import TIMESTAMP, codes, plain_fields, plain_type
-from lakehouse.operators.windows import in_time, input_sql
-from lakehouse.stateful.base import ORDER, StatefulOperator, among, in_bronze_order, ordered_input, times
+from lakehouse.operators.base import (
+    ORDER,
+    TIMESTAMP,
+    StatefulOperator,
+    among,
+    codes,
+    in_bronze_order,
+    in_time,
+    input_sql,
+    ordered_input,
+    plain_fields,
+    plain_type,
+    times,
+)
 
 START, END, EXPIRES, CLOSED = "session_start", "session_end", "expires_at", "closed"
 LIST = "list"  # the fold of a column of lists: the greatest elements of all

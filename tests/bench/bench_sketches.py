@@ -21,8 +21,7 @@ import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
 
-from lakehouse.sketches.bloom import BloomFilter, xxh64
-from lakehouse.sketches.kinds import canonical_hll, count_min_inner_product, count_min_range
+from lakehouse.sketches.kinds import BloomFilter, canonical_hll, count_min_inner_product, count_min_range, xxh64
 from tests.lakehouse.operators.partials import Event, product, reservoir
 
 Result = dict[str, Any]

@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from lakehouse.contract.pipeline import Product
 from lakehouse.operators.base import TIMESTAMP
-from lakehouse.sketches.bloom import xxh64
+from lakehouse.sketches.kinds import xxh64
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 SQL = "SELECT t, city, item, event_id FROM r"

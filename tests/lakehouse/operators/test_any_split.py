@@ -99,13 +99,13 @@ def test_repeated_batches_and_restarts_do_not_matter(name: str, stream: list[Eve
 
 @pytest.mark.parametrize("name", ["distinct", "reservoir", "sql"])
 def test_a_build_of_many_panes_is_merged_in_parts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lakehouse.operators import rows, sketched, windows
+    from lakehouse.operators import aggregate, rows, sketched
 
     made = random.Random(1)
     stream = [Event(n, made.randrange(3_000), made.choice("ab"), made.randrange(30)) for n in range(600)]
     make, partial = OPERATORS[name]
     operator = operator_of(make("20 seconds"))
     whole = shown(taken(operator, None, partial(stream, 20)))
-    for module in (rows, sketched, windows):
+    for module in (aggregate, rows, sketched):
         monkeypatch.setattr(module, "_MOST", 10)
     assert shown(taken(operator, None, partial(stream, 20))) == whole

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from lakehouse.contract.pipeline import Product
-from lakehouse.operators.quantiles import Quantiles, quantile_name
+from lakehouse.operators.sketched import Quantiles, quantile_name
 from lakehouse.replay import compare
 from tests.lakehouse.operators.partials import Event, quantiles
 

@@ -27,7 +27,7 @@ from lakehouse.live import LiveProducts
 from lakehouse.operators.registry import operator_of
 from lakehouse.replay import verify
 from lakehouse.silver.conform import conform
-from lakehouse.sketches.bloom import BloomFilter
+from lakehouse.sketches.kinds import BloomFilter
 from lakehouse.sketches.tables import SketchTable, is_in_bronze
 from tests.lakehouse.lakes import bronze_rows, eventually
 

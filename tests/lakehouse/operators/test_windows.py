@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lakehouse.contract.pipeline import Product
-from lakehouse.operators.base import TIMESTAMP
+from lakehouse.operators.base import TIMESTAMP, pane_ms, spread
 from lakehouse.operators.registry import operator_of
-from lakehouse.operators.windows import pane_ms, spread
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 

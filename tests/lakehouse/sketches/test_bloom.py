@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lakehouse.errors import BadSketch
-from lakehouse.sketches.bloom import BloomFilter, xxh64
+from lakehouse.sketches.kinds import BloomFilter, xxh64
 
 words = st.lists(st.text(), max_size=40)
 

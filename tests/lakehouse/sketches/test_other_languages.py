@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
-from lakehouse.sketches.kinds import Question, merged_of
+from lakehouse.sketches.kinds import Question, sketch_of
 from tests.registries import sdist
 
 pytestmark = [pytest.mark.soak, pytest.mark.spark]
@@ -37,7 +37,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", DISTINCT)
 def test_distinct_counts(written: Path, spark: SparkSession, name: str) -> None:
     sketch = (written / f"hll/test/{name}_from_java.sk").read_bytes()
-    merged = merged_of(json.dumps({"operator": "distinct", "lg_k": 8}))
+    merged = sketch_of(json.dumps({"operator": "distinct", "lg_k": 8}))
     for _ in range(2):  # the same again adds nothing
         merged.add({"sketch": sketch})
         [answer] = merged.answers(Question())
@@ -53,7 +53,7 @@ def test_distinct_counts(written: Path, spark: SparkSession, name: str) -> None:
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_frequent_items(written: Path, name: str) -> None:
-    merged = merged_of(json.dumps({"operator": "top_n"}))
+    merged = sketch_of(json.dumps({"operator": "top_n"}))
     sketch = (written / f"fi/test/{name}_from_java.sk").read_bytes()
     for times in (1, 2):
         merged.add({"sketch": sketch, "unseen": 0})

@@ -17,7 +17,7 @@ from lakehouse.contract.lake import Lake
 from lakehouse.errors import BadSketch
 from lakehouse.gold.mark import BatchMark
 from lakehouse.gold.store import ProductStore
-from lakehouse.sketches.kinds import Question, inner_product, merged_of
+from lakehouse.sketches.kinds import Question, inner_product, sketch_of
 from lakehouse.sketches.tables import SketchTable, Span, is_held
 from tests.lakehouse.operators.partials import OPERATORS, START, Event
 
@@ -79,24 +79,24 @@ def test_a_table_without_sketches(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"operator": "median"}', '{"operator": "distinct"}'])
 def test_a_property_of_another_kind(text: str) -> None:
     with pytest.raises(BadSketch):
-        merged_of(text)
+        sketch_of(text)
 
 
 def test_a_question_that_a_sketch_does_not_answer() -> None:
-    distinct = merged_of('{"operator": "distinct", "lg_k": 12}')
+    distinct = sketch_of('{"operator": "distinct", "lg_k": 12}')
     with pytest.raises(BadSketch, match="do not answer --item; they answer: no question"):
         distinct.answers(Question(item="x"))
     with pytest.raises(BadSketch, match="only tables of frequency"):
         inner_product(distinct, distinct)
-    frequency = merged_of('{"operator": "frequency", "depth": 4, "width": 16}')
+    frequency = sketch_of('{"operator": "frequency", "depth": 4, "width": 16}')
     with pytest.raises(BadSketch, match="do not answer --range; they answer: item"):
         frequency.answers(Question(low=1, high=2))
     with pytest.raises(BadSketch, match="only tables of frequency"):
         inner_product(frequency, distinct)
-    ranges = merged_of('{"operator": "frequency", "depth": 4, "width": 16, "range_bits": 3}')
+    ranges = sketch_of('{"operator": "frequency", "depth": 4, "width": 16, "range_bits": 3}')
     with pytest.raises(BadSketch, match="items are integers"):
         ranges.answers(Question(item="x"))
-    quantiles = merged_of('{"operator": "quantiles", "k": 200, "quantiles": [0.5]}')
+    quantiles = sketch_of('{"operator": "quantiles", "k": 200, "quantiles": [0.5]}')
     with pytest.raises(BadSketch, match="no values"):
         quantiles.answers(Question())
 

@@ -19,8 +19,8 @@ from ingest.simulate.scenes import SCENES
 from lakehouse.contract.lake import Lake
 from lakehouse.errors import BadProduct, QueryFailed
 from lakehouse.lock import WriterLocks
+from lakehouse.operators.aggregate import Join
 from lakehouse.stateful import live_join
-from lakehouse.stateful.join import Join
 from lakehouse.stateful.join_index import JoinIndex
 from lakehouse.stateful.report import remembered
 from tests.crash_points import JOIN_BUILD_CRASH_POINTS, JOIN_CRASH_POINTS
