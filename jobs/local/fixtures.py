@@ -29,8 +29,7 @@ from lakehouse.contract.envelope import fingerprint
 from lakehouse.contract.errors import ConfigError, did_you_mean
 from lakehouse.contract.lake import QUARANTINE, Lake, TableRef
 from lakehouse.contract.pipeline import Pipeline, Product, Source, View
-from lakehouse.derived.follow import Follower
-from lakehouse.derived.views import ViewEngine, ViewKeeper
+from lakehouse.derived.views import Follower, ViewEngine, ViewKeeper
 from lakehouse.gold.mark import BatchMark
 from lakehouse.gold.state_store import StateStore, store_of
 from lakehouse.silver.conform import conform

@@ -17,7 +17,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pyarrow as pa
-from deltalake import CommitProperties, DeltaTable, Schema, Transaction, write_deltalake
+from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
 from sqlglot import exp
 
 from lakehouse.contract import lake as names
@@ -27,8 +27,7 @@ from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline.folder import Alert, Patience
 from lakehouse.contract.pipeline.tenants import UNDECLARED, TenantBorder
 from lakehouse.contract.sql.spark import parse_condition
-from lakehouse.derived.follow import Follower
-from lakehouse.derived.views import KEPT, ViewEngine, sweep
+from lakehouse.derived.views import KEPT, Follower, ViewEngine
 from lakehouse.errors import QueryError
 
 
@@ -175,46 +174,36 @@ class AlertProgress:
 
 
 class AlertBook:
-    """Table ``alerts``; this process is its one writer."""
+    """Table ``alerts``; this process is its one writer.
+
+    Attributes:
+        delta: the table as it was last written.
+    """
 
     def __init__(self, lake: Lake, border: TenantBorder = UNDECLARED) -> None:
         self.table = lake.table("gold", names.ALERTS)
         self._border = border
         self.progress: dict[str, AlertProgress] = {}
         self._rows: dict[tuple[str, str], dict[str, Any]] = {}
-        self._create()
-        self._delta = DeltaTable(str(self.table.path))
-        absent = {field.name for field in COLUMNS} - {field.name for field in self._delta.schema().fields}
-        if absent:
-            self._delta.alter.add_columns(
-                [field for field in Schema.from_arrow(COLUMNS).fields if field.name in absent]
-            )
-        if found := DeltaLog(self.table.path).newest_info(COMMIT_ALERTS, within=None):
-            self.progress = {name: AlertProgress.read(progress) for name, progress in json.loads(found).items()}
-        for row in self._delta.to_pyarrow_table().to_pylist():
-            self._rows[row["alert"], row["key"]] = row | {"tenant": self._tenant(row["product"], row["key"])}
-
-    def _create(self) -> None:
         properties = {names.PROPERTY_KEY: "alert,key", **KEPT}
         self.table.create(COLUMNS, properties, "Conditions over products: raised and cleared")
-
-    def sweep(self) -> None:
-        """Delete files that no position needs; between two commits, by their own thread."""
-        sweep(self._delta)
+        self.delta = DeltaTable(str(self.table.path))
+        if found := DeltaLog(self.table.path).newest_info(COMMIT_ALERTS, within=None):
+            self.progress = {name: AlertProgress.read(progress) for name, progress in json.loads(found).items()}
+        for row in self.delta.to_pyarrow_table().to_pylist():
+            self._rows[row["alert"], row["key"]] = row | {"tenant": self._tenant(row["product"], row["key"])}
 
     def raised(self, alert: str) -> set[str]:
         """Keys for which the alert stands."""
         return {key for (name, key), row in self._rows.items() if name == alert and row["state"] == RAISED}
 
-    def say(self, alert: Alert, turns: Iterable[AlertTurn], progress: AlertProgress) -> None:
+    def say(self, alert: Alert, turns: Sequence[AlertTurn], progress: AlertProgress) -> None:
         """Commit what an alert has to say, and how far it has looked, in one."""
         name, at = alert.name, EPOCH + timedelta(milliseconds=progress.clock)
-        changed = False
         for turn in turns:
-            changed = True
             row = self._rows.setdefault((name, turn.key), dict.fromkeys(COLUMNS.names))
-            row |= {"alert": name, "key": turn.key, "product": alert.product}
-            row |= {"tenant": self._tenant(alert.product, turn.key)}
+            tenant = self._tenant(alert.product, turn.key)
+            row |= {"alert": name, "key": turn.key, "product": alert.product, "tenant": tenant}
             if turn.raised:
                 since = EPOCH + timedelta(milliseconds=turn.since)
                 row |= {"state": RAISED, "value": turn.value, "since": since, "raised_at": at, "cleared_at": None}
@@ -222,9 +211,9 @@ class AlertBook:
             else:
                 row |= {"state": CLEARED, "cleared_at": at, "cleared_version": progress.version}
         self.progress[name] = progress
-        if changed:
+        if turns:
             self._prune(name)
-        self._commit(changed, Transaction(f"alert-{name}-{progress.table}", progress.version))
+        self._commit(bool(turns), Transaction(f"alert-{name}-{progress.table}", progress.version))
 
     def keep_only(self, alerts: Iterable[str]) -> None:
         """Forget alerts that are declared no more, with their rows."""
@@ -250,7 +239,7 @@ class AlertBook:
         progress = {name: dataclasses.asdict(found) for name, found in self.progress.items()}
         crash_point("alerts.before_commit")
         write_deltalake(
-            self._delta,
+            self.delta,
             rows,
             mode="overwrite" if changed else "append",
             commit_properties=CommitProperties(
@@ -273,11 +262,13 @@ class Watcher:
         self.alert = alert
         self._book = book
         try:
-            self._when, self._clear, self._value = (
-                parse_condition(text) if text else None for text in (alert.when, alert.clear, alert.value)
-            )
+            when = _certain(parse_condition(alert.when))
+            clear = _certain(parse_condition(alert.clear)) if alert.clear else exp.not_(when)
+            value = parse_condition(alert.value) if alert.value else exp.Null()
         except QueryRefused as refused:
             raise QueryError(alert.name, refused.problem, refused.remedy) from None
+        verdict = {"_when": when, "_clear": clear, "_value": exp.cast(value, "double")}
+        self._verdict = [exp.alias_(found, name) for name, found in verdict.items()]
         to_raise, to_clear = alert.patience
         self.machine = AlertMachine(to_raise, to_clear)
         declared = json.dumps([alert.product, alert.when, alert.clear, alert.by, str(alert.patience), alert.time])
@@ -286,11 +277,8 @@ class Watcher:
         self._silent = SILENT_VERSIONS  # the first look is noted: from there on no version may be passed over
         self.version = -1
         self.table_id = ""
-        self._resume()
-
-    def _resume(self) -> None:
-        progress = self._book.progress.get(self.alert.name, AlertProgress())
-        self.machine.raised = self._book.raised(self.alert.name)
+        progress = book.progress.get(alert.name, AlertProgress())
+        self.machine.raised = book.raised(alert.name)
         if progress.declared == self._declared:
             self.version, self.table_id = progress.version, progress.table
             self._clock, self._silent = progress.clock, 0
@@ -324,17 +312,10 @@ class Watcher:
         by = self.alert.by or product.key
         if not by:
             raise QueryError(self.alert.name, "its product has no key", 'Add by = ["…"]')
-        when = exp.Coalesce(this=self._when.copy(), expressions=[exp.false()])  # type: ignore[union-attr]
-        clear = (
-            exp.Coalesce(this=self._clear.copy(), expressions=[exp.false()]) if self._clear else exp.not_(when.copy())
-        )
-        value = exp.cast(self._value.copy(), "double") if self._value else exp.cast(exp.Null(), "double")
-        inner = exp.select(*(exp.column(name, quoted=True) for name in by)).select(
-            exp.alias_(when, "_when"), exp.alias_(clear, "_clear"), exp.alias_(value, "_value")
-        )
+        inner = exp.select(*(exp.column(name, quoted=True) for name in by), *(part.copy() for part in self._verdict))
         # What meets nothing, and would end what stands, says no more than a row that is not there.
         spoken = exp.or_(exp.column("_when"), exp.not_(exp.column("_clear")))
-        tree = exp.select("*").from_(inner.from_(exp.to_table("rows_")).subquery("judged")).where(spoken)
+        tree = exp.select("*").from_(inner.from_("rows_").subquery("judged")).where(spoken)
         rows = engine.query(self.alert.name, tree, "rows_", product.rows())
         found: dict[str, KeyVerdict] = {}
         for row in rows.to_pylist():
@@ -351,6 +332,11 @@ class Watcher:
         if found is not None and not isinstance(found, datetime):
             raise QueryError(self.alert.name, f"column {self.alert.time!r} is no timestamp", "Name one, or none")
         return int((found - EPOCH) / timedelta(milliseconds=1)) if found else 0
+
+
+def _certain(condition: exp.Expr) -> exp.Expr:
+    """The condition, false where it is null."""
+    return exp.Coalesce(this=condition, expressions=[exp.false()])
 
 
 def _plain(value: Any) -> Any:

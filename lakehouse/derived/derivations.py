@@ -28,8 +28,7 @@ from lakehouse.contract.settings import Settings
 from lakehouse.contract.storage import is_away, remove_tree
 from lakehouse.declaration import declaration_files
 from lakehouse.derived.alerts import AlertBook, Watcher
-from lakehouse.derived.follow import Follower
-from lakehouse.derived.views import ViewEngine, ViewKeeper
+from lakehouse.derived.views import Follower, ViewEngine, ViewKeeper
 from lakehouse.errors import QueryError
 
 log = logging.getLogger(__name__)
@@ -211,11 +210,15 @@ class Derivations:
             self._fail(name, error)
 
     def _sweep(self) -> None:
-        kept: list[ViewKeeper | AlertBook] = [*self._keepers.values()]
-        kept += [self._book] if self._book is not None else []
-        for swept in kept:
+        """Delete files that no position needs, by the handle that writes the table."""
+        deltas = [keeper.delta for keeper in self._keepers.values()]
+        if self._book is not None:
+            deltas.append(self._book.delta)
+        for delta in deltas:
             try:
-                swept.sweep()
+                if delta is not None and delta.vacuum(dry_run=True):
+                    delta.vacuum(dry_run=False)
+                    delta.update_incremental()
             except (DeltaError, OSError):  # it is tried again
                 log.warning("old files of a view or of the alerts could not be removed", exc_info=True)
 

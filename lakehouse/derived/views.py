@@ -13,6 +13,8 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
+from urllib.parse import unquote
 
 import duckdb
 import pyarrow as pa
@@ -21,10 +23,11 @@ from deltalake.exceptions import DeltaError
 from sqlglot import exp
 
 from lakehouse.contract import lake as names
-from lakehouse.contract.deltalog import DeltaLog
+from lakehouse.contract.deltalog import Commit, DeltaLog, LogFollower, TableGone, TableUnreadable
 from lakehouse.contract.errors import QueryRefused, crash_point
-from lakehouse.contract.lake import Lake, TableRef
+from lakehouse.contract.lake import CommitFacts, Lake, TableRef
 from lakehouse.contract.pipeline import Pipeline, View
+from lakehouse.contract.rows import Fold, names_in
 from lakehouse.contract.sql import locked_connection
 from lakehouse.contract.sql.spark import (
     VIEW_FUNCTIONS,
@@ -35,8 +38,7 @@ from lakehouse.contract.sql.spark import (
     parse_query,
     to_duckdb,
 )
-from lakehouse.contract.storage import remove_tree
-from lakehouse.derived.follow import Follower
+from lakehouse.contract.storage import parquet_file, remove_tree
 from lakehouse.errors import QueryError
 
 log = logging.getLogger(__name__)
@@ -53,6 +55,146 @@ KEPT = {
 _MAX_SQL = 1_000_000  # bytes; of a pipeline's file, which is trusted. Queries of the run time were checked when added.
 _MEMORY_MB = 512
 _LIMIT_S = 10.0
+
+
+class Follower:
+    """A product's rows, one version after the other, from its log: only the files that a commit adds are read.
+
+    Attributes are those of the version that it stands at:
+        version: Delta version; -1 before :meth:`open`.
+        table_id: of the Delta metadata: another one is another table.
+        schema: of the rows as stored.
+        facts: what commits since the last :meth:`take_facts` say of their events; ``newest_at`` never goes back.
+    """
+
+    def __init__(self, table: TableRef, max_rows: int) -> None:
+        self.table = table
+        self.version = -1
+        self.table_id = ""
+        self.key: tuple[str, ...] = ()
+        self.schema: pa.Schema = pa.schema([])
+        self.facts = CommitFacts(0)
+        self._max_rows = max_rows
+        self._follower = LogFollower(table.path)
+        self._fold: Fold | None = None
+        self._files: dict[str, pa.Table] = {}
+        self._count = 0
+        self._result: pa.Table | None = None
+
+    def open(self, version: int | None = None) -> None:
+        """Stand at a version, the newest by default.
+
+        Raises:
+            QueryError: the table cannot be read, or has too many rows.
+        """
+        try:
+            self._follower.open()  # first: a table that replaces this one from now on is noticed
+            delta = DeltaTable(str(self.table.path), version=version)
+            metadata = delta.metadata()
+            if metadata.partition_columns:
+                raise QueryError(self.table.name, "a partitioned table cannot be looked at")
+            self.table_id, self.version = str(metadata.id), delta.version()
+            self.key = names_in(metadata.configuration.get(names.PROPERTY_KEY))
+            self._fold = Fold.from_properties(metadata.configuration)
+            self.schema = pa.schema(delta.schema().to_arrow())
+            self._files, self._count = {}, 0
+            self._result = None
+            for path in pa.table(delta.get_add_actions(flatten=True))["path"].to_pylist():
+                self._read(path)
+            for info in reversed(delta.history(limit=50)):
+                if int(info.get("version", 0)) <= self.version:
+                    self.facts = CommitFacts.of(self.table.name, Commit(self.version, (), (), info)).after(self.facts)
+            self.take_facts()
+        except (DeltaError, OSError, ValueError, TableUnreadable) as error:
+            raise QueryError(self.table.name, f"it cannot be read: {str(error).splitlines()[0]}") from None
+
+    def close(self) -> None:
+        self._follower.close()
+
+    def replaced(self) -> bool:
+        """Whether the table was dropped, or built again under its name."""
+        try:
+            self._follower.check()
+        except TableGone:
+            return True
+        return False
+
+    def lost(self) -> bool:
+        """Whether the next version's commit is gone although there is a later one."""
+        try:
+            self._follower.check_gap(self.version + 1)
+        except TableGone:
+            return True
+        return False
+
+    def step(self) -> bool:
+        """Go to the next version; False if there is none yet. Raises QueryError.
+
+        If files of that version were removed meanwhile, go to the newest.
+        """
+        try:
+            if (commit := self._follower.look(self.version + 1)) is None:
+                return False
+            facts = CommitFacts.of(self.table.name, commit)
+        except (TableGone, ValueError):  # replaced, which the next turn finds; or not written to its end
+            return False
+        except TableUnreadable as error:
+            raise QueryError(self.table.name, error.problem, error.remedy) from None
+        removed = [file.path for file in commit.removed]
+        if commit.metadata or (removed and (self._fold or not self._files.keys() >= set(removed))):
+            self._open_at(self.version + 1)
+            return True
+        for path in removed:
+            self._count -= self._files.pop(path).num_rows
+        try:
+            for file in commit.added:
+                self._read(file.path)
+        except FileNotFoundError:  # vacuumed meanwhile
+            self._open_at(None)
+            return True
+        self.facts = facts.after(self.facts)
+        if commit.added or removed:
+            self._result = None
+        self.version += 1
+        return True
+
+    def rows(self) -> pa.Table:
+        """The rows at this version, partials folded."""
+        if self._result is None:
+            tables = [table for table in self._files.values() if table.num_rows]
+            found = pa.concat_tables(tables) if tables else self.schema.empty_table()
+            if self._fold is not None:
+                found = self._fold.arrow(found)
+                self._files = dict.fromkeys(self._files, self.schema.empty_table())
+                self._files[""] = found  # what they fold to, so that the next version folds only what it adds
+                self._count = found.num_rows
+            self._result = found
+        return self._result
+
+    def take_facts(self) -> dict[str, str]:
+        """The facts as keys of a derived table's commit; events are counted anew."""
+        found, self.facts = self.facts.keys(), replace(self.facts, events=0, oldest_at=None)
+        return found
+
+    def _open_at(self, version: int | None) -> None:
+        before = self.facts
+        self.open(version)
+        self.facts = self.facts.after(replace(before, events=0, oldest_at=None))
+
+    def _read(self, path: str) -> None:
+        rows = parquet_file(self.table.path / unquote(path)).read()
+        columns = [
+            rows[name].cast(kind) if name in rows.schema.names else pa.nulls(rows.num_rows, kind)
+            for name, kind in zip(self.schema.names, self.schema.types, strict=True)
+        ]
+        self._files[path] = pa.table(columns, schema=self.schema)
+        self._count += rows.num_rows
+        if self._count > self._max_rows:
+            raise QueryError(
+                self.table.name,
+                f"it has more than {self._max_rows:,} rows, too many to be looked at again and again",
+                "Derive a smaller product, or raise queries.max_base_rows",
+            )
 
 
 class ViewEngine:
@@ -117,13 +259,13 @@ def _plain(name: str, field: pa.Field) -> pa.DataType:
 
 
 class ViewKeeper:
-    """The one writer of a view's table.
+    """The one writer of a view's table. Raises QueryError: the SQL may not be a view's.
 
     Args:
         max_rows, max_columns: more make it fail.
 
-    Raises:
-        QueryError: the SQL may not be a view's.
+    Attributes:
+        delta: the table as it was last written; None before that.
     """
 
     def __init__(self, view: View, table: TableRef, owner: str, *, max_rows: int, max_columns: int) -> None:
@@ -143,7 +285,7 @@ class ViewKeeper:
             raise QueryError(view.name, "which columns name one row?", 'Add key = ["…"]')
         declared = json.dumps([view.base, view.sql, self.key])
         self._declaration = hashlib.blake2b(declared.encode(), digest_size=16).hexdigest()
-        self._delta: DeltaTable | None = None
+        self.delta: DeltaTable | None = None
         self._rows: pa.Table | None = None
         self._through = ""
 
@@ -182,17 +324,12 @@ class ViewKeeper:
             return self._commit(rows, base)
         except (DeltaError, OSError) as error:
             log.warning("view %s is written once more: %s", self.view.name, str(error).splitlines()[0])
-        self._delta = self._rows = None  # what it knew of the table may be out of date
+        self.delta = self._rows = None  # what it knew of the table may be out of date
         try:
             return self._commit(rows, base)
         except (DeltaError, OSError) as error:
-            self._delta = self._rows = None
+            self.delta = self._rows = None
             raise QueryError(self.view.name, f"its table cannot be written: {str(error).splitlines()[0]}") from None
-
-    def sweep(self) -> None:
-        """Delete files that no position needs; between two refreshes, by their own thread."""
-        if self._delta is not None:
-            sweep(self._delta)
 
     def _commit(self, rows: pa.Table, base: Follower) -> bool:
         facts = base.facts.keys().get(names.COMMIT_THROUGH, "")
@@ -215,15 +352,15 @@ class ViewKeeper:
 
     def _ensure(self, schema: pa.Schema) -> DeltaTable:
         """The table, made anew where it is another view's, with what it holds read once."""
-        if self._delta is not None and self._rows is not None and self._rows.schema.equals(schema):
-            return self._delta
+        if self.delta is not None and self._rows is not None and self._rows.schema.equals(schema):
+            return self.delta
         if self.table.exists():
             delta = DeltaTable(str(self.table.path))
             found = pa.schema(delta.schema().to_arrow())
             if delta.metadata().configuration.get(PROPERTY_VIEW) == self._declaration and _same(found, schema):
                 self._rows = delta.to_pyarrow_table().cast(schema).sort_by([(c, "ascending") for c in self.key])
                 self._through = str(DeltaLog(self.table.path).newest_info(names.COMMIT_THROUGH) or "")
-                self._delta = delta
+                self.delta = delta
                 return delta
             log.info("view %s is declared otherwise than its table: it is made anew", self.view.name)
             remove_tree(self.table.path)
@@ -236,9 +373,9 @@ class ViewKeeper:
                 **KEPT,
             },
         )
-        self._delta = DeltaTable(str(self.table.path))
+        self.delta = DeltaTable(str(self.table.path))
         self._rows = None
-        return self._delta
+        return self.delta
 
 
 def proofs(lake: Lake, pipeline: Pipeline) -> Iterator[tuple[str, int, int, pa.Table, pa.Table]]:
@@ -265,13 +402,6 @@ def proofs(lake: Lake, pipeline: Pipeline) -> Iterator[tuple[str, int, int, pa.T
             yield view.name, delta.version(), follower.version, delta.to_pyarrow_table(), rows
     finally:
         engine.close()
-
-
-def sweep(delta: DeltaTable) -> None:
-    """Vacuum a table by its own writer's handle, where there is something to remove."""
-    if delta.vacuum(dry_run=True):
-        delta.vacuum(dry_run=False)
-        delta.update_incremental()
 
 
 def _same(one: pa.Schema, other: pa.Schema) -> bool:

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pytest
 from deltalake import DeltaTable
 
@@ -20,7 +19,7 @@ from lakehouse.contract.pipeline import View
 from lakehouse.contract.pipeline.added import Declared, QuerySpec
 from lakehouse.contract.pipeline.folder import Alert
 from lakehouse.contract.storage import remove_tree
-from lakehouse.derived.alerts import COLUMNS, COMMIT_ALERTS
+from lakehouse.derived.alerts import COMMIT_ALERTS
 from lakehouse.derived.views import COMMIT_BASE, proofs
 from tests.lakehouse.derived.tables import Driver, Product, a_pipeline, at, rows_of, versions
 
@@ -233,8 +232,6 @@ def test_conditions_that_hold_together_do_not_make_an_alert_flap(lake: Lake) -> 
 def test_an_alert_belongs_to_the_tenant_of_its_key(lake: Lake) -> None:
     loads = Product(lake)
     loads.put(("acme", at(0), 11, 1.0), ("globex", at(0), 12, 1.0))
-    old = pa.schema([field for field in COLUMNS if field.name != "tenant"])
-    DeltaTable.create(str(lake.table("gold", "alerts").path), old)  # of an earlier release
     mine = View(base="loads", name="mine", sql="SELECT city, n FROM loads", key=("city",), tenant="city")
     alerts = [
         Alert(product="mine", name="by_tenant", when="n > 10"),
