@@ -1,4 +1,4 @@
-"""great-expectations: checkpoints over pandas frames, which DuckDB computes, and Data Docs of all checkpoints of a run.
+"""great-expectations: checkpoints over pandas frames, and Data Docs of all checkpoints of a run.
 
 Only this module uses the library. Its context lives in memory; it sends no usage statistics.
 """
@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from html import escape
@@ -18,30 +18,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-import duckdb
-import sqlglot
-from sqlglot.errors import SqlglotError
-
 from lakehouse.contract.pipeline import Source
 from lakehouse.contract.pipeline.expectations import FAIL, FRESH, HALT, WARN, Check
-from lakehouse.contract.sql import locked_connection
 from lakehouse.contract.tomlfile import duration_ms
 from lakehouse.errors import QualityProblem
-from lakehouse.quality.subject import Subject, plain_times, quoted, quoted_name
 
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]
 
 EVENT = "event"  # kind of an expectation on events, on which the stream acts by itself
 TABLE = "table"
-_TYPE_OF = "expect_column_values_to_be_of_type"
-_COLUMN_ARGUMENTS = ("column", "column_A", "column_B", "column_list")
+TYPE_OF = "expect_column_values_to_be_of_type"
 _SHAPE = ("expect_table_column", "expect_column_to_exist")  # about the columns of the table, not their values
-_SPARK_FUNCTIONS = (  # sqlglot leaves their names as they are
-    "CREATE MACRO timestamp_millis(x) AS make_timestamp(x * 1000)",
-    "CREATE MACRO timestamp_micros(x) AS make_timestamp(x)",
-    "CREATE MACRO timestamp_seconds(x) AS make_timestamp(CAST(x * 1000000 AS BIGINT))",
-)
 _NAME = "millrace_expectation"
 _SITE = "report"
 _SHEET = "bootstrap.min.css"
@@ -76,7 +64,7 @@ class BoundCheck:
         """Name of the computed column with the verdict on each row; empty if there is none."""
         if self.check.sql:
             return f"expectation {self.check.name}"
-        return f"type of {dict(self.check.arguments).get('column')}" if self.check.expect == _TYPE_OF else ""
+        return f"type of {dict(self.check.arguments).get('column')}" if self.check.expect == TYPE_OF else ""
 
     @property
     def about_shape(self) -> bool:
@@ -130,17 +118,24 @@ class ExpectationEngine:
     """
 
     def __init__(self, report: Path | None = None, now: datetime | None = None) -> None:
-        self._gx = _library()
+        os.environ.setdefault("GX_ANALYTICS_ENABLED", "false")
         self._report = report
         self._met: dict[str, tuple[int, int]] = {}
         self._now = now or datetime.now(UTC)
         with _quiet():
-            self._context = self._gx.get_context(mode="ephemeral")
-            self._context.variables.progress_bars = _no_bars()
+            import great_expectations as gx
+            from great_expectations.data_context.types.base import ProgressBarsConfig
+
+            self._gx: Any = gx
+            self._context: Any = gx.get_context(mode="ephemeral")
+            self._context.variables.progress_bars = ProgressBarsConfig(globally=False, metric_calculations=False)
             for site in list(self._context.get_site_names()):
                 self._context.delete_data_docs_site(site)
             if report is not None:
-                self._context.add_data_docs_site(_SITE, _site(report))
+                store = {"class_name": "TupleFilesystemStoreBackend", "base_directory": str(report.resolve())}
+                index = {"class_name": "DefaultSiteIndexBuilder"}
+                pages: Any = {"class_name": "SiteBuilder", "store_backend": store, "site_index_builder": index}
+                self._context.add_data_docs_site(_SITE, pages)
             self._source = self._context.data_sources.add_pandas("millrace")
 
     def check(self, title: str, table: str, frame: pd.DataFrame, asked: Sequence[BoundCheck]) -> list[Finding]:
@@ -174,30 +169,12 @@ class ExpectationEngine:
         self._met[title] = sum(finding.success for finding in findings), len(findings)
         return findings
 
-    def check_subject(self, title: str, subject: Subject, asked: Sequence[BoundCheck]) -> list[Finding]:
-        """Check all expectations on a subject; findings in the order of ``asked``.
-
-        Expectations on the table's shape look at its own columns, the others at computed ones: two frames.
-
-        Raises:
-            QualityProblem: an expectation cannot be evaluated, or has arguments that it does not take.
-        """
-        found: list[Finding] = []
-        shape = [item for item in asked if item.about_shape]
-        for suffix, items in (("", [item for item in asked if not item.about_shape]), (" columns", shape)):
-            if items:
-                found += self.check(title + suffix, subject.table, _frame_of(subject, items), items)
-        order = [item.check.name for item in asked]
-        return sorted(found, key=lambda finding: order.index(finding.expectation))
-
-    def write_report(self) -> Path | None:
-        """Write Data Docs of all checkpoints; returns the page to open."""
-        if self._report is None:
-            return None
-        with _quiet():
-            self._context.build_data_docs(site_names=[_SITE])
-        _make_plain(self._report, self._met)
-        return self._report / "index.html"
+    def write_report(self) -> None:
+        """Write Data Docs of all checkpoints, if there is a folder for them."""
+        if self._report is not None:
+            with _quiet():
+                self._context.build_data_docs(site_names=[_SITE])
+            _make_plain(self._report, self._met)
 
     def _expectation(self, table: str, item: BoundCheck) -> Any:
         from great_expectations import expectations
@@ -228,7 +205,7 @@ def _compiled(item: BoundCheck, now: datetime) -> tuple[str, dict[str, Any]]:
     check, arguments = item.check, dict(item.check.arguments)
     if check.sql:
         return "expect_column_values_to_be_in_set", {"column": item.computed, "value_set": [True], **arguments}
-    if check.expect == _TYPE_OF:
+    if check.expect == TYPE_OF:
         wanted = str(arguments.pop("type_", "")).lower()
         return "expect_column_values_to_be_in_set", {**arguments, "column": item.computed, "value_set": [wanted]}
     if check.expect == FRESH:
@@ -271,93 +248,9 @@ def _class_name(type_name: str) -> str:
     return special.get(type_name) or "".join(part.title() for part in type_name.split("_"))
 
 
-def _library() -> Any:
-    os.environ.setdefault("GX_ANALYTICS_ENABLED", "false")
-    with _quiet():
-        import great_expectations
-
-    return great_expectations
-
-
-def _no_bars() -> Any:
-    from great_expectations.data_context.types.base import ProgressBarsConfig
-
-    return ProgressBarsConfig(globally=False, metric_calculations=False)
-
-
-def _site(folder: Path) -> dict[str, Any]:
-    return {
-        "class_name": "SiteBuilder",
-        "store_backend": {"class_name": "TupleFilesystemStoreBackend", "base_directory": str(folder.resolve())},
-        "site_index_builder": {"class_name": "DefaultSiteIndexBuilder"},
-    }
-
-
-class _quiet(warnings.catch_warnings):
+def _quiet() -> warnings.catch_warnings[None]:
     """Hides the library's warnings of its own use of deprecated features."""
-
-    def __enter__(self) -> Any:
-        entered = super().__enter__()
-        warnings.simplefilter("ignore")
-        return entered
-
-
-def _frame_of(subject: Subject, asked: Sequence[BoundCheck]) -> pd.DataFrame:
-    """The columns that the expectations need, computed ones among them; for the table's shape, its own columns.
-
-    Raises:
-        QualityProblem: a predicate cannot be evaluated by DuckDB, or a column is missing.
-    """
-    wanted = {column: quoted(column) for column in _columns(asked)}
-    for item in asked:
-        if item.check.sql:
-            wanted[item.computed] = _verdict(item, subject)
-        elif item.computed:
-            column = str(dict(item.check.arguments)["column"])
-            wanted[item.computed] = f"'{subject.types.get(column, 'absent')}'"
-    if any(item.about_shape for item in asked):
-        wanted = dict.fromkeys(subject.types, "NULL")
-    columns = ", ".join(f"{sql} AS {quoted_name(name)}" for name, sql in wanted.items())
-    return _ask(subject, f"SELECT {columns or '1 AS one'} FROM ({subject.query})")  # noqa: S608 - quoted above
-
-
-def _columns(asked: Iterable[BoundCheck]) -> list[str]:
-    found: dict[str, None] = {}
-    for item in asked:
-        if item.about_shape or item.check.expect == _TYPE_OF:
-            continue
-        for argument, value in item.check.arguments:
-            if argument in _COLUMN_ARGUMENTS:
-                found |= dict.fromkeys(map(str, value) if isinstance(value, list) else [str(value)])
-    return list(found)
-
-
-def _verdict(item: BoundCheck, subject: Subject) -> str:
-    """The predicate in DuckDB's SQL: true, false, or null for a row that it does not apply to."""
-    try:
-        tree = sqlglot.parse_one(item.check.sql, dialect="spark")
-    except SqlglotError as error:
-        problem = f"expectation {item.check.name} does not parse: {str(error).splitlines()[0]}"
-        raise QualityProblem(subject.table, problem) from None
-    met = f"coalesce(TRY({tree.transform(plain_times).sql(dialect='duckdb')}), false)"
-    return f"CASE WHEN {subject.fits} THEN {met} END" if subject.fits and item.kind == EVENT else met
-
-
-def _ask(subject: Subject, sql: str) -> pd.DataFrame:
-    connection = locked_connection(threads=None)
-    try:
-        for macro in _SPARK_FUNCTIONS:
-            connection.execute(macro)
-        connection.register("rows", subject.rows)
-        return connection.sql(sql).to_arrow_table().to_pandas()
-    except duckdb.Error as error:
-        raise QualityProblem(
-            subject.table,
-            f"DuckDB cannot evaluate an expectation: {str(error).splitlines()[0]}",
-            "Correct it; or, if Spark can evaluate it, run: millrace quality --engine spark",
-        ) from None
-    finally:
-        connection.close()
+    return warnings.catch_warnings(action="ignore")
 
 
 def _make_plain(report: Path, met: Mapping[str, tuple[int, int]]) -> None:

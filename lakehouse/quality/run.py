@@ -1,30 +1,44 @@
 """Checks of tables and batches for ``millrace quality``, the gate before a commit, and table ``quality``.
 
-Table ``quality`` keeps the findings of every run; it is served like any other table.
+What is checked is a DuckDB query over Arrow. This needs no JVM: two expectations take 0.1 s, where Spark took 3.7 s
+without its start. So Spark evaluates only predicates that DuckDB cannot (``--engine spark``). Table ``quality`` keeps
+the findings of every run; it is served like any other table.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import duckdb
 import pyarrow as pa
+import pyarrow.dataset as ds
+import sqlglot
 from deltalake import DeltaTable, write_deltalake
+from sqlglot import exp
+from sqlglot.errors import SqlglotError
 
-from lakehouse.contract.lake import PROPERTY_KEY, QUALITY, Lake, UnknownTable
-from lakehouse.contract.pipeline import Pipeline, Source
-from lakehouse.contract.storage import spark_uri
-from lakehouse.quality.engine import EVENT, BoundCheck, ExpectationEngine, Finding, bound_checks
+from lakehouse.contract.deltalog import DeltaLog, TableGone
+from lakehouse.contract.lake import PROPERTY_KEY, QUALITY, Lake, TableRef, UnknownTable
+from lakehouse.contract.pipeline import Pipeline, Product, Source
+from lakehouse.contract.sql.ddl import Field, parse_ddl
+from lakehouse.contract.sql.locked import locked_connection
+from lakehouse.contract.storage import file_rows, spark_uri, table_rows
+from lakehouse.errors import QualityProblem
+from lakehouse.operators.registry import operator_of
+from lakehouse.quality.engine import EVENT, TYPE_OF, BoundCheck, ExpectationEngine, Finding, bound_checks
 from lakehouse.quality.notes import sample, unknown_fields
-from lakehouse.quality.subject import Subject, bronze_subject, events_subject, product_subject
 
 if TYPE_CHECKING:
     import pandas as pd  # type: ignore[import-untyped]
     from pyspark.sql import SparkSession
 
+MOST_ROWS = 20_000_000
 KEEP = timedelta(days=90)
 COLUMNS = pa.schema(
     [
@@ -44,6 +58,38 @@ COLUMNS = pa.schema(
         ("observed", pa.string()),
     ]
 )
+_SPARK_NAMES = {"long": "bigint", "integer": "int", "short": "smallint", "byte": "tinyint"}
+_RANGE = re.compile(r"(\d+)(?:\.\.(\d+))?")
+_ENVELOPE = ("event_id", "source", "tenant", "received_at", "collector", "reject", "suspect", "origin", "bronze_at")
+_COLUMN_ARGUMENTS = ("column", "column_A", "column_B", "column_list")
+_SPARK_FUNCTIONS = (  # sqlglot leaves their names as they are
+    "CREATE MACRO timestamp_millis(x) AS make_timestamp(x * 1000)",
+    "CREATE MACRO timestamp_micros(x) AS make_timestamp(x)",
+    "CREATE MACRO timestamp_seconds(x) AS make_timestamp(CAST(x * 1000000 AS BIGINT))",
+)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Rows to check.
+
+    Attributes:
+        version: of the table; -1 for rows before their commit.
+        batch: part of the table: empty for all, a version, a range of versions, or a name given by a gate.
+        query: DuckDB SQL of the columns that expectations may use.
+        types: Spark's names of their types.
+        fits: SQL condition of rows that predicates on events apply to; empty: all rows.
+    """
+
+    table: str
+    layer: str
+    version: int
+    batch: str
+    rows: Any
+    query: str
+    types: Mapping[str, str] = field(default_factory=dict)
+    fits: str = ""
+    files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +140,13 @@ class TableCheck:
         return f"{self.subject.table} does not pass: {said}" if said else f"{self.subject.table} passes"
 
 
-def check_tables(lake: Lake, pipeline: Pipeline, run: QualityRun | None = None) -> list[TableCheck]:
+def check_tables(lake: Lake, pipeline: Pipeline, run: QualityRun) -> list[TableCheck]:
     """Check tables.
 
     Raises:
         UnknownTable: neither a source nor a product.
         QualityProblem: a table cannot be checked.
     """
-    run = run or QualityRun()
     at = run.now or datetime.now(UTC)
     chosen = list(_chosen(lake, pipeline, run.names, whole=not run.batch))
     engine = ExpectationEngine(run.report, at)
@@ -129,9 +174,9 @@ def gate(table: pa.Table, source: Source) -> TableCheck:
     Raises:
         QualityProblem: an expectation cannot be evaluated.
     """
-    subject = events_subject(source, table, -1, "before it is committed")
+    subject = _events_subject(source, table, -1, "before it is committed")
     asked = bound_checks(source.checks, source, gate=True)
-    return TableCheck(subject, tuple(ExpectationEngine().check_subject(source.name, subject, asked)) if asked else ())
+    return TableCheck(subject, tuple(_found(ExpectationEngine(), source.name, subject, asked)) if asked else ())
 
 
 def _chosen(lake: Lake, pipeline: Pipeline, names: Sequence[str], *, whole: bool) -> Iterable[str]:
@@ -148,8 +193,8 @@ def _chosen(lake: Lake, pipeline: Pipeline, names: Sequence[str], *, whole: bool
 
 def _check_product(lake: Lake, pipeline: Pipeline, name: str, engine: ExpectationEngine) -> TableCheck:
     product = pipeline.products[name]
-    subject = product_subject(lake, product)
-    return TableCheck(subject, tuple(engine.check_subject(name, subject, bound_checks(product.checks))))
+    subject = _product_subject(lake, product)
+    return TableCheck(subject, tuple(_found(engine, name, subject, bound_checks(product.checks))))
 
 
 def _check_source(lake: Lake, source: Source, run: QualityRun, engine: ExpectationEngine) -> TableCheck:
@@ -157,11 +202,25 @@ def _check_source(lake: Lake, source: Source, run: QualityRun, engine: Expectati
     asked = bound_checks(source.checks, source)
     title = source.name if not subject.batch else f"{source.name} {subject.batch}"
     by_spark = [item for item in asked if run.spark and item.check.sql]
-    findings = engine.check_subject(title, subject, [item for item in asked if item not in by_spark])
+    findings = _found(engine, title, subject, [item for item in asked if item not in by_spark])
     if run.spark and by_spark:
         verdicts = spark_verdicts(run.spark, source, subject, by_spark)
         findings += engine.check(f"{title} by Spark", source.name, verdicts, by_spark)
     return TableCheck(subject, tuple(findings), unknown_fields(sample(lake.bronze(source.name)), source))
+
+
+def _found(engine: ExpectationEngine, title: str, subject: Subject, asked: Sequence[BoundCheck]) -> list[Finding]:
+    """Findings in the order of ``asked``.
+
+    Expectations on the table's shape look at its own columns, the others at computed ones: two frames.
+    """
+    found: list[Finding] = []
+    shape = [item for item in asked if item.about_shape]
+    for suffix, items in (("", [item for item in asked if not item.about_shape]), (" columns", shape)):
+        if items:
+            found += engine.check(title + suffix, subject.table, _frame_of(subject, items), items)
+    order = [item.check.name for item in asked]
+    return sorted(found, key=lambda finding: order.index(finding.expectation))
 
 
 def spark_verdicts(spark: SparkSession, source: Source, subject: Subject, asked: Sequence[BoundCheck]) -> pd.DataFrame:
@@ -200,3 +259,198 @@ def _append(lake: Lake, at: datetime, found: Sequence[TableCheck]) -> None:
     old = delta.to_pyarrow_dataset().count_rows(filter=pa.compute.field("at") < pa.scalar(at - KEEP, COLUMNS[0].type))
     if old:
         delta.delete(f"at < arrow_cast('{oldest}', 'Timestamp(Microsecond, Some(\"UTC\"))')")
+
+
+# --- what is checked
+
+
+def _product_subject(lake: Lake, product: Product) -> Subject:
+    """All rows of a product, folded if the table holds partials.
+
+    Raises:
+        QualityProblem: there is no such table, or it is too large.
+    """
+    table = lake.table(product.layer, product.name)
+    delta = _open(table)
+    types = {f.name: _spark_type(f.type) for f in delta.schema().fields}
+    rows: Any = table_rows(delta, table.path)
+    _bounded(table, rows)
+    if product.storage == "append":
+        rows = operator_of(product).merge(None, rows.to_table()) if rows.count_rows() else rows
+    times = ", ".join(f"CAST({_quoted(n)} AS TIMESTAMP) AS {_quoted(n)}" for n, t in types.items() if t == "timestamp")
+    query = f"SELECT * REPLACE ({times}) FROM rows" if times else "SELECT * FROM rows"  # noqa: S608 - quoted
+    return Subject(product.name, product.layer, delta.version(), "", rows, query, types)
+
+
+def bronze_subject(lake: Lake, source: Source, batch: str = "") -> Subject:
+    """A source's events, or those of some bronze commits.
+
+    Args:
+        batch: empty for all, ``latest``, a version, or ``FROM..TO``.
+
+    Raises:
+        QualityProblem: there is no such table or version, or it is too large.
+    """
+    table = lake.bronze(source.name)
+    delta = _open(table)
+    rows: Any = table_rows(delta, table.path)
+    files = [uri.removeprefix("file://") for uri in delta.file_uris()]
+    if batch:
+        first, last = _versions(table, batch, delta.version())
+        files = [path for v in range(first, last + 1) for path in _added(table, v)]
+        rows = file_rows(files, rows.schema)
+        batch = str(first) if first == last else f"{first}..{last}"
+    _bounded(table, rows)
+    return replace(_events_subject(source, rows, delta.version(), batch), files=tuple(files))
+
+
+def _events_subject(source: Source, rows: Any, version: int, batch: str) -> Subject:
+    """Bronze rows as events: fields of the payload beside the envelope."""
+    fields = parse_ddl(source.schema)
+    shape = json.dumps({name: _shape(field) for name, field in fields.items()}).replace("'", "''")
+    envelope = ", ".join(
+        f"CAST({name} AS TIMESTAMP) AS {name}" if name.endswith("_at") else name
+        for name in _ENVELOPE
+        if name not in fields
+    )
+    query = (
+        f"SELECT j.*, {envelope}, j IS NOT NULL AND reject IS NULL AS fits FROM (SELECT *, json_transform("  # noqa: S608
+        f"CASE WHEN json_valid(t) AND json_type(t) = 'OBJECT' THEN t END, '{shape}') AS j "
+        "FROM (SELECT *, TRY(decode(payload)) AS t FROM rows))"
+    )
+    types = {name: _built(field).sql(dialect="spark").lower() for name, field in fields.items()}
+    given = " AND ".join(["fits", *(f"{_quoted(path)} IS NOT NULL" for path in source.required)])
+    return Subject(source.name, "bronze", version, batch, rows, query, types, given)
+
+
+def _quoted(path: str) -> str:
+    """A column, or a field inside one by dots, as SQL."""
+    return ".".join(map(_quoted_name, path.split(".")))
+
+
+def _quoted_name(name: str) -> str:
+    """A column whose name may have dots, as SQL."""
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _plain_times(node: exp.Expr) -> exp.Expr:
+    """Times in UTC, without a zone: DuckDB computes with zones only with an extension that it would have to fetch."""
+    if isinstance(node, exp.DataType) and node.is_type("timestamptz", "timestampltz"):
+        return exp.DataType.build("timestamp")
+    return node
+
+
+def _shape(field: Field) -> Any:
+    """The type as DuckDB's ``json_transform`` takes it."""
+    if field.fields:
+        return {name: _shape(inner) for name, inner in field.fields.items()}
+    if field.element is not None:
+        return [_shape(field.element)]
+    return _built(field).transform(_plain_times).sql(dialect="duckdb")
+
+
+def _built(field: Field) -> exp.DataType:
+    return exp.DataType.build(field.text, dialect="spark")
+
+
+def _open(table: TableRef) -> DeltaTable:
+    if not table.exists():
+        raise QualityProblem(table.name, "there is no such table yet", "Run the pipeline first")
+    return DeltaTable(str(table.path))
+
+
+def _bounded(table: TableRef, rows: ds.Dataset) -> None:
+    if (count := rows.count_rows()) > MOST_ROWS:
+        remedy = "Look at a batch: --batch latest, or --batch FROM..TO"
+        raise QualityProblem(table.name, f"{count:,} rows are more than {MOST_ROWS:,}", remedy)
+
+
+def _versions(table: TableRef, batch: str, newest: int) -> tuple[int, int]:
+    if batch == "latest":
+        return next(((v, v) for v in range(newest, -1, -1) if _added(table, v, must=False)), (newest, newest))
+    match = _RANGE.fullmatch(batch)
+    if not match:
+        raise QualityProblem(table.name, f"{batch!r} is no batch", "Give latest, a version, or FROM..TO")
+    first, last = int(match[1]), int(match[2] or match[1])
+    if first > last or last > newest:
+        raise QualityProblem(table.name, f"there are no versions {batch}", f"The newest is {newest}")
+    return first, last
+
+
+def _added(table: TableRef, version: int, *, must: bool = True) -> list[str]:
+    """Data files that a commit added; none for a commit of maintenance."""
+    try:
+        added = DeltaLog(table.path).read(version).added
+    except TableGone:
+        if must:
+            raise QualityProblem(
+                table.name, f"version {version} is no longer in its log", "See millrace tables"
+            ) from None
+        return []
+    return [str(file.located(table.path)) for file in added if file.data_change]
+
+
+def _spark_type(kind: Any) -> str:
+    name = str(getattr(kind, "type", kind))
+    return _SPARK_NAMES.get(name, name)
+
+
+# --- computed columns
+
+
+def _frame_of(subject: Subject, asked: Sequence[BoundCheck]) -> pd.DataFrame:
+    """The columns that the expectations need, computed ones among them; for the table's shape, its own columns.
+
+    Raises:
+        QualityProblem: a predicate cannot be evaluated by DuckDB, or a column is missing.
+    """
+    wanted = {column: _quoted(column) for column in _columns(asked)}
+    for item in asked:
+        if item.check.sql:
+            wanted[item.computed] = _verdict(item, subject)
+        elif item.computed:
+            column = str(dict(item.check.arguments)["column"])
+            wanted[item.computed] = f"'{subject.types.get(column, 'absent')}'"
+    if any(item.about_shape for item in asked):
+        wanted = dict.fromkeys(subject.types, "NULL")
+    columns = ", ".join(f"{sql} AS {_quoted_name(name)}" for name, sql in wanted.items())
+    return _ask(subject, f"SELECT {columns or '1 AS one'} FROM ({subject.query})")  # noqa: S608 - quoted above
+
+
+def _columns(asked: Iterable[BoundCheck]) -> list[str]:
+    found: dict[str, None] = {}
+    for item in asked:
+        if item.about_shape or item.check.expect == TYPE_OF:
+            continue
+        for argument, value in item.check.arguments:
+            if argument in _COLUMN_ARGUMENTS:
+                found |= dict.fromkeys(map(str, value) if isinstance(value, list) else [str(value)])
+    return list(found)
+
+
+def _verdict(item: BoundCheck, subject: Subject) -> str:
+    """The predicate in DuckDB's SQL: true, false, or null for a row that it does not apply to."""
+    try:
+        tree = sqlglot.parse_one(item.check.sql, dialect="spark")
+    except SqlglotError as error:
+        problem = f"expectation {item.check.name} does not parse: {str(error).splitlines()[0]}"
+        raise QualityProblem(subject.table, problem) from None
+    met = f"coalesce(TRY({tree.transform(_plain_times).sql(dialect='duckdb')}), false)"
+    return f"CASE WHEN {subject.fits} THEN {met} END" if subject.fits and item.kind == EVENT else met
+
+
+def _ask(subject: Subject, sql: str) -> pd.DataFrame:
+    connection = locked_connection(threads=None)
+    try:
+        for macro in _SPARK_FUNCTIONS:
+            connection.execute(macro)
+        connection.register("rows", subject.rows)
+        return connection.sql(sql).to_arrow_table().to_pandas()
+    except duckdb.Error as error:
+        raise QualityProblem(
+            subject.table,
+            f"DuckDB cannot evaluate an expectation: {str(error).splitlines()[0]}",
+            "Correct it; or, if Spark can evaluate it, run: millrace quality --engine spark",
+        ) from None
+    finally:
+        connection.close()

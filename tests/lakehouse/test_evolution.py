@@ -22,8 +22,7 @@ from lakehouse.errors import BronzeReplaced, ExpectationHalt, QueryFailed
 from lakehouse.maintain.care import compact_bronze
 from lakehouse.quality.engine import EVENT, bound_checks
 from lakehouse.quality.notes import accept
-from lakehouse.quality.run import QualityRun, check_tables, spark_verdicts
-from lakehouse.quality.subject import bronze_subject
+from lakehouse.quality.run import QualityRun, bronze_subject, check_tables, spark_verdicts
 from lakehouse.replay import verify
 from tests.lakehouse.lakes import Site, assert_exact, click, eventually, mixture, result, sent, tuples
 
