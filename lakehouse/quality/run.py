@@ -26,8 +26,8 @@ from sqlglot.errors import SqlglotError
 from lakehouse.contract.deltalog import DeltaLog, TableGone
 from lakehouse.contract.lake import PROPERTY_KEY, QUALITY, Lake, TableRef, UnknownTable
 from lakehouse.contract.pipeline import Pipeline, Product, Source
+from lakehouse.contract.sql import locked_connection
 from lakehouse.contract.sql.ddl import Field, parse_ddl
-from lakehouse.contract.sql.locked import locked_connection
 from lakehouse.contract.storage import file_rows, spark_uri, table_rows
 from lakehouse.errors import QualityProblem
 from lakehouse.operators.registry import operator_of
