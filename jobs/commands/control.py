@@ -29,11 +29,12 @@ def control(
     migrate: Annotated[bool, typer.Option("--migrate", help="Bring the database up to date, and end.")] = False,
 ) -> None:
     """Run the control plane: tenants, apps, keys, sources and subscriptions over REST."""
-    from serve.control.app import open_store, run_control
+    from serve.control.app import run_control
+    from serve.control.store import ControlStore
 
     settings = chosen_settings()
     if migrate:
-        store = open_store(settings)
+        store = ControlStore(settings)
         store.close()
         err.print(f"{store.place} is up to date")
         return

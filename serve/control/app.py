@@ -43,8 +43,7 @@ from serve.control.routes import (
     Watchers,
     routes,
 )
-from serve.control.store import OPERATOR, ControlStore
-from serve.control.tables import KeyRow
+from serve.control.store import OPERATOR, ControlStore, KeyRow
 from serve.control.types import Action, NewKey
 from serve.push.request import json_response
 
@@ -66,13 +65,6 @@ _STATE_QUERY: dict[str, dict[str, Any]] = {
     "node": {"type": "string", "pattern": "^[0-9a-f]{1,32}$", "description": "id of the process that asks"},
 }
 _REFUSALS = {"application/problem+json": {"schema": {"$ref": _REF.format(name="Problem")}}}
-
-
-def open_store(settings: Settings) -> ControlStore:
-    """The database, brought up to date. Raises ConfigError or EnvironmentProblem."""
-    store = ControlStore(settings)
-    store.migrate()
-    return store
 
 
 def first_keys(settings: Settings, store: ControlStore) -> None:
@@ -128,7 +120,7 @@ async def run_control(settings: Settings, *, ready: Callable[[str], None], stop:
     tls = uses_tls(settings.serve)
     if not (tls or is_loopback(control.host)):
         log.warning("%s is reached from elsewhere without TLS: keys can be read on the way", control.host)
-    store = await asyncio.to_thread(open_store, settings)
+    store = await asyncio.to_thread(ControlStore, settings)
     try:
         await asyncio.to_thread(first_keys, settings, store)
         listener = listen(control.host, control.port, "control")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlencode
 
+import msgspec
 from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
@@ -25,16 +26,18 @@ from lakehouse.contract.pipeline.folder import added_source
 from lakehouse.contract.tomlfile import toml_text
 from serve.access import ReaderKey
 from serve.control import types
-from serve.control.store import Actor, ControlChange, now_ms
-from serve.control.tables import (
+from serve.control.store import (
+    Actor,
     AppRow,
     AuditRow,
+    ControlChange,
     GoneRow,
     KeyRow,
     RevisionRow,
     SourceRow,
     SubscriptionRow,
     TenantRow,
+    now_ms,
 )
 from serve.errors import RequestError
 from serve.push.request import invalid, whole_number
@@ -46,7 +49,9 @@ MAX_SOURCES = 1_000
 _TENANT_ACTIONS = frozenset({"read", "send", "manage"})
 _EARLIEST, _LATEST = (datetime(year, 1, 1, tzinfo=UTC) for year in (2000, 9000))
 _ZERO = "0" * 64
+_MOMENTS = frozenset({"at", "created", "ends", "until"})
 _R = TypeVar("_R", TenantRow, AppRow, KeyRow, SourceRow, SubscriptionRow)
+_E = TypeVar("_E", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +103,7 @@ class ControlCall:
 def list_tenants(call: ControlCall) -> types.Page[types.TenantEntry]:
     """Tenants: ``?after=&limit=``"""
     own = call.actor.tenant
-    return _page(call, TenantRow.name, _tenant, *([TenantRow.name == own] if own else []))
+    return _page(call, TenantRow.name, partial(_entry, types.TenantEntry), *([TenantRow.name == own] if own else []))
 
 
 def add_tenant(call: ControlCall) -> tuple[types.TenantEntry, TenantRow]:
@@ -112,13 +117,13 @@ def add_tenant(call: ControlCall) -> tuple[types.TenantEntry, TenantRow]:
     row = TenantRow(name=new.name, title=new.title, created=change.now, revision=change.revision)
     call.session.add(row)
     change.log("tenant.add", new.name, new.name)
-    return _tenant(row), row
+    return _entry(types.TenantEntry, row), row
 
 
 def show_tenant(call: ControlCall) -> tuple[types.TenantEntry, TenantRow]:
     """A tenant"""
     row = _tenant_row(call, call.path["tenant"])
-    return _tenant(row), row
+    return _entry(types.TenantEntry, row), row
 
 
 def remove_tenant(call: ControlCall) -> None:
@@ -135,10 +140,6 @@ def remove_tenant(call: ControlCall) -> None:
     change.log("tenant.remove", row.name, row.name)
 
 
-def _tenant(row: TenantRow) -> types.TenantEntry:
-    return types.TenantEntry(row.name, row.title, _at(row.created))
-
-
 def _tenant_row(call: ControlCall, name: str) -> TenantRow:
     call.fence(name)
     return _row(call, TenantRow, name)
@@ -150,7 +151,7 @@ def _tenant_row(call: ControlCall, name: str) -> TenantRow:
 def list_apps(call: ControlCall) -> types.Page[types.AppEntry]:
     """Apps of a tenant: ``?after=&limit=``"""
     tenant = _tenant_row(call, call.path["tenant"]).name
-    return _page(call, AppRow.name, _app, AppRow.tenant == tenant)
+    return _page(call, AppRow.name, partial(_entry, types.AppEntry), AppRow.tenant == tenant)
 
 
 def add_app(call: ControlCall) -> tuple[types.AppEntry, AppRow]:
@@ -171,13 +172,13 @@ def add_app(call: ControlCall) -> tuple[types.AppEntry, AppRow]:
     call.session.add(row)
     change.back("apps", f"{tenant}/{new.name}")
     change.log("app.add", new.name, tenant, ends=_text(row.ends))
-    return _app(row), row
+    return _entry(types.AppEntry, row), row
 
 
 def show_app(call: ControlCall) -> tuple[types.AppEntry, AppRow]:
     """An app"""
     row = _app_row(call, call.path["tenant"], call.path["app"])
-    return _app(row), row
+    return _entry(types.AppEntry, row), row
 
 
 def change_app(call: ControlCall) -> tuple[types.AppEntry, AppRow]:
@@ -189,7 +190,7 @@ def change_app(call: ControlCall) -> tuple[types.AppEntry, AppRow]:
         update(KeyRow).where(KeyRow.tenant == row.tenant, KeyRow.app == row.name).values(revision=change.revision)
     )
     change.log("app.change", row.name, row.tenant, ends=_text(row.ends))
-    return _app(row), row
+    return _entry(types.AppEntry, row), row
 
 
 def remove_app(call: ControlCall) -> None:
@@ -207,10 +208,6 @@ def _drop_app(call: ControlCall, row: AppRow) -> None:
     call.changing.gone("apps", f"{row.tenant}/{row.name}")
 
 
-def _app(row: AppRow) -> types.AppEntry:
-    return types.AppEntry(row.tenant, row.name, row.title, _at(row.created), _when(row.ends))
-
-
 def _app_row(call: ControlCall, tenant: str, name: str) -> AppRow:
     _tenant_row(call, tenant)
     return _row(call, AppRow, name, (tenant, name))
@@ -221,7 +218,7 @@ def _app_row(call: ControlCall, tenant: str, name: str) -> AppRow:
 
 def list_keys(call: ControlCall) -> types.Page[types.KeyEntry]:
     """Keys, of one tenant or app if asked: ``?tenant=&app=&after=&limit=``"""
-    return _page(call, KeyRow.id, partial(_key, call), *_owned(call, KeyRow))
+    return _page(call, KeyRow.id, partial(_key, call, types.KeyEntry), *_owned(call, KeyRow))
 
 
 def add_key(call: ControlCall) -> tuple[types.MadeKey, KeyRow]:
@@ -230,7 +227,7 @@ def add_key(call: ControlCall) -> tuple[types.MadeKey, KeyRow]:
     text = new_key(name)
     row = _new_key(call, call.body, name, key_hash(text))
     call.changing.log("key.add", row.id, row.tenant, name=row.name, app=row.app, actions=row.actions)
-    return types.MadeKey(**_key_values(call, row), key=text), row
+    return _key(call, types.MadeKey, row, key=text), row
 
 
 def import_keys(call: ControlCall) -> types.Imported:
@@ -251,7 +248,7 @@ def import_keys(call: ControlCall) -> types.Imported:
 def show_key(call: ControlCall) -> tuple[types.KeyEntry, KeyRow]:
     """A key, without its secret"""
     row = _row(call, KeyRow, call.path["id"])
-    return _key(call, row), row
+    return _key(call, types.KeyEntry, row), row
 
 
 def rotate_key(call: ControlCall) -> tuple[types.MadeKey, KeyRow]:
@@ -273,7 +270,7 @@ def rotate_key(call: ControlCall) -> tuple[types.MadeKey, KeyRow]:
     else:
         change.drop_keys([old])
     change.log("key.rotate", old.id, old.tenant, name=old.name, by=name, grace_s=grace_s)
-    return types.MadeKey(**_key_values(call, row), key=text), row
+    return _key(call, types.MadeKey, row, key=text), row
 
 
 def revoke_key(call: ControlCall) -> None:
@@ -318,14 +315,9 @@ def _actions(new: types.NewKey) -> list[str]:
     return sorted({*new.actions, *(("read",) if "queries" in new.actions else ())})
 
 
-def _key(call: ControlCall, row: KeyRow) -> types.KeyEntry:
-    return types.KeyEntry(**_key_values(call, row))
-
-
-def _key_values(call: ControlCall, row: KeyRow) -> dict[str, Any]:
-    values: dict[str, Any] = {name: getattr(row, name) for name in types.KeyEntry.__struct_fields__}
+def _key(call: ControlCall, kind: type[_E], row: KeyRow, **more: Any) -> _E:
     app = call.session.get(AppRow, (row.tenant, row.app)) if row.app else None
-    return values | {"created": _at(row.created), "until": _when(_sooner(row.until, app.ends if app else None))}
+    return _entry(kind, row, until=_moment(_sooner(row.until, app.ends if app else None)), **more)
 
 
 # --- sources
@@ -334,13 +326,13 @@ def _key_values(call: ControlCall, row: KeyRow) -> dict[str, Any]:
 def list_sources(call: ControlCall) -> types.Page[types.SourceEntry]:
     """Sources of the run time: ``?after=&limit=``"""
     call.operator()
-    return _page(call, SourceRow.name, _source)
+    return _page(call, SourceRow.name, partial(_entry, types.SourceEntry))
 
 
 def show_source(call: ControlCall) -> tuple[types.SourceEntry, SourceRow]:
     """A source of the run time"""
     row = _source_row(call)
-    return _source(row), row
+    return _entry(types.SourceEntry, row), row
 
 
 def put_source(call: ControlCall) -> tuple[types.SourceEntry, SourceRow]:
@@ -358,7 +350,7 @@ def put_source(call: ControlCall) -> tuple[types.SourceEntry, SourceRow]:
         call.matches(row)
         row.declaration, row.revision = declaration, change.revision
     change.log("source.put", name, "", declaration=declaration)
-    return _source(row), row
+    return _entry(types.SourceEntry, row), row
 
 
 def remove_source(call: ControlCall) -> None:
@@ -394,19 +386,12 @@ def _source_row(call: ControlCall) -> SourceRow:
     return _row(call, SourceRow, call.path["name"])
 
 
-def _source(row: SourceRow) -> types.SourceEntry:
-    return types.SourceEntry(row.name, row.declaration, _at(row.created))
-
-
 # --- subscriptions
 
 
 def list_subscriptions(call: ControlCall) -> types.Page[types.SubscriptionEntry]:
     """Subscriptions, of one tenant or app if asked: ``?tenant=&app=&after=&limit=``"""
-
-    def shown(row: SubscriptionRow) -> types.SubscriptionEntry:
-        return types.SubscriptionEntry(**_subscription(call, row))
-
+    shown = partial(_subscription, call, types.SubscriptionEntry)
     return _page(call, SubscriptionRow.id, shown, *_owned(call, SubscriptionRow))
 
 
@@ -441,13 +426,13 @@ def add_subscription(call: ControlCall) -> tuple[types.MadeSubscription, Subscri
     )
     call.session.add(row)
     change.log("subscription.add", name, new.tenant, app=new.app, table=new.table, where=new.where, key=made)
-    return types.MadeSubscription(**_subscription(call, row), key=text), row
+    return _subscription(call, types.MadeSubscription, row, key=text), row
 
 
 def show_subscription(call: ControlCall) -> tuple[types.SubscriptionEntry, SubscriptionRow]:
     """A subscription"""
     row = _row(call, SubscriptionRow, call.path["id"])
-    return types.SubscriptionEntry(**_subscription(call, row)), row
+    return _subscription(call, types.SubscriptionEntry, row), row
 
 
 def remove_subscription(call: ControlCall) -> None:
@@ -460,7 +445,7 @@ def remove_subscription(call: ControlCall) -> None:
     change.drop_keys(call.session.scalars(keys).all())
 
 
-def _subscription(call: ControlCall, row: SubscriptionRow) -> dict[str, Any]:
+def _subscription(call: ControlCall, kind: type[_E], row: SubscriptionRow, **more: Any) -> _E:
     base = call.serve_url
     asked = urlencode({"table": row.table} | ({"columns": ",".join(row.columns)} if row.columns else {}))
     channels = types.Channels(
@@ -469,8 +454,7 @@ def _subscription(call: ControlCall, row: SubscriptionRow) -> dict[str, Any]:
         poll=f"{base}/v1/poll?{asked}",
         rows=f"{base}/v1/tables/{row.table}",
     )
-    values = {name: getattr(row, name) for name in ("id", "tenant", "app", "table", "where", "columns")}
-    return values | {"channels": channels, "key_id": row.key, "created": _at(row.created)}
+    return _entry(kind, row, channels=channels, key_id=row.key, **more)
 
 
 # --- audit and state
@@ -482,10 +466,7 @@ def list_audit(call: ControlCall) -> types.Page[types.AuditEntry]:
     if "after" in call.query:
         rows = rows.where(AuditRow.id < whole_number(call.query["after"], "after", 0, 999_999_999))
     found = call.session.scalars(rows.limit(limit)).all()
-    shown = [
-        types.AuditEntry(row.id, _at(row.at), row.key, row.who, row.tenant, row.act, row.subject, row.detail)
-        for row in found
-    ]
+    shown = [_entry(types.AuditEntry, row) for row in found]
     return types.Page(shown, str(found[-1].id) if len(found) == limit else None)
 
 
@@ -502,7 +483,8 @@ def state_since(session: Session, since: int | None) -> tuple[int, types.SharedS
     for name, title in session.execute(select(TenantRow.name, TenantRow.title).where(TenantRow.revision > after)):
         found["tenants"][name] = {"title": title}
     for app in session.execute(select(AppRow.__table__).where(AppRow.revision > after)).mappings():
-        found["apps"][f"{app['tenant']}/{app['name']}"] = {"title": app["title"], "ends": _seconds(app["ends"])}
+        ends = None if app["ends"] is None else app["ends"] / 1000
+        found["apps"][f"{app['tenant']}/{app['name']}"] = {"title": app["title"], "ends": ends}
     own = select(KeyRow.__table__, AppRow.ends).outerjoin(
         AppRow, (AppRow.tenant == KeyRow.tenant) & (AppRow.name == KeyRow.app)
     )
@@ -526,7 +508,7 @@ def _shared_key(key: Mapping[Any, Any], until: int | None) -> dict[str, Any]:
     entry = {name: key[name] for name in (*same, "rate", "connections", "max_event_bytes") if key[name]}
     if "queries" in key["actions"]:
         entry["queries"] = True
-    return entry | {"created": _at(key["created"]).isoformat()} | ({"until": until / 1000} if until else {})
+    return entry | {"created": _text(key["created"])} | ({"until": until / 1000} if until else {})
 
 
 # --- helpers
@@ -568,20 +550,18 @@ def _sooner(one: int | None, other: int | None) -> int | None:
     return min((each for each in (one, other) if each is not None), default=None)
 
 
-def _at(ms: int) -> datetime:
-    return datetime.fromtimestamp(ms / 1000, UTC)
+def _entry(kind: type[_E], row: Any, **more: Any) -> _E:
+    """A row as answers show it, with what ``more`` says beside it or instead."""
+    shown = {name: getattr(row, name) for name in kind.__struct_fields__ if name not in more}
+    return kind(**{name: _moment(value) if name in _MOMENTS else value for name, value in shown.items()}, **more)
 
 
-def _when(ms: int | None) -> datetime | None:
-    return None if ms is None else _at(ms)
+def _moment(ms: int | None) -> datetime | None:
+    return None if ms is None else datetime.fromtimestamp(ms / 1000, UTC)
 
 
 def _text(ms: int | None) -> str | None:
-    return None if ms is None else _at(ms).isoformat()
-
-
-def _seconds(ms: int | None) -> float | None:
-    return None if ms is None else ms / 1000
+    return None if ms is None else datetime.fromtimestamp(ms / 1000, UTC).isoformat()
 
 
 def _ms(moment: datetime | None) -> int | None:

@@ -23,8 +23,7 @@ from starlette.routing import BaseRoute, Route
 from lakehouse.contract.access import key_hash
 from serve.control import operations as act
 from serve.control import types
-from serve.control.store import Actor, ControlStore, now_ms
-from serve.control.tables import AppRow, KeyRow
+from serve.control.store import Actor, AppRow, ControlStore, KeyRow, now_ms
 from serve.errors import RequestError
 from serve.push.request import body_of, http_error, invalid, problem, query_of, refused_request
 
@@ -189,23 +188,24 @@ def actor_of(store: ControlStore, headers: Mapping[str, str], *wanted: str) -> A
     scheme, _, text = headers.get("authorization", "").partition(" ")
     presented = text.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
     parts = presented[:_MAX_KEY_CHARS].split("_", 2)
+    named = len(parts) == 3 and parts[1].isascii() and parts[1].isprintable()
     with store.reading() as session:
-        row = (
-            session.get(KeyRow, parts[1]) if len(parts) == 3 and parts[1].isascii() and parts[1].isprintable() else None
-        )
+        row = session.get(KeyRow, parts[1]) if named else None
         same = hmac.compare_digest(key_hash(presented), row.hash if row is not None else _NOBODY)
         app = session.get(AppRow, (row.tenant, row.app)) if row is not None and row.app else None
-        ends = [each.until if isinstance(each, KeyRow) else each.ends for each in (row, app) if each is not None]
+        ends = (row.until if row is not None else None, app.ends if app is not None else None)
         if row is None or not same or any(end is not None and end <= now_ms() for end in ends):
             raise RequestError(RequestError.UNAUTHORIZED, "unauthorized", "show a good key: Authorization: Bearer KEY")
         if not {*wanted} & {*row.actions}:
-            needed = " or ".join(wanted)
-            raise RequestError(RequestError.FORBIDDEN, "forbidden", f"this key may not {needed}")
-        return Actor(row.id, row.name, row.tenant, tuple(row.actions))
+            raise RequestError(RequestError.FORBIDDEN, "forbidden", f"this key may not {' or '.join(wanted)}")
+        return Actor(row.id, row.name, row.tenant)
 
 
-def _endpoint(operation: Operation) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(operations: Mapping[str, Operation]) -> Callable[[Request], Awaitable[Response]]:
+    """The operations of one path, by method."""
+
     async def endpoint(request: Request) -> Response:
+        operation = operations["GET" if request.method == "HEAD" else request.method]
         context: ControlContext = request.app.state.context
         query = query_of(request.url.query)
         if any("\0" in text for text in (request.url.path, *request.path_params.values(), *query.values())):
@@ -232,7 +232,6 @@ def _endpoint(operation: Operation) -> Callable[[Request], Awaitable[Response]]:
             response.headers["Millrace-Known-By"] = f"{known}/{of}"
         return response
 
-    endpoint.__doc__ = operation.run.__doc__
     return endpoint
 
 
@@ -301,11 +300,8 @@ async def forward(request: Request) -> Response:
     context: ControlContext = request.app.state.context
     actor = await asyncio.to_thread(actor_of, context.store, request.headers, "read", "queries")
     body = await body_of(request, types.MAX_BODY)
-    sent = {
-        name: request.headers[name]
-        for name in ("authorization", "x-api-key", "content-type")
-        if name in request.headers
-    }
+    passed = ("authorization", "x-api-key", "content-type")
+    sent = {name: request.headers[name] for name in passed if name in request.headers}
     target = request.url.path + (f"?{request.url.query}" if request.url.query else "")
     try:
         answer = await context.server.request(request.method, target, content=body, headers=sent)
@@ -343,23 +339,16 @@ async def readyz(request: Request) -> Response:
 
 def routes() -> list[BaseRoute]:
     """One route a path: another method than those of its operations is answered 405."""
-    by_path: dict[str, dict[str, Callable[[Request], Awaitable[Response]]]] = defaultdict(dict)
+    by_path: dict[str, dict[str, Operation]] = defaultdict(dict)
     for operation in OPERATIONS:
-        by_path[operation.path][operation.method] = _endpoint(operation)
-    found: list[BaseRoute] = [Route(path, _by_method(each), methods=[*each]) for path, each in by_path.items()]
+        by_path[operation.path][operation.method] = operation
+    found: list[BaseRoute] = [Route(path, _endpoint(each), methods=[*each]) for path, each in by_path.items()]
     forwarded = [
         Route(path, forward, methods=methods)
         for kind in FORWARDED
         for path, methods in ((f"/v1/{kind}", ["GET", "POST"]), (f"/v1/{kind}/{{rest:path}}", ["GET", "DELETE"]))
     ]
     return [*found, *forwarded, Route("/v1/state", show_state), Route("/healthz", healthz), Route("/readyz", readyz)]
-
-
-def _by_method(endpoints: Mapping[str, Callable[[Request], Awaitable[Response]]]) -> Callable[..., Any]:
-    async def endpoint(request: Request) -> Response:
-        return await endpoints["GET" if request.method == "HEAD" else request.method](request)
-
-    return endpoint
 
 
 async def _conflict(_: Request, __: Exception) -> Response:

@@ -1,4 +1,8 @@
-"""The database of the control plane as this process uses it: SQLite in the lake, or PostgreSQL by URL. Blocking."""
+"""The database of the control plane: SQLite in the lake, or PostgreSQL by URL. Blocking.
+
+Each row that other processes must know has the revision of its last change. A row that is gone leaves its name and the
+revision in ``gone``, so that "what has changed since" is one query a table. Times are milliseconds since the epoch.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +15,141 @@ from typing import Any
 
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Engine, create_engine, delete, event, select, update
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Engine,
+    ForeignKeyConstraint,
+    Index,
+    MetaData,
+    String,
+    create_engine,
+    delete,
+    event,
+    select,
+    update,
+)
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from lakehouse.contract.access import control_folder
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem
 from lakehouse.contract.settings import Settings
-from serve.control.tables import AuditRow, GoneRow, KeyRow, RevisionRow, SubscriptionRow
 
 _BUSY_S = 10
 _AT_A_TIME = 1_000
+_NAMING = {
+    "ix": "ix_%(table_name)s_%(column_0_name)s",
+    "fk": "fk_%(table_name)s_%(referred_table_name)s",
+    "pk": "pk_%(table_name)s",
+}
+
+
+class ControlBase(DeclarativeBase):
+    metadata = MetaData(naming_convention=_NAMING)
+    type_annotation_map = {dict[str, Any]: JSON, list[str]: JSON, dict[str, str]: JSON}  # noqa: RUF012 - SQLAlchemy's
+
+
+class RevisionRow(ControlBase):
+    """One row: the revision of the newest change. A change locks it first, so that changes are in one order."""
+
+    __tablename__ = "revision"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    revision: Mapped[int] = mapped_column(BigInteger)
+
+
+class TenantRow(ControlBase):
+    __tablename__ = "tenants"
+    name: Mapped[str] = mapped_column(String(63), primary_key=True)
+    title: Mapped[str] = mapped_column(String(200))
+    created: Mapped[int] = mapped_column(BigInteger)
+    revision: Mapped[int] = mapped_column(BigInteger, index=True)
+
+
+class AppRow(ControlBase):
+    """``ends``: end of life, after which no key of the app is good."""
+
+    __tablename__ = "apps"
+    __table_args__ = (ForeignKeyConstraint(["tenant"], ["tenants.name"]),)
+    tenant: Mapped[str] = mapped_column(String(63), primary_key=True)
+    name: Mapped[str] = mapped_column(String(63), primary_key=True)
+    title: Mapped[str] = mapped_column(String(200))
+    ends: Mapped[int | None] = mapped_column(BigInteger)
+    created: Mapped[int] = mapped_column(BigInteger)
+    revision: Mapped[int] = mapped_column(BigInteger, index=True)
+
+
+class KeyRow(ControlBase):
+    """``tenant`` and ``app`` are empty for a key of the operator's own."""
+
+    __tablename__ = "keys"
+    __table_args__ = (Index("ix_keys_owner", "tenant", "app"),)
+    id: Mapped[str] = mapped_column(String(63), primary_key=True)
+    hash: Mapped[str] = mapped_column(String(64))
+    name: Mapped[str] = mapped_column(String(200))
+    tenant: Mapped[str] = mapped_column(String(63))
+    app: Mapped[str] = mapped_column(String(63))
+    actions: Mapped[list[str]]
+    tables: Mapped[list[str]]
+    rows: Mapped[dict[str, str]]
+    sources: Mapped[list[str]]
+    rate: Mapped[int]
+    connections: Mapped[int]
+    max_event_bytes: Mapped[int]
+    until: Mapped[int | None] = mapped_column(BigInteger, index=True)
+    created: Mapped[int] = mapped_column(BigInteger)
+    revision: Mapped[int] = mapped_column(BigInteger, index=True)
+
+
+class SourceRow(ControlBase):
+    __tablename__ = "sources"
+    name: Mapped[str] = mapped_column(String(63), primary_key=True)
+    declaration: Mapped[dict[str, Any]]
+    created: Mapped[int] = mapped_column(BigInteger)
+    revision: Mapped[int] = mapped_column(BigInteger, index=True)
+
+
+class SubscriptionRow(ControlBase):
+    """``key``: id of the newest key that was made for it."""
+
+    __tablename__ = "subscriptions"
+    __table_args__ = (
+        ForeignKeyConstraint(["tenant", "app"], ["apps.tenant", "apps.name"]),
+        Index("ix_subscriptions_owner", "tenant", "app"),
+    )
+    id: Mapped[str] = mapped_column(String(63), primary_key=True)
+    tenant: Mapped[str] = mapped_column(String(63))
+    app: Mapped[str] = mapped_column(String(63))
+    table: Mapped[str] = mapped_column(String(63))
+    where: Mapped[str]
+    columns: Mapped[list[str]]
+    key: Mapped[str] = mapped_column(String(63), index=True)
+    created: Mapped[int] = mapped_column(BigInteger)
+    revision: Mapped[int] = mapped_column(BigInteger)
+
+
+class GoneRow(ControlBase):
+    """``kind``: a table's name; ``name``: of the row that was in it."""
+
+    __tablename__ = "gone"
+    kind: Mapped[str] = mapped_column(String(16), primary_key=True)
+    name: Mapped[str] = mapped_column(String(127), primary_key=True)
+    revision: Mapped[int] = mapped_column(BigInteger, index=True)
+
+
+class AuditRow(ControlBase):
+    """Who did what. The database itself refuses to change or delete a row."""
+
+    __tablename__ = "audit"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    at: Mapped[int] = mapped_column(BigInteger)
+    key: Mapped[str] = mapped_column(String(63))
+    who: Mapped[str] = mapped_column(String(200))
+    tenant: Mapped[str] = mapped_column(String(63), index=True)
+    act: Mapped[str] = mapped_column(String(32))
+    subject: Mapped[str] = mapped_column(String(200))
+    detail: Mapped[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +159,9 @@ class Actor:
     key: str
     name: str
     tenant: str
-    actions: tuple[str, ...]
 
 
-OPERATOR = Actor("", "operator of this machine", "", ("manage",))
+OPERATOR = Actor("", "operator of this machine", "")
 
 
 class ControlChange:
@@ -86,11 +212,11 @@ class ControlChange:
 
 
 class ControlStore:
-    """See the module.
+    """The database, opened and brought up to date.
 
     Raises:
         ConfigError: the URL is none, or names an unknown kind of database.
-        EnvironmentProblem: the database cannot be opened.
+        EnvironmentProblem: the database cannot be opened or brought up to date.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -115,9 +241,9 @@ class ControlStore:
             reason = str(error).partition("\n")[0]
             remedy = "Start it, check control.database, and install the extra `postgres` for PostgreSQL"
             raise EnvironmentProblem(f"{self.place} cannot be opened: {reason}", remedy) from None
+        self._migrate()
 
-    def migrate(self) -> None:
-        """Bring the tables to the newest form. Raises EnvironmentProblem."""
+    def _migrate(self) -> None:
         config = Config()
         config.set_main_option("script_location", str(Path(__file__).parent / "migrations").replace("%", "%%"))
         try:
@@ -129,15 +255,13 @@ class ControlStore:
             remedy = "A database of a newer Millrace needs that Millrace; else restore a backup"
             raise EnvironmentProblem(f"{self.place} cannot be brought up to date: {reason}", remedy) from None
 
-    @contextmanager
-    def reading(self) -> Iterator[Session]:
-        with Session(self._engine) as session:
-            yield session
+    def reading(self) -> Session:
+        return Session(self._engine)
 
     @contextmanager
     def changing(self, actor: Actor) -> Iterator[ControlChange]:
         """A transaction; changes come one after the other."""
-        with Session(self._engine, autoflush=True) as session, session.begin():
+        with Session(self._engine) as session, session.begin():
             change = ControlChange(session, actor, now_ms())
             change.end_keys()
             yield change

@@ -1,13 +1,7 @@
-"""Runs the steps on the connection that :meth:`serve.control.store.ControlStore.migrate` opened."""
+"""Alembic runs the steps here, on the connection of :class:`serve.control.store.ControlStore`."""
 
 from alembic import context
 
-from serve.control.tables import ControlBase
-
-context.configure(
-    connection=context.config.attributes["connection"],
-    target_metadata=ControlBase.metadata,
-    render_as_batch=True,
-)
+context.configure(connection=context.config.attributes["connection"])
 with context.begin_transaction():
     context.run_migrations()

@@ -17,26 +17,25 @@ from sqlalchemy.exc import DBAPIError
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem
 from lakehouse.contract.settings import ControlSettings, Settings
 from serve.control import operations
-from serve.control.app import control_openapi, open_store
+from serve.control.app import control_openapi
 from serve.control.routes import OPERATIONS, PUBLIC, routes
-from serve.control.tables import ControlBase
+from serve.control.store import OPERATOR, ControlBase, ControlStore
 from tests.serve.control.conftest import Plane, controlling, good, new_tenant
 
 SOURCE = {"topic": "clicks", "schema": "id STRING, at TIMESTAMP", "event_time": "at", "collectors": [{"kind": "http"}]}
 
 
 def test_migrations_give_the_tables_of_the_models(tmp_path: Path, database: str) -> None:
-    store = open_store(Settings(lake=tmp_path, control=ControlSettings(database=database)))
-    store.migrate()
+    settings = Settings(lake=tmp_path, control=ControlSettings(database=database))
+    ControlStore(settings).close()
+    store = ControlStore(settings)
     with store.reading() as session:
         assert compare_metadata(MigrationContext.configure(session.connection()), ControlBase.metadata) == []
     store.close()
 
 
 def test_database_refuses_to_change_the_audit_log(tmp_path: Path, database: str) -> None:
-    from serve.control.store import OPERATOR
-
-    store = open_store(Settings(lake=tmp_path, control=ControlSettings(database=database)))
+    store = ControlStore(Settings(lake=tmp_path, control=ControlSettings(database=database)))
     with store.changing(OPERATOR) as change:
         change.log("key.add", "x", "")
     for statement in ("UPDATE audit SET act = 'no'", "DELETE FROM audit"):
@@ -48,9 +47,9 @@ def test_database_refuses_to_change_the_audit_log(tmp_path: Path, database: str)
 def test_wrong_database_is_refused_with_a_remedy(tmp_path: Path) -> None:
     for url in ("mysql://x/y", "nonsense", "postgresql+asyncpg://x/y"):
         with pytest.raises(ConfigError, match=r"control\.database"):
-            open_store(Settings(lake=tmp_path, control=ControlSettings(database=url)))
+            ControlStore(Settings(lake=tmp_path, control=ControlSettings(database=url)))
     with pytest.raises(EnvironmentProblem) as nobody:
-        open_store(Settings(lake=tmp_path, control=ControlSettings(database="postgresql://u:secret@127.0.0.1:1/x")))
+        ControlStore(Settings(lake=tmp_path, control=ControlSettings(database="postgresql://u:secret@127.0.0.1:1/x")))
     assert "secret" not in str(nobody.value)
 
 

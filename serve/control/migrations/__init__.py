@@ -1,1 +1,0 @@
-"""Alembic's environment of the control plane's database."""
