@@ -33,7 +33,7 @@ from serve.http.metrics import ServerCollector, ServerMetrics
 from serve.http.rows import RowSource
 from serve.push.sse import ServingHttpProtocol
 from serve.push.websocket import WEBSOCKET, SubscriberWebSocket
-from serve.sql.pool import Workers
+from serve.sql.routes import Workers
 from serve.tables.tables import Declarations, Tables, clock_ms
 from serve.webhooks.runner import WebhookContext, WebhookFleet
 

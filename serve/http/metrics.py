@@ -23,7 +23,7 @@ from lakehouse.contract.storage import write_whole
 from serve.access import ReaderGate
 from serve.core.hub import Hub
 from serve.http.rows import RowSource
-from serve.sql.pool import Workers
+from serve.sql.routes import Workers
 from serve.webhooks.runner import WebhookFleet
 
 log = logging.getLogger(__name__)

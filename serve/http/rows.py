@@ -46,7 +46,7 @@ from serve.core.position import Position, Seal
 from serve.core.view import LiveView, RowsView, SubscriberView, filter_errors
 from serve.errors import FilterError, PositionExpired, RequestError, SqlError
 from serve.push.request import admitted, invalid, problem, query_of, subscription_of, whole_number
-from serve.sql.pool import Workers
+from serve.sql.routes import Workers
 from serve.tables.state import AsOf, TableReader, TableState, parse_as_of, version_at
 from serve.tables.tables import BRONZE, Replay, Tables, now_ms
 

@@ -2,8 +2,7 @@
 
 ::
 
-    statement   what is allowed, the tables that it sees, and its result
-    worker      a process that runs one statement at a time; killed if it takes too long or nobody waits
-    pool        the server's workers
-    routes      HTTP
+    payloads    the payloads of a source as columns
+    statement   what is allowed, the tables that it sees, its result, and the process that runs it
+    routes      HTTP, and the server's processes
 """

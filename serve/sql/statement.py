@@ -1,4 +1,4 @@
-"""One reading statement of somebody who may see a part of the lake. It blocks; the server runs it in a worker process.
+"""One reading statement of somebody who may see a part of the lake, and the process in which the server runs it.
 
 sqlglot's tree decides whether it is allowed: one SELECT or the like, known tables, few table functions. DuckDB runs
 that tree, written out again, so that nothing runs that was not checked. It has neither files nor network nor
@@ -6,16 +6,27 @@ extensions.
 
 A table with a row filter is *copied* into DuckDB through the filter before the statement runs. With a view, the
 optimiser could evaluate the statement's expressions on hidden rows, and their error messages would show the content.
+
+The process, ``python -m serve.sql.statement``, runs one statement at a time. Statements and answers go over standard
+input and output in MessagePack, each with its length in front. A statement that does not end is ended with its process:
+the server kills it, or the alarm that it has set for itself.
 """
 
 from __future__ import annotations
 
+import os
+import resource
+import signal
+import struct
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
 import duckdb
+import msgspec
 import pyarrow as pa
 import sqlglot
 from deltalake import DeltaTable
@@ -24,6 +35,7 @@ from sqlglot import exp
 from sqlglot.errors import SqlglotError
 
 from lakehouse.contract.deltalog import TableGone, TableUnreadable
+from lakehouse.contract.errors import MillraceError
 from lakehouse.contract.lake import Lake, UnknownTable
 from lakehouse.contract.rows import Fold
 from lakehouse.contract.sql import locked_connection
@@ -61,6 +73,13 @@ _REFUSED = frozenset({"current_setting", "getenv", "getvariable", "nextval", "cu
 _BATCH_ROWS = 2_048
 _THREADS = 2
 
+LENGTH = struct.Struct(">I")
+READY = b"ready\n"
+"""Said once, when everything is imported: a statement's time begins after it."""
+
+_SPARE_BYTES = 1_073_741_824  # stacks and arenas of threads
+_SPARE_S = 5  # after the time at which the server should have killed us
+
 
 @dataclass(frozen=True, slots=True)
 class Statement:
@@ -68,7 +87,7 @@ class Statement:
 
     Attributes:
         as_of: version or time for tables without one in the text; empty: the newest.
-        rows, size: bounds of the answer; size in bytes.
+        rows, size: bounds of the answer, which the server holds in memory; size in bytes.
         memory_mb: of DuckDB.
         seconds: after which whoever runs it ends it.
         arrow: whether the answer is an Arrow IPC stream, else JSON.
@@ -112,10 +131,7 @@ class StatementResult:
 
 
 def run(statement: Statement) -> StatementResult:
-    """The answer, cut off at its bounds.
-
-    Raises UnknownTable (also for tables hidden from the principal) and SqlError.
-    """
+    """The answer, cut off at its bounds. Raises SqlError, and UnknownTable also for tables that are hidden."""
     with _executed(statement) as (schema, batches, versions):
         answer = _answer(statement, schema, batches)
         answer.versions = versions
@@ -169,8 +185,7 @@ def _executed(statement: Statement) -> Iterator[tuple[pa.Schema, Iterable[pa.Rec
     versions: dict[str, int] = {}
     try:
         for alias, (name, moment) in wanted.items():
-            schema = statement.payloads[name] if alias.startswith(name + EVENTS) else None
-            versions[name] = _open(connection, lake, _Opened(alias, name, moment, schema), statement.principal)
+            versions[name] = _open(connection, lake, statement, alias, name, moment)
         as_written = statement.trusted and not any(moment for _, moment in wanted.values())
         text = statement.sql.strip().rstrip(";") if as_written else tree.sql(dialect="duckdb")
         named = {name.lower().removesuffix(PARTIALS) for name in connection.get_table_names(text)}
@@ -250,13 +265,12 @@ def _check_payloads(tree: exp.Expression, bronze: set[str]) -> None:
     """Refuse functions of JSON over bronze's bytes: DuckDB would answer null to each of them."""
     for column in tree.find_all(exp.Column) if bronze else ():
         call = column.parent
-        if column.name.lower() == "payload" and isinstance(call, exp.Func) and "json" in _name(call):
+        if column.name.lower() != "payload" or not isinstance(call, exp.Func):
+            continue
+        name = str(call.name if isinstance(call, exp.Anonymous) else call.sql_name()).lower()
+        if "json" in name:
             remedy = f"Write FROM {min(bronze)}{EVENTS}, or decode(payload) for payload"
-            raise SqlError(f"payload has bytes, and {_name(call)} reads text", remedy)
-
-
-def _name(call: exp.Func) -> str:
-    return str(call.name if isinstance(call, exp.Anonymous) else call.sql_name()).lower()
+            raise SqlError(f"payload has bytes, and {name} reads text", remedy)
 
 
 def _moment(node: exp.Table) -> AsOf | None:
@@ -273,27 +287,12 @@ def _moment(node: exp.Table) -> AsOf | None:
     return parse_as_of(value.name)
 
 
-@dataclass(frozen=True, slots=True)
-class _Opened:
-    """A table that a statement reads.
-
-    Attributes:
-        alias: its name in the statement.
-        name: of the table.
-        moment: that it is read at; None: now.
-        events: what its payloads hold, where they are read as columns.
-    """
-
-    alias: str
-    name: str
-    moment: AsOf | None
-    events: PayloadSchema | None
-
-
-def _open(connection: duckdb.DuckDBPyConnection, lake: Lake, opened: _Opened, principal: Principal) -> int:
-    """Make a table visible under its alias; returns its version."""
-    alias, name, moment = opened.alias, opened.name, opened.moment
+def _open(
+    connection: duckdb.DuckDBPyConnection, lake: Lake, statement: Statement, alias: str, name: str, moment: AsOf | None
+) -> int:
+    """Make a table, as it was at a moment, visible under its name in the statement; returns its version."""
     path = lake.find(name).path
+    events = statement.payloads[name] if alias.startswith(name + EVENTS) else None
     try:
         table = DeltaTable(str(path), version=None if moment is None else version_at(path, moment))
         rows = table_rows(table, path)
@@ -302,16 +301,17 @@ def _open(connection: duckdb.DuckDBPyConnection, lake: Lake, opened: _Opened, pr
         raise SqlError(str(error)) from None
     except (DeltaError, OSError, pa.ArrowException) as error:
         raise SqlError(f"table {name!r} cannot be read: {str(error).splitlines()[0]}") from None
-    guard = principal.condition(name)
-    raw = "__source" if guard else alias if fold is None and opened.events is None else alias + PARTIALS
+    guard = statement.principal.condition(name)
+    raw = "__source" if guard else alias if fold is None and events is None else alias + PARTIALS
     connection.register(raw, rows)
     source, shown = _quoted(raw), ""
-    if opened.events is not None:
-        shown = events_sql(source, rows.schema.names, opened.events)
+    if events is not None:
+        shown = events_sql(source, rows.schema.names, events)
         columns = connection.sql(f"{shown} LIMIT 0").to_arrow_table().schema
         info = TableInfo(name, "", tuple(columns.names), (), types=tuple(columns.types))
     elif fold is not None:
-        shown = _folded(connection, fold, raw, rows)
+        types = dict(zip(rows.schema.names, map(str, connection.table(raw).types), strict=True))
+        shown = fold.sql(source, rows.schema.names, types)
     if guard:
         try:
             condition = parse_condition(guard, Columns.of(info))
@@ -336,16 +336,11 @@ def _described(path: LakePath, table: DeltaTable, schema: pa.Schema) -> tuple[Ta
     return whole, info.folding if info.folded else None
 
 
-def _folded(connection: duckdb.DuckDBPyConnection, fold: Fold, raw: str, rows: Any) -> str:
-    types: Mapping[str, str] = dict(zip(rows.schema.names, map(str, connection.table(raw).types), strict=True))
-    return fold.sql(_quoted(raw), rows.schema.names, types)
-
-
 def _answer(statement: Statement, schema: pa.Schema, batches: Any) -> StatementResult:
     """The rows within the bounds."""
     answer = StatementResult(columns=[(column.name, str(column.type)) for column in schema])
-    sink = pa.BufferOutputStream() if statement.arrow else None
-    writer = pa.ipc.new_stream(sink, schema) if sink is not None else None
+    sink = pa.BufferOutputStream()
+    writer = pa.ipc.new_stream(sink, schema) if statement.arrow else None
     texts: list[bytes] = []
     size = 0
     for batch in batches:
@@ -367,7 +362,7 @@ def _answer(statement: Statement, schema: pa.Schema, batches: Any) -> StatementR
             texts += some
         if answer.truncated:
             break
-    if writer is not None and sink is not None:
+    if writer is not None:
         writer.close()
         answer.body = sink.getvalue().to_pybytes()
     else:
@@ -385,3 +380,49 @@ def _rows(batch: pa.RecordBatch | pa.Table) -> Any:
 
 def _quoted(name: str) -> str:
     return exp.to_identifier(name, quoted=True).sql(dialect="duckdb")
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server handles Ctrl-C
+    source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # keep what libraries print out of the answers
+    statements = msgspec.msgpack.Decoder(Statement)
+    sink.write(READY)
+    sink.flush()
+    while len(length := source.read(LENGTH.size)) == LENGTH.size:
+        statement = statements.decode(source.read(*LENGTH.unpack(length)))
+        sink.write(packed(_answered(statement)))
+        sink.flush()
+
+
+def packed(message: Any) -> bytes:
+    """A statement or an answer with its length in front."""
+    content = msgspec.msgpack.encode(message)
+    return LENGTH.pack(len(content)) + content
+
+
+def _answered(statement: Statement) -> StatementResult:
+    _limit_memory(statement.memory_mb)
+    signal.alarm(int(statement.seconds) + _SPARE_S)
+    try:
+        return run(statement)
+    except UnknownTable as error:
+        return StatementResult(code="no_such_table", detail=str(error))
+    except MemoryError:
+        return StatementResult(code="bad_sql", detail="it takes more memory than is given")
+    except MillraceError as error:
+        return StatementResult(code="bad_sql", detail=str(error))
+    finally:
+        signal.alarm(0)
+
+
+def _limit_memory(memory_mb: int) -> None:
+    """Limit the process too: DuckDB does not count everything, for instance a single huge text."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    mapped = int(status.partition("VmSize:")[2].split()[0]) * 1024
+    most = mapped + 2 * memory_mb * 1024 * 1024 + _SPARE_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+
+
+if __name__ == "__main__":
+    main()

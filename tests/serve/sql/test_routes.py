@@ -19,7 +19,7 @@ from lakehouse.contract.lake import Lake
 from lakehouse.contract.settings import Settings
 from serve.access import ReaderKey
 from serve.core.model import OPEN
-from serve.sql.pool import Workers
+from serve.sql.routes import Workers
 from tests.lakehouse.lakes import bronze_rows
 from tests.serve.conftest import serving
 from tests.serve.lakes import city, rsvps_by_city, top_topics, topics, window
@@ -32,7 +32,7 @@ async def post(client: httpx.AsyncClient, sql: str, **more: Any) -> httpx.Respon
 
 
 async def test_a_statement_over_http(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve.sql.pool.MAX_ROWS", 10)
+    monkeypatch.setattr("serve.sql.routes.MAX_ROWS", 10)
     top_topics(root).overwrite(topics(0, [5, 4, 3]), [window(0)])
     write_deltalake(str(root / "bronze" / "rsvps"), bronze_rows([b'{"rsvp_id":7,"group":{"group_city":"Bonn"}}']))
     async with serving(root) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
