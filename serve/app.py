@@ -35,7 +35,7 @@ from serve.push.sse import ServingHttpProtocol
 from serve.push.websocket import WEBSOCKET, SubscriberWebSocket
 from serve.sql.routes import Workers
 from serve.tables.tables import Declarations, Tables, clock_ms
-from serve.webhooks.runner import WebhookContext, WebhookFleet
+from serve.webhooks.runner import WebhookFleet
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def make_app(settings: Settings, *, name: str = "") -> Starlette:
         hub = Hub(settings.serve, [WEBSOCKET], seal, work.set, specs)
         tables, workers = Tables(lake, hub, border, deliver, declared, sources), Workers(settings)
         rows = RowSource(hub, tables, workers)
-        fleet = WebhookFleet(lake.state / "webhooks", WebhookContext(hub, tables, gate, settings.serve))
+        fleet = WebhookFleet(lake.state / "webhooks", hub, tables, gate, settings.serve)
         own = ServerCollector(hub, gate, workers, rows, fleet)
         metrics = ServerMetrics(lake.state / "run" / "metrics", name, own)
         kept = (partial(_run_clock, hub, settings.serve), partial(_run_work, hub, work), partial(_run_gate, gate))

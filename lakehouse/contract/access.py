@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 RELOAD_S = 1.0
 _PREFIX = "mr"
 _NOBODY = hashlib.sha256(b"").hexdigest()
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")  # checked as the IPv4 address within
 
 MAPS = ("tenants", "apps", "keys", "sources")
 STATE_FILE = "state.json"
@@ -268,6 +269,21 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.partition("%")[0]).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def is_public(text: str) -> bool:
+    """Whether an address is on the public internet: not loopback, private, link-local, shared or reserved."""
+    try:
+        address = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return False
+    if isinstance(address, ipaddress.IPv6Address):
+        inner = address.ipv4_mapped or address.sixtofour or (address.teredo or (None, None))[1]
+        if inner is None and address in _NAT64:
+            inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        if inner is not None:
+            return is_public(str(inner))
+    return address.is_global and not address.is_multicast and not address.is_reserved
 
 
 class TokenBucket:

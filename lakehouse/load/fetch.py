@@ -10,7 +10,6 @@ of a redirect, and the connection must go to one of them (a name may resolve dif
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import logging
 import os
@@ -26,6 +25,7 @@ from typing import Any
 
 import httpx
 
+from lakehouse.contract.access import is_public
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline.source import FeedSpec
 from lakehouse.contract.storage import write_whole
@@ -309,7 +309,7 @@ def _check_peer(feed: FeedSpec, response: httpx.Response, url: httpx.URL) -> Non
 
 
 def _check_address(feed: FeedSpec, address: str, host: str) -> None:
-    if not ipaddress.ip_address(address.partition("%")[0]).is_global:
+    if not is_public(address):
         raise FetchFailed(
             feed.name, f"{host} is the private address {address}; if that is meant, set private = true", retryable=False
         )

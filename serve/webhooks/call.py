@@ -10,41 +10,24 @@ from __future__ import annotations
 import asyncio
 import base64
 import hmac
-import ipaddress
 import socket
 import ssl
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Self
 from urllib.parse import SplitResult, urlsplit
 
 import httpx
 
+from lakehouse.contract.access import is_public
 from serve.errors import ServeError
 
 _MAX_URL = 2_048
-_SHARED = ipaddress.ip_network("64:ff9b::/96")  # NAT64: checked as the IPv4 address within
 _REST_BYTES, _REST_S = 65_536, 1.0
 
 
 class ForbiddenTarget(ServeError):
     """An address that webhooks may not call."""
-
-
-@dataclass(frozen=True, slots=True)
-class CallTarget:
-    """Where one request goes.
-
-    Attributes:
-        url: with the address in place of the name.
-        host: header with that name.
-        name: that the certificate is checked against.
-    """
-
-    url: str
-    host: str
-    name: str
 
 
 def checked_url(text: str) -> SplitResult:
@@ -70,8 +53,12 @@ def checked_url(text: str) -> SplitResult:
     return parts._replace(netloc=host if port is None else f"{host}:{port}")
 
 
-async def target_of(url: str, *, private: bool) -> CallTarget:
+async def target_of(url: str, *, private: bool) -> tuple[str, str, str]:
     """Resolve a URL's host now. With ``private`` any address is allowed.
+
+    Returns:
+        The URL with the address in place of the name; the header ``host`` with that name; and the name that the
+        certificate is checked against.
 
     Raises:
         ForbiddenTarget: it has no address, or one that is not on the public internet.
@@ -92,39 +79,7 @@ async def target_of(url: str, *, private: bool) -> CallTarget:
         raise ForbiddenTarget(f"{parts.hostname} has no address")
     address = addresses[0]
     netloc = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-    return CallTarget(parts._replace(netloc=netloc).geturl(), parts.netloc, parts.hostname)
-
-
-def is_public(text: str) -> bool:
-    """Whether an address is on the public internet: not loopback, private, link-local, shared or reserved."""
-    try:
-        address = ipaddress.ip_address(text.partition("%")[0])
-    except ValueError:
-        return False
-    if isinstance(address, ipaddress.IPv6Address):
-        inner = address.ipv4_mapped or address.sixtofour or (address.teredo or (None, None))[1]
-        if inner is None and address in _SHARED:
-            inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-        if inner is not None:
-            return is_public(str(inner))
-    return address.is_global and not address.is_multicast and not address.is_reserved
-
-
-@dataclass(frozen=True, slots=True)
-class CallOutcome:
-    """How an attempt ended.
-
-    Attributes:
-        status: of the answer; 0 without an answer.
-        error: empty if it was taken (2xx).
-        gone: the receiver wants no more (410).
-        ms: duration.
-    """
-
-    status: int
-    error: str
-    gone: bool = False
-    ms: int = 0
+    return parts._replace(netloc=netloc).geturl(), parts.netloc, parts.hostname
 
 
 def secret_text(key: bytes) -> str:
@@ -168,15 +123,18 @@ class WebhookCaller:
 
     async def post(
         self, url: str, key: bytes, ident: str, kind: str, body: bytes, extra: Mapping[str, str] | None = None
-    ) -> CallOutcome:
-        """One attempt, with ``extra`` headers; failures of the other side are outcomes, not exceptions."""
-        began = time.monotonic()
+    ) -> tuple[int, str]:
+        """One attempt, with ``extra`` headers; failures of the other side are outcomes, not exceptions.
+
+        Returns:
+            The answer's status, 0 without one; and what went wrong, empty if the message was taken (2xx).
+        """
         try:
             async with asyncio.timeout(self._timeout_s):
-                target = await target_of(url, private=self._private)
+                target, host, name = await target_of(url, private=self._private)
                 now = int(time.time())
                 headers = {
-                    "host": target.host,
+                    "host": host,
                     "content-type": "application/json",
                     "user-agent": "millrace-webhooks",
                     "webhook-id": ident,
@@ -185,21 +143,20 @@ class WebhookCaller:
                     "millrace-event": kind,
                     **(extra or {}),
                 }
-                extensions = {"sni_hostname": target.name}
+                extensions = {"sni_hostname": name}
                 request = self._client.build_request(
-                    "POST", target.url, content=body, headers=headers, extensions=extensions
+                    "POST", target, content=body, headers=headers, extensions=extensions
                 )
                 response = await self._client.send(request, stream=True)
         except ForbiddenTarget as error:
-            return CallOutcome(0, str(error), ms=_since(began))
+            return 0, str(error)
         except TimeoutError:
-            return CallOutcome(0, f"no answer within {self._timeout_s:g} s", ms=_since(began))
+            return 0, f"no answer within {self._timeout_s:g} s"
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
-            return CallOutcome(0, f"{type(error).__name__}: {error}"[:300], ms=_since(began))
+            return 0, f"{type(error).__name__}: {error}"[:300]
         await _finish(response)
         status = response.status_code
-        taken = 200 <= status < 300
-        return CallOutcome(status, "" if taken else f"it answered {status}", status == 410, _since(began))
+        return status, "" if 200 <= status < 300 else f"it answered {status}"
 
 
 async def _finish(response: httpx.Response) -> None:
@@ -215,7 +172,3 @@ async def _finish(response: httpx.Response) -> None:
         pass  # the outcome is known already
     finally:
         await response.aclose()
-
-
-def _since(began: float) -> int:
-    return int((time.monotonic() - began) * 1000)

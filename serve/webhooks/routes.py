@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from dataclasses import asdict
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ from serve.push.request import admitted, invalid, json_body, json_response, quer
 from serve.tables.tables import Tables
 from serve.webhooks.call import ForbiddenTarget, secret_text, target_of
 from serve.webhooks.runner import WebhookFleet, secret_of
-from serve.webhooks.store import Webhook, WebhookDelivery, WebhookStore
+from serve.webhooks.store import Webhook, WebhookStore
 
 _MAX_BODY = 32_768
 MAX_WEBHOOKS = 100  # of a lake; each keeps a task and a connection
@@ -85,7 +86,8 @@ async def add(request: Request) -> Response:
 
 async def listed(request: Request) -> Response:
     """Your webhooks"""
-    store, key = await _store(request), admitted(request).owner
+    fleet: WebhookFleet = request.state.fleet
+    store, key = await fleet.store(), admitted(request).owner
     hooks = [hook for hook in (await asyncio.to_thread(store.all)).values() if hook.key == key]
     return json_response({"webhooks": [await _with_state(store, hook) for hook in hooks]})
 
@@ -124,13 +126,9 @@ ROUTES: list[BaseRoute] = [
 ]
 
 
-async def _store(request: Request) -> WebhookStore:
-    fleet: WebhookFleet = request.state.fleet
-    return await fleet.store()
-
-
 async def _own(request: Request) -> tuple[WebhookStore, Webhook]:
-    store, ident = await _store(request), request.path_params["ident"]
+    fleet: WebhookFleet = request.state.fleet
+    store, ident = await fleet.store(), request.path_params["ident"]
     hook = (await asyncio.to_thread(store.all)).get(ident)
     if hook is None or hook.key != admitted(request).owner:
         raise RequestError(RequestError.NOT_FOUND, "no_such_webhook", f"there is no webhook {ident!r}")
@@ -143,23 +141,24 @@ async def _log(request: Request, *, dead: bool) -> Response:
     limit = whole_number(query.get("limit", "100"), "limit", 1, _MAX_LISTED)
     before = whole_number(query["before"], "before", 0, 999_999_999) if "before" in query else None
     found = await asyncio.to_thread(store.deliveries, hook.id, dead=dead, limit=limit, before=before)
-    shown = [_delivery(number, each, message=dead) for number, each in found]
+    shown: list[dict[str, Any]] = []
+    for number, one in found:
+        shown.append(
+            {
+                "id": one.id,
+                "number": number,
+                "type": one.kind,
+                "position": one.position or None,
+                "state": one.state,
+                "attempts": one.attempts,
+                "status": one.status or None,
+                "error": one.error or None,
+                "at": one.at,
+            }
+        )
+        if dead:
+            shown[-1]["message"] = orjson.Fragment(one.body)
     return json_response({"deliveries": shown, "before": found[-1][0] if len(found) == limit else None})
-
-
-def _delivery(number: int, one: WebhookDelivery, *, message: bool) -> dict[str, Any]:
-    shown = {
-        "id": one.id,
-        "number": number,
-        "type": one.kind,
-        "position": one.position or None,
-        "state": one.state,
-        "attempts": one.attempts,
-        "status": one.status or None,
-        "error": one.error or None,
-        "at": one.at,
-    }
-    return shown | ({"message": orjson.Fragment(one.body)} if message else {})
 
 
 async def _with_state(store: WebhookStore, hook: Webhook) -> dict[str, Any]:
@@ -169,14 +168,4 @@ async def _with_state(store: WebhookStore, hook: Webhook) -> dict[str, Any]:
 
 
 def _shown(hook: Webhook) -> dict[str, Any]:
-    return {
-        "id": hook.id,
-        "table": hook.table,
-        "url": hook.url,
-        "where": hook.where,
-        "columns": hook.columns,
-        "select": hook.select,
-        "conflate": hook.conflate,
-        "cloudevents": hook.cloudevents,
-        "created": hook.created,
-    }
+    return {name: value for name, value in asdict(hook).items() if name != "key"}

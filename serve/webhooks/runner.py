@@ -22,8 +22,9 @@ import sqlite3
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -156,34 +157,15 @@ class ReceiverGone(ServeError):
     """The receiver wants no more."""
 
 
-@dataclass(frozen=True, slots=True)
-class WebhookContext:
-    """The parts of this process that webhooks use.
-
-    Attributes:
-        counts: attempts and dead letters by outcome, of all webhooks.
-    """
-
-    hub: Hub
-    tables: Tables
-    gate: ReaderGate
-    settings: ServeSettings
-    counts: dict[str, int] = field(default_factory=lambda: {"delivered": 0, "failed": 0, "dead": 0})
-
-
 class WebhookRunner:
     """One webhook at work; see the module."""
 
-    def __init__(self, hook: Webhook, context: WebhookContext, store: WebhookStore, caller: WebhookCaller) -> None:
+    def __init__(self, hook: Webhook, fleet: WebhookFleet, store: WebhookStore, caller: WebhookCaller) -> None:
         self.hook = hook
-        self._hub = context.hub
-        self._tables = context.tables
-        self._gate = context.gate
-        self._settings = context.settings
-        self._counts = context.counts
+        self._fleet = fleet
         self._store = store
         self._caller = caller
-        self._key = secret_of(context.hub.seal, hook.id)
+        self._key = secret_of(fleet.hub.seal, hook.id)
         self._told = ""
         self._trouble = ""
         self._sent = ""  # position of the last message, delivered or dead: the next ``after``
@@ -222,7 +204,7 @@ class WebhookRunner:
         principal = await self._principal()
         progress = await asyncio.to_thread(self._store.progress, self.hook.id)
         self._sent = progress.sent
-        link = HookLink(self._hub, principal)
+        link = HookLink(self._fleet.hub, principal)
         request = SubscribeRequest(
             self.hook.table,
             self._position(progress.position),
@@ -232,8 +214,8 @@ class WebhookRunner:
             conflate=self.hook.conflate,
             window=WINDOW,
         )
-        self._gate.enter(principal, link)
-        joining = asyncio.create_task(self._tables.join(link.subscriber, request))
+        self._fleet.gate.enter(principal, link)
+        joining = asyncio.create_task(self._fleet.tables.join(link.subscriber, request))
         joining.add_done_callback(lambda _: link.pump())
         try:
             async for record in self._records(link, joining):
@@ -250,12 +232,12 @@ class WebhookRunner:
                 self._acknowledged(link, record)
         finally:
             joining.cancel()
-            self._hub.unsubscribed(link.subscriber)
-            self._gate.leave(principal, link)
+            self._fleet.hub.unsubscribed(link.subscriber)
+            self._fleet.gate.leave(principal, link)
         await self._settled(one, principal)
 
     async def _principal(self) -> Principal:
-        principal = await asyncio.to_thread(self._gate.principal_of, self.hook.key)
+        principal = await asyncio.to_thread(self._fleet.gate.principal_of, self.hook.key)
         if principal is None:
             raise RequestError(RequestError.UNAUTHORIZED, "unauthorized", "the key that made it is gone")
         return principal
@@ -274,14 +256,14 @@ class WebhookRunner:
 
     def _position(self, token: str) -> Position | None:
         try:
-            return self._hub.seal.parse(token) if token else None
+            return self._fleet.hub.seal.parse(token) if token else None
         except RequestError:
             return None  # the lake has another key: start over
 
     def _acknowledged(self, link: HookLink, record: LinkRecord) -> None:
         position = self._position(record.position)
         if position is not None:
-            self._hub.acknowledged(link.subscriber, position)
+            self._fleet.hub.acknowledged(link.subscriber, position)
 
     async def _passed(self, record: LinkRecord) -> None:
         """Store the position of a change without rows for this webhook; nothing is delivered."""
@@ -293,7 +275,7 @@ class WebhookRunner:
     async def _settled(self, one: WebhookDelivery, principal: Principal) -> WebhookDelivery:
         """Retry until it is taken or dead, as long as its owner keeps the rights."""
         while one.state == FAILING:
-            most = min(_LONGEST_S, self._settings.webhook_backoff_ms / 1000 * 2 ** (one.attempts - 1))
+            most = min(_LONGEST_S, self._fleet.settings.webhook_backoff_ms / 1000 * 2 ** (one.attempts - 1))
             await asyncio.sleep(most * random.random())
             if await self._principal() != principal:
                 raise RequestError(RequestError.UNAUTHORIZED, "unauthorized", "the key may see something else now")
@@ -303,24 +285,24 @@ class WebhookRunner:
     async def _attempt(self, one: WebhookDelivery) -> WebhookDelivery:
         hook = self.hook
         extra = cloud_event(hook, one) if hook.cloudevents else None
-        outcome = await self._caller.post(hook.url, self._key, one.id, one.kind, one.body, extra)
+        status, error = await self._caller.post(hook.url, self._key, one.id, one.kind, one.body, extra)
         attempts = one.attempts + 1
-        one = replace(one, attempts=attempts, status=outcome.status, error=outcome.error, at=int(time.time() * 1000))
-        if not outcome.error:
+        one = replace(one, attempts=attempts, status=status, error=error, at=int(time.time() * 1000))
+        if not error:
             one = replace(one, state=DELIVERED, body=b"")
-            self._counts["delivered"] += 1
+            self._fleet.counts["delivered"] += 1
         else:
-            self._counts["failed"] += 1
-            log.info("webhook %s: attempt %d failed: %s", hook.id, attempts, outcome.error)
+            self._fleet.counts["failed"] += 1
+            log.info("webhook %s: attempt %d failed: %s", hook.id, attempts, error)
             if attempts >= MAX_ATTEMPTS:
                 one = replace(one, state=DEAD)
-                self._counts["dead"] += 1
+                self._fleet.counts["dead"] += 1
         settled = one.state != FAILING and one.position
         await asyncio.to_thread(self._store.record, one, one.position if settled else None)
         if settled:
             self._sent = one.position
-        await self._say("failing" if outcome.error else "active", outcome.error)
-        if outcome.gone:
+        await self._say("failing" if error else "active", error)
+        if status == HTTPStatus.GONE:
             raise ReceiverGone
         return one
 
@@ -371,13 +353,18 @@ class WebhookFleet:
 
     Args:
         folder: of the lake's webhooks.
+
+    Attributes:
+        counts: attempts and dead letters by outcome, of all webhooks.
     """
 
-    def __init__(self, folder: Path, context: WebhookContext) -> None:
-        self.counts = context.counts
+    def __init__(self, folder: Path, hub: Hub, tables: Tables, gate: ReaderGate, settings: ServeSettings) -> None:
+        self.hub = hub
+        self.tables = tables
+        self.gate = gate
+        self.settings = settings
+        self.counts = {"delivered": 0, "failed": 0, "dead": 0}
         self._folder = folder
-        self._context = context
-        self._settings = context.settings
         self._made: WebhookStore | None = None
         self._running: dict[str, tuple[asyncio.Task[None], int]] = {}
         self._look = asyncio.Event()
@@ -438,10 +425,8 @@ class WebhookFleet:
                 self._running[ident] = asyncio.create_task(self._call(hook, store)), lock
 
     async def _call(self, hook: Webhook, store: WebhookStore) -> None:
-        settings = self._settings
-        caller = WebhookCaller(_TIMEOUT_S, private=settings.webhook_private, trust=self._trust)
-        async with caller:
-            await WebhookRunner(hook, self._context, store, caller).run()
+        async with WebhookCaller(_TIMEOUT_S, private=self.settings.webhook_private, trust=self._trust) as caller:
+            await WebhookRunner(hook, self, store, caller).run()
 
     async def _stop(self, ident: str) -> None:
         task, lock = self._running.pop(ident)

@@ -11,7 +11,7 @@ import contextlib
 import sqlite3
 import threading
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from lakehouse.contract.errors import EnvironmentProblem
@@ -31,7 +31,6 @@ CREATE INDEX IF NOT EXISTS by_webhook ON deliveries (webhook, state, seq);
 """
 # Columns in the order of the fields of Webhook and WebhookDelivery
 _WEBHOOK = "id, key, tbl, url, cond, cols, conflate, created, sel, ce"
-_COLUMNS_AT = 5
 _DELIVERY = "id, webhook, kind, position, body, state, attempts, status, error, at"
 
 
@@ -136,7 +135,7 @@ class WebhookStore:
                 return False
             fields = [",".join(each) if isinstance(each, tuple) else each for each in astuple(webhook)]
             db.execute(
-                f"INSERT INTO webhooks ({_WEBHOOK}, position, sent) VALUES ({_marks(len(fields) + 2)})",  # noqa: S608
+                f"INSERT INTO webhooks ({_WEBHOOK}, position, sent) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",  # noqa: S608
                 [*fields, position, position],
             )
             return True
@@ -145,12 +144,13 @@ class WebhookStore:
         """Webhooks by id, oldest first."""
         with self._lock:
             rows = self._db.execute(f"SELECT {_WEBHOOK} FROM webhooks ORDER BY created, id").fetchall()  # noqa: S608
-        columns = [tuple(filter(None, row[_COLUMNS_AT].split(","))) for row in rows]
-        hooks = [Webhook(*row) for row in rows]
-        return {
-            hook.id: replace(hook, columns=each, conflate=bool(hook.conflate), cloudevents=bool(hook.cloudevents))
-            for hook, each in zip(hooks, columns, strict=True)
-        }
+        hooks = {}
+        for ident, key, table, url, where, columns, conflate, created, select, cloudevents in rows:
+            names = tuple(filter(None, columns.split(",")))
+            hooks[ident] = Webhook(
+                ident, key, table, url, where, names, bool(conflate), created, select, bool(cloudevents)
+            )
+        return hooks
 
     def progress(self, webhook: str) -> WebhookProgress:
         with self._lock:
@@ -165,7 +165,6 @@ class WebhookStore:
             return db.execute("DELETE FROM webhooks WHERE id = ?", (webhook,)).rowcount > 0
 
     def set_state(self, webhook: str, state: str, detail: str) -> None:
-        """Store its state."""
         with self._changing() as db:
             db.execute("UPDATE webhooks SET state = ?, detail = ? WHERE id = ?", (state, detail, webhook))
 
@@ -180,7 +179,7 @@ class WebhookStore:
         """Store a delivery's state, and the webhook's position if given. The oldest deliveries are dropped."""
         with self._changing() as db:
             db.execute(
-                f"INSERT INTO deliveries ({_DELIVERY}) VALUES ({_marks(10)})"  # noqa: S608 - names
+                f"INSERT INTO deliveries ({_DELIVERY}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"  # noqa: S608 - names
                 " ON CONFLICT (id) DO UPDATE SET body = excluded.body, state = excluded.state,"
                 " attempts = excluded.attempts, status = excluded.status, error = excluded.error, at = excluded.at",
                 astuple(delivery),
@@ -209,15 +208,6 @@ class WebhookStore:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[sqlite3.Connection]:
-        with self._lock:
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._db
-            except BaseException:
-                self._db.execute("ROLLBACK")
-                raise
-            self._db.execute("COMMIT")
-
-
-def _marks(count: int) -> str:
-    return ", ".join("?" * count)
+        with self._lock, self._db as db:
+            db.execute("BEGIN IMMEDIATE")
+            yield db

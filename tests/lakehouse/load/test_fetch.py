@@ -174,7 +174,8 @@ def test_a_file_that_is_too_large_is_refused(tmp_path: Path, upstream: Upstream,
 
 def test_private_addresses_are_refused_unless_meant(tmp_path: Path, upstream: Upstream) -> None:
     upstream.body = b"x"
-    for url in (upstream.url, upstream.url.replace("127.0.0.1", "localhost")):
+    by_nat64 = "http://[64:ff9b::7f00:1]:1/offers.jsonl"  # 127.0.0.1 behind a gateway
+    for url in (upstream.url, upstream.url.replace("127.0.0.1", "localhost"), by_nat64):
         with pytest.raises(FetchFailed, match=r"private address .* set private = true"):
             fetcher(tmp_path).fetch(FeedSpec(url))
     assert upstream.asked == []

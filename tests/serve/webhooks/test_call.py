@@ -16,7 +16,6 @@ from serve.webhooks.call import (
     ForbiddenTarget,
     WebhookCaller,
     checked_url,
-    is_public,
     secret_text,
     signature,
     target_of,
@@ -47,16 +46,15 @@ async def test_a_name_that_is_not_ascii_is_asked_for_as_http_has_it() -> None:
     trust = ssl.create_default_context()
     async with receiving() as receiver, WebhookCaller(60, private=True, trust=trust) as caller:
         url = receiver.url.replace("127.0.0.1", "Bücher.example")
-        outcome = await caller.post(url, SECRET, "msg_1", "change", b'{"type": "ping"}')
-        assert (outcome.status, outcome.error) == (204, "")
+        assert await caller.post(url, SECRET, "msg_1", "change", b'{"type": "ping"}') == (204, "")
         [(_, headers, _)] = receiver.requests
         assert headers["host"] == f"xn--bcher-kva.example:{url.rsplit(':', 1)[1].split('/')[0]}"
 
 
 async def test_what_fails_on_our_side_is_an_outcome() -> None:
     async with WebhookCaller(60, private=True, trust=ssl.create_default_context()) as caller:
-        outcome = await caller.post("http://127.0.0.1:1/", SECRET, "msg_1", "change", b"{}")
-    assert (outcome.status, outcome.error[:11]) == (0, "ConnectErro")
+        status, error = await caller.post("http://127.0.0.1:1/", SECRET, "msg_1", "change", b"{}")
+    assert (status, error[:11]) == (0, "ConnectErro")
 
 
 @pytest.mark.usefixtures("resolving")
@@ -91,24 +89,6 @@ async def test_a_connection_serves_the_name_whose_certificate_it_has_shown(
 
 
 @pytest.mark.parametrize(
-    "address",
-    [
-        "127.0.0.1", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0",
-        "224.0.0.1", "240.0.0.1", "255.255.255.255", "192.0.2.1", "198.18.0.1", "::1", "::", "fe80::1", "fe80::1%eth0",
-        "fc00::1", "fd12::1", "ff02::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "2002:7f00:1::", "64:ff9b::7f00:1",
-        "64:ff9b::a9fe:a9fe", "2001:db8::1", "nonsense",
-    ],
-)  # fmt: skip
-def test_addresses_that_only_we_reach(address: str) -> None:
-    assert not is_public(address)
-
-
-@pytest.mark.parametrize("address", ["8.8.8.8", "1.1.1.1", "2606:4700:4700::1111", "64:ff9b::808:808"])
-def test_addresses_of_the_internet(address: str) -> None:
-    assert is_public(address)
-
-
-@pytest.mark.parametrize(
     "url",
     ["", "x", "http://", "ftp://a/", "file:///etc/passwd", "http://a b/", "http://a/\r\nX: y", "http://u@a/", "http://a:0/",
      "http://a:99999/", "http://a/#f", "http://[::1/", "http://" + "a" * 3_000 + "/",
@@ -122,9 +102,9 @@ def test_what_is_no_url_of_a_webhook(url: str) -> None:
 async def test_a_request_goes_to_the_address_that_was_judged() -> None:
     assert checked_url("https://Bücher.example:81/ü").netloc == "xn--bcher-kva.example:81"
     assert checked_url("http://[::1]/").netloc == "[::1]"
-    target = await target_of("http://localhost:81/a?b=c", private=True)
-    assert target.url in ("http://127.0.0.1:81/a?b=c", "http://[::1]:81/a?b=c")
-    assert (target.host, target.name) == ("localhost:81", "localhost")
+    url, host, name = await target_of("http://localhost:81/a?b=c", private=True)
+    assert url in ("http://127.0.0.1:81/a?b=c", "http://[::1]:81/a?b=c")
+    assert (host, name) == ("localhost:81", "localhost")
     with pytest.raises(ForbiddenTarget, match="not on the public internet"):
         await target_of("http://localhost:81/", private=False)
     with pytest.raises(ForbiddenTarget, match="no address"):
