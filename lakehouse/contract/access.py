@@ -29,7 +29,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import orjson
 
@@ -41,7 +41,6 @@ from lakehouse.contract.tomlfile import build, read_toml, toml_text
 log = logging.getLogger(__name__)
 
 RELOAD_S = 1.0
-_PREFIX = "mr"
 _NOBODY = hashlib.sha256(b"").hexdigest()
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")  # checked as the IPv4 address within
 
@@ -51,14 +50,7 @@ SOURCES_FOLDER = "sources"
 MACHINE_KEY = "machine.key"
 ADMIN_KEY = "admin.key"
 _TIMEOUT_S = 3.0  # beyond the time that an answer is held
-_BROKEN = (
-    OSError,
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    MillraceError,
-)  # also an answer of somebody else
+_BROKEN = (OSError, ValueError, LookupError, TypeError, AttributeError, MillraceError)  # somebody else may answer
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -98,29 +90,15 @@ class Key:
 K = TypeVar("K", bound=Key)
 
 
-class KeySource(Protocol[K]):
-    """Where a running process takes its keys from. Its methods do not wait.
-
-    Attributes:
-        required: whether a key has to be shown although there is none.
-        reload_s: pause between two looks at the stamp.
-    """
-
-    required: bool
-    reload_s: float
-
-    def stamp(self) -> object:
-        """Differs from the last one when the keys may have changed."""
-
-    def read(self) -> dict[str, K]:
-        """Keys by id. Raises ConfigError or OSError: they cannot be read."""
-
-
 class KeyFile(Generic[K]):
     """One file of keys, ``[keys.ID]`` tables in TOML.
 
     Args:
         path: of the file; made, readable by its owner only, when the first key is.
+
+    Attributes:
+        required: whether a key has to be shown although there is none.
+        reload_s: pause between two looks at the stamp, which differs when the keys may have changed.
     """
 
     required = False
@@ -186,13 +164,13 @@ class KeyFile(Generic[K]):
 
 
 class KeyRing(Generic[K]):
-    """The keys as a running process uses them.
+    """The keys as a running process uses them. Nothing here waits.
 
     Args:
         clock: seconds, monotonic.
     """
 
-    def __init__(self, source: KeySource[K], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, source: KeyFile[K] | StateKeys[K], clock: Callable[[], float] = time.monotonic) -> None:
         self._source = source
         self._clock = clock
         self._stamp = source.stamp()
@@ -247,7 +225,7 @@ def _living(key: K | None) -> K | None:
 
 def new_key(name: str) -> str:
     """A new key with this id."""
-    return f"{_PREFIX}_{name}_{secrets.token_urlsafe(32)}"
+    return f"mr_{name}_{secrets.token_urlsafe(32)}"
 
 
 def new_key_id() -> str:
@@ -366,8 +344,8 @@ class StateManager:
         self.failures = 0
         self._load()
 
-    def keys(self, kind: type[K], action: str) -> KeySource[K]:
-        """The keys with this action, for a :class:`~lakehouse.contract.access.KeyRing`."""
+    def keys(self, kind: type[K], action: str) -> StateKeys[K]:
+        """The keys with this action, for a :class:`KeyRing`."""
         made = StateKeys(kind, action)
         made.take(self.maps["keys"], whole=True)
         self._key_sources.append(made)
@@ -485,7 +463,7 @@ def following(settings: Settings) -> Iterator[None]:
 
 
 class StateKeys(Generic[K]):
-    """Keys with one action, as a key ring takes them: a :class:`~lakehouse.contract.access.KeySource`.
+    """Keys with one action, for a :class:`KeyRing`.
 
     A rotated key has the id ``ID-2``, ``ID-3`` and so on. When the key ``ID`` is gone, its id stands for the newest of
     them: what was kept for the key, a webhook for instance, goes on.

@@ -16,13 +16,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlparse
 from uuid import uuid4
 
 import orjson
 
-from lakehouse.contract.errors import MillraceError
+from lakehouse.contract.errors import MillraceError, ProblemWithRemedy
 from lakehouse.contract.storage import LakePath, Stamp, StorePath, create_whole, stamp_of
 
 if TYPE_CHECKING:
@@ -51,24 +51,19 @@ class TableGone(MillraceError):
         return f"{self.table}: {self.detail}"
 
 
-class TableUnreadable(MillraceError):
+class TableUnreadable(ProblemWithRemedy):
     """The table uses a feature that Millrace does not support, or its metadata is wrong.
 
     Attributes:
         table: name of the table.
-        problem: what is not supported, or wrong.
-        remedy: what to change.
     """
 
     def __init__(self, table: str, problem: str, remedy: str = "") -> None:
-        super().__init__(table, problem)
+        super().__init__(problem, remedy)
         self.table = table
-        self.problem = problem
-        self.remedy = remedy
 
     def __str__(self) -> str:
-        text = f"table {self.table!r} cannot be used: {self.problem}"
-        return f"{text}. {self.remedy}" if self.remedy else text
+        return f"table {self.table!r} cannot be used: {super().__str__()}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,76 +119,6 @@ class Commit:
     metadata: Mapping[str, Any] | None = None
 
 
-class LogFiles(Protocol):
-    """The files of a log, by name."""
-
-    def exists(self) -> bool: ...
-    def has(self, name: str) -> bool: ...
-    def stamp(self, name: str) -> Stamp | None: ...
-    def read(self, name: str) -> bytes:
-        """Raises FileNotFoundError."""
-        ...
-
-    def names(self, after: str = "") -> Iterator[str]:
-        """Names of the files in any order, at least those after a name."""
-        ...
-
-
-class _FolderFiles:
-    """The files of a log in a folder of this machine."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def exists(self) -> bool:
-        return self._folder.is_dir()
-
-    def has(self, name: str) -> bool:
-        try:
-            os.stat(f"{self._folder}/{name}")  # noqa: PTH116 - a third of what Path.stat costs; tails ask all the time
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return True
-
-    def stamp(self, name: str) -> Stamp | None:
-        return stamp_of(self._folder / name)
-
-    def read(self, name: str) -> bytes:
-        return (self._folder / name).read_bytes()
-
-    def names(self, after: str = "") -> Iterator[str]:
-        with os.scandir(self._folder) as entries:  # there may be many thousands
-            yield from (entry.name for entry in entries)
-
-
-class _StoreFiles:
-    """The files of a log in an object store."""
-
-    def __init__(self, folder: StorePath) -> None:
-        self._folder = folder
-
-    def read_stamped(self, name: str) -> tuple[bytes, Stamp]:
-        return (self._folder / name).read_stamped()
-
-    def stamps(self, after: str) -> dict[str, Stamp]:
-        return self._folder.stamps(after)
-
-    def exists(self) -> bool:
-        return self._folder.is_dir()
-
-    def has(self, name: str) -> bool:
-        return self.stamp(name) is not None
-
-    def stamp(self, name: str) -> Stamp | None:
-        return (self._folder / name).stamp()
-
-    def read(self, name: str) -> bytes:
-        return (self._folder / name).read_bytes()
-
-    def names(self, after: str = "") -> Iterator[str]:
-        return self._folder.names(after)
-
-
 class DeltaLog:
     """The log of the table in ``table``, which need not exist.
 
@@ -205,13 +130,10 @@ class DeltaLog:
     def __init__(self, table: LakePath) -> None:
         self.table = table
         self.folder = table / _FOLDER
-        self.files: LogFiles = (
-            _StoreFiles(self.folder) if isinstance(self.folder, StorePath) else _FolderFiles(self.folder)
-        )
 
     def exists(self) -> bool:
         """Whether the table has been created."""
-        return self.files.exists()
+        return self.folder.is_dir()
 
     def commit_file(self, version: int) -> LakePath:
         """The commit's file, whether it exists or not."""
@@ -219,13 +141,19 @@ class DeltaLog:
 
     def has(self, version: int) -> bool:
         """Whether the log has the commit: one `stat`, or one request."""
-        return self.files.has(_named(version))
+        if isinstance(self.folder, StorePath):
+            return self.stamp(version) is not None
+        try:
+            os.stat(f"{self.folder}/{_named(version)}")  # noqa: PTH116 - a third of Path.stat's cost; tails always ask
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
     def is_newest(self, version: int) -> bool:
         """Whether no later version is there, and the commit's file not cleaned up: two `stat` calls, or one request."""
-        if isinstance(self.files, _FolderFiles):
+        if isinstance(self.folder, Path):
             return self.has(version) and not self.has(version + 1)
-        names = set(self.files.names(_named(version - 1) if version else ""))
+        names = set(self.folder.names(_named(version - 1) if version else ""))
         return _named(version) in names and _named(version + 1) not in names
 
     def written_at(self, version: int) -> float | None:
@@ -238,7 +166,7 @@ class DeltaLog:
 
         The same version of a table that was dropped and created again has another stamp.
         """
-        return self.files.stamp(_named(version))
+        return stamp_of(self.commit_file(version))
 
     def versions(self) -> list[int]:
         """Versions whose commit file exists, ascending."""
@@ -316,8 +244,7 @@ class DeltaLog:
     def opened_to_append(self) -> DeltaTable:
         """The table by delta-rs, if :meth:`append` may commit to it.
 
-        Raises:
-            TableUnreadable: its protocol asks more of a writer than :meth:`append` does.
+        Raises TableUnreadable: its protocol asks more of a writer than :meth:`append` does.
         """
         from deltalake import DeltaTable
 
@@ -374,8 +301,7 @@ class DeltaLog:
     def properties(self) -> Mapping[str, str]:
         """The table's properties as of the newest version. It opens the table with delta-rs, some milliseconds.
 
-        Raises:
-            TableGone: there is no table.
+        Raises TableGone: there is no table.
         """
         from deltalake import DeltaTable
         from deltalake.exceptions import DeltaError
@@ -387,13 +313,13 @@ class DeltaLog:
 
     def _content(self, version: int) -> bytes:
         try:
-            return self.files.read(_named(version))
+            return self.commit_file(version).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             raise TableGone(self.table.name, f"the log has no version {version}") from None
 
     def _numbers(self, pattern: re.Pattern[str], after: str = "") -> Iterator[int]:
         try:
-            for name in self.files.names(after):
+            for name in _names_in(self.folder, after):
                 if match := pattern.fullmatch(name):
                     yield int(match[1])
         except (FileNotFoundError, NotADirectoryError):
@@ -402,6 +328,15 @@ class DeltaLog:
 
 def _named(version: int) -> str:
     return f"{version:020d}.json"
+
+
+def _names_in(folder: LakePath, after: str) -> Iterator[str]:
+    """Names of the files in a log in any order, at least those after a name."""
+    if isinstance(folder, StorePath):
+        yield from folder.names(after)
+    else:
+        with os.scandir(folder) as entries:  # there may be many thousands
+            yield from (entry.name for entry in entries)
 
 
 class LogFollower:
@@ -420,7 +355,7 @@ class LogFollower:
 
     def __init__(self, table: LakePath) -> None:
         self.log = DeltaLog(table)
-        self._store = self.log.files if isinstance(self.log.files, _StoreFiles) else None
+        self._store = self.log.folder if isinstance(self.log.folder, StorePath) else None
         self.remote = self._store is not None
         self._handle: int | None = None
         self._last: tuple[int, Stamp] | None = None
@@ -429,7 +364,7 @@ class LogFollower:
         """Hold the log as it is now; False if it has no commit yet."""
         self.close()
         if self._store is not None:
-            stamps = self._store.stamps("")
+            stamps = self._store.stamps()
             if name := max(filter(_COMMIT.fullmatch, stamps), default=""):
                 self._last = int(name.partition(".")[0]), stamps[name]
             return bool(name)
@@ -458,7 +393,7 @@ class LogFollower:
         if self._store is None:
             return self.read(version) if self.log.has(version) else None
         try:
-            content, stamp = self._store.read_stamped(_named(version))
+            content, stamp = (self._store / _named(version)).read_stamped()
         except FileNotFoundError:
             return None
         commit = self.log.parsed(version, content)
@@ -480,8 +415,7 @@ class LogFollower:
     def check(self) -> None:
         """Two `stat` calls; in an object store nothing, since :meth:`check_gap` and :meth:`look` notice.
 
-        Raises:
-            TableGone: the table was dropped or replaced.
+        Raises TableGone: the table was dropped or replaced.
         """
         if self._handle is None:
             assert self._store is not None, "open() comes first"
@@ -497,9 +431,8 @@ class LogFollower:
     def check_gap(self, version: int) -> None:
         """Lists the log; in an object store from the commit that was read last, with one request.
 
-        Raises:
-            TableGone: the log has later versions but not this one: it was cleaned up before it was read. Or, in an
-                object store, the table was dropped or replaced.
+        Raises TableGone: the log has later versions but not this one: it was cleaned up before it was read. Or, in an
+        object store, the table was dropped or replaced.
         """
         if self._store is None:
             newest = self.log.newest(known=version - 1)

@@ -85,8 +85,7 @@ class Envelope:
     def from_headers(cls, headers: Iterable[tuple[str, bytes]]) -> Envelope:
         """The envelope that :meth:`to_headers` wrote; other headers are passed over.
 
-        Raises:
-            EnvelopeError: a required header is absent or is not of its form.
+        Raises EnvelopeError: a required header is absent or is not of its form.
         """
         found = {name: value for name, value in headers if name in HEADER_NAMES}
         try:

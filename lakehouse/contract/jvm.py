@@ -77,8 +77,7 @@ class Java:
 def find_java() -> Java:
     """Java of ``JAVA_HOME``, else of ``PATH``.
 
-    Raises:
-        EnvironmentProblem: there is none, or it is older than :data:`MINIMUM_JAVA`.
+    Raises EnvironmentProblem: there is none, or it is older than :data:`MINIMUM_JAVA`.
     """
     home = os.environ.get("JAVA_HOME")
     found = str(Path(home) / "bin" / "java") if home else shutil.which("java")
@@ -316,8 +315,7 @@ def _ivy_module(jars: Sequence[Jar]) -> str:
 def archive(kind: str, class_path: Iterable[Path]) -> Path | None:
     """The whole archive for the Java that is found and these jars; None: there is none.
 
-    Raises:
-        EnvironmentProblem: there is no Java.
+    Raises EnvironmentProblem: there is no Java.
     """
     place = _place(kind, class_path)
     for path in place.parent.glob(f"{place.name}-*.jsa"):

@@ -57,8 +57,7 @@ class Fold:
     def from_properties(cls, properties: Mapping[str, str | None]) -> Fold | None:
         """The fold in a table's properties; None if its rows are no partials.
 
-        Raises:
-            ValueError: the properties do not describe a fold; the text says which and why.
+        Raises ValueError: the properties do not describe a fold; the text says which and why.
         """
         text = properties.get(PROPERTY_FOLD)
         if not text:

@@ -12,24 +12,17 @@ from typing import Any
 
 from lakehouse.contract.errors import ConfigError, did_you_mean
 from lakehouse.contract.storage import LakePath, StorePath, lake_path
-from lakehouse.contract.tomlfile import build, one_of, read_toml
+from lakehouse.contract.tomlfile import at_least, build, one_of, read_toml
 
 PREFIX = "MILLRACE_"
-PROTOCOLS = ("PLAINTEXT", "SSL", "SASL_SSL", "SASL_PLAINTEXT")
-MECHANISMS = ("SCRAM-SHA-512", "SCRAM-SHA-256", "PLAIN")
 
 
 @dataclass(frozen=True, slots=True)
 class ClientSecurity:
     """How a client of ours proves to Kafka who it is, given to each client library in its own words.
 
-    It names files only: the password is read when a client is made, and is no part of what this prints.
-
-    Attributes:
-        protocol: one of :data:`PROTOCOLS`, in Kafka's words.
-        password_file: holds the password and nothing else.
-        ca_file: PEM file of the authority that signed the broker's certificate; empty: those the system trusts.
-        cert_file: PEM file of the client's private key and certificate, in this order; empty: none.
+    The attributes are those of :class:`KafkaSettings`. They name files only: the password is read when a client is
+    made, and is no part of what this prints.
     """
 
     protocol: str = "PLAINTEXT"
@@ -40,22 +33,18 @@ class ClientSecurity:
     cert_file: str = ""
 
     def __post_init__(self) -> None:
-        one_of("kafka.protocol", self.protocol, PROTOCOLS)
-        one_of("kafka.mechanism", self.mechanism, MECHANISMS)
+        one_of("kafka.protocol", self.protocol, ("PLAINTEXT", "SSL", "SASL_SSL", "SASL_PLAINTEXT"))
+        one_of("kafka.mechanism", self.mechanism, ("SCRAM-SHA-512", "SCRAM-SHA-256", "PLAIN"))
         if self.sasl and not (self.user and self.password_file):
             raise ConfigError(
                 f"{self.protocol} needs a user and a password",
                 key="kafka.user, kafka.password_file",
                 remedy="Name the user, and a file with the password in it",
             )
-        if not self.tls and (self.ca_file or self.cert_file):
+        if not self.protocol.endswith("SSL") and (self.ca_file or self.cert_file):
             raise ConfigError(
                 f"{self.protocol} has no use for certificates", key="kafka.protocol", remedy="Set SSL or SASL_SSL"
             )
-
-    @property
-    def tls(self) -> bool:
-        return self.protocol.endswith("SSL")
 
     @property
     def sasl(self) -> bool:
@@ -64,50 +53,31 @@ class ClientSecurity:
 
     def read_password(self) -> str:
         """The password. Raises ConfigError."""
-        try:
-            found = Path(self.password_file).read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-            raise ConfigError(
-                f"{self.password_file} cannot be read: {reason}",
-                key="kafka.password_file",
-                remedy=f"Put the password of {self.user} there; for the embedded broker: millrace kafka start",
-            ) from None
+        remedy = f"Put the password of {self.user} there; for the embedded broker: millrace kafka start"
+        found = _read(self.password_file, "it is not UTF-8", "kafka.password_file", remedy).strip()
         if not found:
             raise ConfigError(f"{self.password_file} is empty", key="kafka.password_file")
         return found
 
+    def _options(self, *names: str) -> dict[str, Any]:
+        """What is set, by a library's names for protocol, mechanism, user, password, authority and certificate."""
+        protocol = "" if self.protocol == "PLAINTEXT" else self.protocol
+        login = (self.mechanism, self.user, self.read_password()) if self.sasl else ("", "", "")
+        values = (protocol, *login, self.ca_file, self.cert_file)
+        return {name: value for name, value in zip(names, values, strict=True) if value}
+
     def for_kafka_python(self) -> dict[str, Any]:
         """Keyword arguments of kafka-python's clients; none for PLAINTEXT."""
-        options: dict[str, Any] = {}
-        if self.protocol != "PLAINTEXT":
-            options["security_protocol"] = self.protocol
-        if self.sasl:
-            options |= {
-                "sasl_mechanism": self.mechanism,
-                "sasl_plain_username": self.user,
-                "sasl_plain_password": self.read_password(),
-            }
-        files = {"ssl_cafile": self.ca_file, "ssl_certfile": self.cert_file}
-        return options | {name: file for name, file in files.items() if file}
+        login = ("sasl_mechanism", "sasl_plain_username", "sasl_plain_password")
+        return self._options("security_protocol", *login, "ssl_cafile", "ssl_certfile")
 
     def for_librdkafka(self) -> dict[str, str]:
         """Settings of librdkafka (confluent-kafka); none for PLAINTEXT."""
-        options: dict[str, str] = {}
-        if self.protocol != "PLAINTEXT":
-            options["security.protocol"] = self.protocol
-        if self.sasl:
-            options |= {
-                "sasl.mechanism": self.mechanism,
-                "sasl.username": self.user,
-                "sasl.password": self.read_password(),
-            }
-        files = {
-            "ssl.ca.location": self.ca_file,
-            "ssl.certificate.location": self.cert_file,
-            "ssl.key.location": self.cert_file,
-        }
-        return options | {name: file for name, file in files.items() if file}
+        login = ("sasl.mechanism", "sasl.username", "sasl.password")
+        options = self._options("security.protocol", *login, "ssl.ca.location", "ssl.certificate.location")
+        if self.cert_file:
+            options["ssl.key.location"] = self.cert_file
+        return options
 
     def for_java(self) -> dict[str, str]:
         """Settings of the Java client, as Spark's reader takes them behind ``kafka.``; none for PLAINTEXT.
@@ -129,7 +99,9 @@ class ClientSecurity:
                 f"org.apache.kafka.common.security.{module} required username={user} password={password};"
             )
         if self.ca_file:
-            options |= {"ssl.truststore.type": "PEM", "ssl.truststore.certificates": _pem(self.ca_file)}
+            remedy = "Name the PEM file of the authority that signed the broker's certificate"
+            authority = _read(self.ca_file, "it is no PEM file", "kafka.ca_file", remedy)
+            options |= {"ssl.truststore.type": "PEM", "ssl.truststore.certificates": authority}
         if self.cert_file:
             options |= {"ssl.keystore.type": "PEM", "ssl.keystore.location": self.cert_file}
         return options
@@ -138,13 +110,12 @@ class ClientSecurity:
 PLAINTEXT = ClientSecurity()
 
 
-def _pem(file: str) -> str:
+def _read(file: str, no_text: str, key: str, remedy: str) -> str:
     try:
         return Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no PEM file"
-        remedy = "Name the PEM file of the authority that signed the broker's certificate"
-        raise ConfigError(f"{file} cannot be read: {reason}", key="kafka.ca_file", remedy=remedy) from None
+        reason = error.strerror if isinstance(error, OSError) else no_text
+        raise ConfigError(f"{file} cannot be read: {reason}", key=key, remedy=remedy) from None
 
 
 def _quoted(text: str) -> str:
@@ -219,8 +190,7 @@ class CollectSettings:
 
     def __post_init__(self) -> None:
         one_of("collect.protocol", self.protocol, ("hml", "rbml", "sbml"))
-        if self.max_connections < 1:
-            raise ConfigError("must be at least 1", key="collect.max_connections")
+        at_least("collect.max_connections", self.max_connections, 1)
         if self.idle_timeout_s <= 0:
             raise ConfigError("must be more than 0", key="collect.idle_timeout_s")
 
@@ -279,8 +249,7 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         for name in ("processes", "max_sql", "sql_memory_mb"):
-            if getattr(self, name) < 1:
-                raise ConfigError("must be at least 1", key=f"serve.{name}")
+            at_least(f"serve.{name}", getattr(self, name), 1)
 
     @property
     def origin_list(self) -> tuple[str, ...]:
@@ -419,8 +388,7 @@ class Settings:
 def conf_dir() -> Path:
     """The ``conf`` folder: ``MILLRACE_CONF``, the checkout's, or the one installed beside the packages.
 
-    Raises:
-        ConfigError: none of them exists.
+    Raises ConfigError: none of them exists.
     """
     named = os.environ.get("MILLRACE_CONF")
     beside = Path(__file__).resolve().parents[2]
@@ -446,8 +414,7 @@ def load_settings(
     path = conf_dir() / "default.toml"
     settings = build(Settings, read_toml(path), file=path)
     environ = os.environ if environ is None else environ
-    values = dict(_from_environment(environ))
-    values |= dict(map(_assignment, assignments))
+    values = _from_environment(environ) | dict(map(_assignment, assignments))
     values |= {name: value for name, value in overrides.items() if value is not None}
     for name, value in values.items():
         settings = _replace(settings, name.split("__"), value)
@@ -486,9 +453,9 @@ def _assignment(text: str) -> tuple[str, str]:
     return _SHORT.get(name, name), value
 
 
-def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Any]]:
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     sections = {f.name for f in dataclasses.fields(Settings)}
-    found: list[tuple[str, Any]] = []
+    found: dict[str, Any] = {}
     for variable, text in sorted(environ.items()):
         if not variable.startswith(PREFIX):
             continue
@@ -500,14 +467,12 @@ def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Any]]:
         elif name not in sections:
             section, _, key = name.partition("_")
             name = f"{section}__{key}" if key else section
-        found.append((name, text))
+        found[name] = text
     return found
 
 
 def _truth(value: Any) -> bool:
-    if str(value).lower() not in ("true", "false", "1", "0"):
-        raise ValueError
-    return str(value).lower() in ("true", "1")
+    return {"true": True, "1": True, "false": False, "0": False}[str(value).lower()]
 
 
 def _replace(node: Any, path: list[str], value: Any, variable: str = "") -> Any:
@@ -522,6 +487,6 @@ def _replace(node: Any, path: list[str], value: Any, variable: str = "") -> Any:
     try:
         kind = lake_path if isinstance(old, Path | StorePath) else _truth if isinstance(old, bool) else type(old)
         new = kind(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, KeyError):
         raise ConfigError(f"{value!r} is not of type {type(old).__name__}", key=variable) from None
     return dataclasses.replace(node, **{name: new})

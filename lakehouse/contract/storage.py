@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 _URL = re.compile(r"(?P<store>(?P<scheme>[a-z][a-z0-9]*)://[^/]+)(?P<key>/.*)?")
 _SCHEMES = ("s3", "s3a", "abfss", "abfs", "gs")
-_SPARK_SCHEMES = {"s3": "s3a"}
 _RETRIES: Any = {
     "max_retries": 20,
     "retry_timeout": timedelta(seconds=10),
@@ -95,17 +94,14 @@ class StorePath:
 
     @property
     def name(self) -> str:
-        """Last part of the path."""
         return self.url.rpartition("/")[2]
 
     @property
     def stem(self) -> str:
-        """The name without its last suffix."""
         return PurePosixPath(self.name).stem
 
     @property
     def parent(self) -> StorePath:
-        """The prefix above."""
         return StorePath(self.url.rpartition("/")[0])
 
     # --- objects
@@ -116,9 +112,7 @@ class StorePath:
 
     def is_dir(self) -> bool:
         """Whether there are objects below this prefix."""
-        import obstore
-
-        return _ask(lambda: any(len(page) for page in obstore.list(self._store, self._key + "/", chunk_size=1)))
+        return _ask(lambda: any(len(page) for page in self._store.list(self._key + "/", chunk_size=1)))
 
     def exists(self) -> bool:
         """Whether there is an object of this name, or one below it."""
@@ -126,19 +120,16 @@ class StorePath:
 
     def stamp(self) -> Stamp | None:
         """The object's; None if there is none."""
-        import obstore
-
         try:
-            return _stamped(_ask(obstore.head, self._store, self._key))
+            return _stamped(_ask(self._store.head, self._key))
         except FileNotFoundError:
             return None
 
     def read_stamped(self) -> tuple[bytes, Stamp]:
         """The object and its stamp, in one request. Raises FileNotFoundError."""
-        import obstore
 
         def read() -> tuple[bytes, Stamp]:
-            found = obstore.get(self._store, self._key)
+            found = self._store.get(self._key)
             return bytes(found.bytes()), _stamped(found.meta)
 
         return _ask(read)
@@ -153,17 +144,14 @@ class StorePath:
 
     def write_bytes(self, data: bytes) -> None:
         """Write the object, whole or not at all."""
-        import obstore
-
-        _ask(obstore.put, self._store, self._key, data)
+        _ask(self._store.put, self._key, data)
 
     def create(self, data: bytes) -> bool:
         """Write the object unless there is one of this name; False if there is."""
-        import obstore
         from obstore.exceptions import AlreadyExistsError
 
         try:
-            _ask(obstore.put, self._store, self._key, data, mode="create")
+            _ask(self._store.put, self._key, data, mode="create")
         except AlreadyExistsError:
             # A request that is repeated because its answer was lost finds its own object.
             return self.read_bytes() == data
@@ -171,28 +159,17 @@ class StorePath:
 
     def sizes(self) -> dict[str, int]:
         """Bytes of the objects directly below, by name."""
-        import obstore
-
-        found = _ask(obstore.list_with_delimiter, self._store, self._key + "/")["objects"]
+        found = _ask(self._store.list_with_delimiter, self._key + "/")["objects"]
         return {each["path"].rpartition("/")[2]: int(each["size"]) for each in found}
-
-    def contents_stamp(self) -> int:
-        """Changes with the objects below; 0: there are none."""
-        found = [(name, each["e_tag"]) for name, each in self._below()]
-        return hash(tuple(found)) if found else 0
 
     def upload(self, file: Path) -> None:
         """Write the object from a local file, in parts if it is large."""
-        import obstore
-
-        _ask(obstore.put, self._store, self._key, file)
+        _ask(self._store.put, self._key, file)
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Remove the object, if there is one: not every store says whether there was."""
-        import obstore
-
         with suppress(FileNotFoundError):
-            _ask(obstore.delete, self._store, self._key)
+            _ask(self._store.delete, self._key)
 
     # --- prefixes
 
@@ -201,9 +178,7 @@ class StorePath:
 
     def iterdir(self) -> Iterator[StorePath]:
         """Objects and prefixes directly below."""
-        import obstore
-
-        found = _ask(obstore.list_with_delimiter, self._store, self._key + "/")
+        found = _ask(self._store.list_with_delimiter, self._key + "/")
         for key in [*found["common_prefixes"], *(each["path"] for each in found["objects"])]:
             yield self / key.rstrip("/").rpartition("/")[2]
 
@@ -216,12 +191,10 @@ class StorePath:
         return {name: _stamped(found) for name, found in self._below(after)}
 
     def _below(self, after: str = "") -> list[tuple[str, ObjectMeta]]:
-        import obstore
-
         start = f"{self._key}/"
 
         def listed() -> list[tuple[str, ObjectMeta]]:
-            pages = obstore.list(self._store, start, offset=start + after if after else None)
+            pages = self._store.list(start, offset=start + after if after else None)
             return [(found["path"].removeprefix(start), found) for page in pages for found in page]
 
         return _ask(listed)
@@ -232,11 +205,9 @@ class StorePath:
 
     def remove_tree(self) -> None:
         """Remove every object below."""
-        import obstore
-
         keys = [f"{self._key}/{name}" for name in self.names()]
         if keys:
-            _ask(obstore.delete, self._store, keys)
+            _ask(self._store.delete, keys)
 
     @property
     def _store(self) -> ObjectStore:
@@ -289,10 +260,9 @@ _READS, _WRITES = _Outage("read"), _Outage("written")
 
 def _ask(request: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> _T:
     """Ask the store. Its errors have no common base with those of files: here they become one."""
-    import obstore
     from obstore.exceptions import AlreadyExistsError, BaseError
 
-    outage = _WRITES if request in (obstore.put, obstore.delete) else _READS
+    outage = _WRITES if request.__name__ in ("put", "delete") else _READS
     try:
         found = request(*args, **kwargs)
     except (AlreadyExistsError, FileNotFoundError):
@@ -350,7 +320,8 @@ def files_in(folder: LakePath, pattern: str) -> list[LakePath]:
 def folder_stamp(folder: LakePath) -> int:
     """Changes whenever a file directly in a folder is made, replaced or removed; 0: there is no folder."""
     if isinstance(folder, StorePath):
-        return folder.contents_stamp()
+        found = folder.stamps()
+        return hash(tuple(found.items())) if found else 0
     try:
         return folder.stat().st_mtime_ns
     except FileNotFoundError:
@@ -461,8 +432,7 @@ def locked(path: Path) -> Iterator[None]:
 def shared_secret(path: LakePath, size: int) -> bytes:
     """Random bytes that all processes of a lake share; made by the first that asks, readable by their owner only.
 
-    Raises:
-        EnvironmentProblem: they can be neither read nor made, or others may read them.
+    Raises EnvironmentProblem: they can be neither read nor made, or others may read them.
     """
     try:
         if not path.exists():
@@ -541,5 +511,4 @@ def table_rows(table: DeltaTable, path: LakePath) -> ds.Dataset:
 def spark_uri(path: LakePath | str) -> str:
     """The path as Spark's file systems name it."""
     text = str(path)
-    scheme, mark, rest = text.partition("://")
-    return f"{_SPARK_SCHEMES.get(scheme, scheme)}://{rest}" if mark else text
+    return f"s3a{text.removeprefix('s3')}" if text.startswith("s3://") else text

@@ -104,9 +104,13 @@ def build(cls: type[T], values: Mapping[str, Any], *, file: LakePath, at: str = 
     try:
         return cls(**arguments)
     except ConfigError as error:  # a check in __post_init__ knows the key, not the file
-        key = ".".join(part for part in (at, error.key) if part)
-        line = error.line or line_of(file, key)
-        raise ConfigError(error.problem, key=key, remedy=error.remedy, file=error.file or file, line=line) from None
+        raise placed(error, file, ".".join(part for part in (at, error.key) if part)) from None
+
+
+def placed(error: ConfigError, file: LakePath, key: str) -> ConfigError:
+    """The error with the file and the line that sets the dotted ``key``, as far as it does not know them."""
+    line = error.line or line_of(file, key)
+    return ConfigError(error.problem, key=key, remedy=error.remedy, file=error.file or file, line=line)
 
 
 @lru_cache

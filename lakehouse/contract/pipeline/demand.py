@@ -140,8 +140,7 @@ class DemandBoard:
     def read(self) -> frozenset[Want]:
         """What is wanted now. It blocks.
 
-        Raises:
-            Exception: the notes cannot be read; what is wanted is not known then.
+        Raises Exception: the notes cannot be read; what is wanted is not known then.
         """
         now = self._clock()
         # In a folder of a file system, two changes within a tick of the clock have one stamp.

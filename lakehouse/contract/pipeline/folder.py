@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from lakehouse.contract.errors import ConfigError, FilterError, QueryRefused, did_you_mean
 from lakehouse.contract.lake import NAME_PATTERN, RESERVED
-from lakehouse.contract.pipeline.product import EVERYTHING, ChannelSpec, Product, check_keys
+from lakehouse.contract.pipeline.product import EVERYTHING, ChannelSpec, Product, check_product_keys
 from lakehouse.contract.pipeline.source import COLLECTOR_KINDS, ENVELOPE_COLUMNS, Source, column_of
 from lakehouse.contract.pipeline.tenants import check_tenant, check_tenants
 from lakehouse.contract.settings import Settings
 from lakehouse.contract.sql.ddl import parse_ddl
 from lakehouse.contract.storage import Stamp, stamp_of
-from lakehouse.contract.tomlfile import build, duration_ms, durations, line_of, one_of, read_toml
+from lakehouse.contract.tomlfile import build, duration_ms, durations, line_of, one_of, placed, read_toml
 
 if TYPE_CHECKING:
     from sqlglot import exp
@@ -281,23 +281,13 @@ def load_pipeline(folder: Path) -> Pipeline:
             check_product_keys(pipeline.products, raw.get("products", {}))
             check_tenants(pipeline)
         except ConfigError as error:
-            line = line_of(path, error.key)
-            raise ConfigError(error.problem, key=error.key, remedy=error.remedy, file=path, line=line) from None
+            raise placed(error, path, error.key) from None
         return pipeline
     except ConfigError as error:
         if error.key.startswith("views."):  # a view is written as a product
             error.key = f"products.{error.key.removeprefix('views.')}"
             error.line = line_of(path, error.key)
         raise
-
-
-def check_product_keys(products: Mapping[str, Product], tables: Mapping[str, Any]) -> None:
-    """Refuse keys that say nothing to the operator of their product; the dataclass no longer knows which were given."""
-    for name, product in products.items():
-        try:
-            check_keys(product.operator, tables[name])
-        except ConfigError as error:
-            raise ConfigError(error.problem, key=f"products.{name}.{error.key}", remedy=error.remedy) from None
 
 
 def _set_views_apart(raw: dict[str, Any]) -> None:
@@ -383,8 +373,7 @@ class PipelineFiles:
 def declared_pipeline(settings: Settings) -> Pipeline:
     """The pipeline that a process's settings name, with the sources that were added.
 
-    Raises:
-        ConfigError: there is none, or its folder is wrong.
+    Raises ConfigError: there is none, or its folder is wrong.
     """
     return PipelineFiles.of(settings).load()
 
@@ -415,8 +404,7 @@ def added_source(declaration: Mapping[str, Any], file: Path) -> Declared:
 def _checked_source(source: Source, products: Mapping[str, Product]) -> tuple[Source, dict[str, Product]]:
     """A source that is added at run time and its products, with their SQL as it was understood.
 
-    Raises:
-        ConfigError: SQL in it is not one that a query over the source may have.
+    Raises ConfigError: SQL in it is not one that a query over the source may have.
     """
     from lakehouse.contract.sql import filters, spark  # here: collectors need no parser as long as nothing is added
 
@@ -507,5 +495,4 @@ def _with(pipeline: Pipeline, declared: Declared, file: Path) -> Pipeline:
 def _placed(error: ConfigError, file: Path) -> ConfigError:
     """The error with its place in the file of an added source, where the source's keys have nothing before them."""
     key = error.key.removeprefix(f"sources.{file.stem}").removeprefix(".")
-    line = error.line or line_of(file, key)
-    return ConfigError(error.problem, key=key, remedy=error.remedy, file=file, line=line)
+    return placed(error, file, key)

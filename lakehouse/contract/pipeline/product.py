@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -255,7 +255,6 @@ class Product:
 
     @property
     def checks(self) -> tuple[Check, ...]:
-        """What is expected of the table."""
         return checks_of(self.expectations, f"products.{self.name}.expectations")
 
     @property
@@ -270,12 +269,10 @@ class Product:
 
     @property
     def lateness_ms(self) -> int | None:
-        """The lateness in milliseconds; None: there is none."""
         return duration_ms(self.lateness) if self.lateness else None
 
     @property
     def retention_ms(self) -> int | None:
-        """The retention in milliseconds, or None."""
         return duration_ms(self.retention) if self.retention else None
 
     @property
@@ -382,25 +379,23 @@ class Product:
             raise ConfigError("a rank is named twice", key="quantiles")
 
 
-def check_keys(operator: str, given: Collection[str]) -> None:
-    """Refuse keys of a product's TOML table that say nothing to its operator.
+def check_product_keys(products: Mapping[str, Product], tables: Mapping[str, Any]) -> None:
+    """Refuse, by ConfigError, keys in the products' TOML tables that say nothing to their operator.
 
-    Args:
-        operator: the product's operator; empty for plain SQL.
-        given: the keys that the table sets.
-
-    Raises:
-        ConfigError: one of them belongs to another operator.
+    The dataclass no longer knows which keys were given.
     """
-    for key in given:
-        takers = TAKEN_BY.get(key)
-        if takers is None or operator in takers:
-            continue
-        if not operator and key in ("time", "window", "slide", "by", "item"):
-            remedy = "Say it in the SQL, e.g. GROUP BY window(event_time, '1 minute'), or name an operator"
-        else:
-            remedy = f"It belongs to: {', '.join(takers)}"
-        raise ConfigError(f"says nothing to {operator or 'plain SQL'}", key=key, remedy=remedy)
+    for name, product in products.items():
+        operator = product.operator
+        for key in tables[name]:
+            takers = TAKEN_BY.get(key)
+            if takers is None or operator in takers:
+                continue
+            if not operator and key in ("time", "window", "slide", "by", "item"):
+                remedy = "Say it in the SQL, e.g. GROUP BY window(event_time, '1 minute'), or name an operator"
+            else:
+                remedy = f"It belongs to: {', '.join(takers)}"
+            problem = f"says nothing to {operator or 'plain SQL'}"
+            raise ConfigError(problem, key=f"products.{name}.{key}", remedy=remedy)
 
 
 def sketch_property(product: Product) -> str:

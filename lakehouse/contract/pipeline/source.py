@@ -88,14 +88,11 @@ class CollectorSpec:
         schemes = STREAM_KINDS.get(self.kind)
         if schemes and self.url and urlsplit(self.url).scheme not in schemes:
             raise ConfigError(f"{self.url!r} is no address of this kind", key="url", remedy=f"{schemes[0]}://HOST/PATH")
-        if self.ack not in ("durable", "none"):
-            raise ConfigError(f"{self.ack!r} is not known", key="ack", remedy="Use one of: durable, none")
-        if self.framing not in ("event", "lines"):
-            raise ConfigError(f"{self.framing!r} is not known", key="framing", remedy="Use one of: event, lines")
+        one_of("ack", self.ack, ("durable", "none"))
+        one_of("framing", self.framing, ("event", "lines"))
         if not 0 <= self.port <= 65_535:
             raise ConfigError(f"{self.port} is no port", key="port")
-        if self.buffer_bytes < 4_096:
-            raise ConfigError("must be at least 4096", key="buffer_bytes")
+        at_least("buffer_bytes", self.buffer_bytes, 4_096)
         for name in ("sequence", "sender"):
             text = getattr(self, name)
             if text and not re.search(r"\{[A-Za-z_][\w.]*\}", text):
@@ -211,11 +208,9 @@ class FeedSpec:
 
     @property
     def sla_s(self) -> float | None:
-        """The SLA in seconds, or None."""
         return duration_ms(self.sla) / 1000 if self.sla else None
 
 
-MODES = ("random", "semantic")
 _TEST = re.compile(r"\s*([A-Za-z_][\w.]*)\s*(?:(=|!=|<=|>=|<|>|in)\s*(.+?)\s*)?", re.DOTALL)
 _COMPARE: Mapping[str, Callable[[Any, Any], bool]] = {
     "=": lambda a, b: a == b,
@@ -247,8 +242,7 @@ class KeepTest:
     def read(cls, text: str) -> KeepTest:
         """From TOML: ``PATH``, or ``PATH OPERATOR VALUE`` with a JSON value (text in single quotes is taken too).
 
-        Raises:
-            ValueError: it is neither.
+        Raises ValueError: it is neither.
         """
         match = _TEST.fullmatch(text)
         if match is None:
@@ -310,17 +304,14 @@ class ShedSpec:
     hold_ms = Milliseconds("hold")
 
     def __post_init__(self) -> None:
-        one_of("mode", self.mode, MODES)
+        one_of("mode", self.mode, ("random", "semantic"))
         if not 0 < self.share < 1:
             raise ConfigError("must be more than 0 and less than 1", key="share", remedy="0.9 leaves one in ten")
         if not 0 <= self.off < 1:
             raise ConfigError("must be from 0 to below 1", key="off")
         if bool(self.keep) != (self.mode == "semantic"):
-            raise ConfigError(
-                "keep goes with mode = 'semantic'",
-                key="keep",
-                remedy="Name what is always kept, or use mode = 'random'",
-            )
+            remedy = "Name what is always kept, or use mode = 'random'"
+            raise ConfigError("keep goes with mode = 'semantic'", key="keep", remedy=remedy)
         for index, text in enumerate(self.keep):
             try:
                 KeepTest.read(text)
@@ -341,13 +332,12 @@ class ShedSpec:
 ENVELOPE_COLUMNS = ("event_id", "source", "tenant", "received_at", "event_time", "origin", "weight")
 """What SQL sees of every event beside the fields of its payload."""
 
-HIDDEN_COLUMNS = (
+# Used by the machinery, not promised to SQL.
+_HIDDEN_COLUMNS = (
     *("reason", "warned", "halted", "payload", "fingerprint", "suspect"),
     *("topic", "partition", "offset", "bronze_at", "dedupe_key"),
 )
-"""Used by the machinery, not promised to SQL."""
-
-_TAKEN = frozenset((*ENVELOPE_COLUMNS, *HIDDEN_COLUMNS))
+_TAKEN = frozenset((*ENVELOPE_COLUMNS, *_HIDDEN_COLUMNS))
 
 
 def column_of(field: str) -> str:
@@ -355,24 +345,17 @@ def column_of(field: str) -> str:
     return f"{field}_" if field in _TAKEN else field
 
 
-FORMATS = ("json", "avro")
 CONTENT_TYPES = (
     *("application/json", "application/x-ndjson", "application/jsonl"),
     *("application/cloudevents+json", "application/cloudevents-batch+json"),
 )
-GUARANTEES = ("exactly_once", "at_least_once", "at_most_once")
-RESPOND_STYLES = ("", "sync", "half_async", "full_async")
 _TOPIC = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 _FIELD = re.compile(r"\{([A-Za-z_][A-Za-z0-9_.]*)\}")
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """A value made of fields of the payload, such as ``{rsvp_id}:{mtime}``; dots descend into objects.
-
-    Attributes:
-        text: the template as written.
-    """
+    """A value made of fields of the payload, such as ``{rsvp_id}:{mtime}``; dots descend into objects."""
 
     text: str
 
@@ -486,11 +469,10 @@ class Source:
             raise ConfigError(f"{self.topic!r} is no Kafka topic name", key="topic", remedy="Use [a-zA-Z0-9._-]")
         if not self.event_time.strip():
             raise ConfigError("it is empty", key="event_time", remedy="Write received_at if events say no time")
-        if self.partitions < 1:
-            raise ConfigError("must be at least 1", key="partitions")
+        at_least("partitions", self.partitions, 1)
         at_least("max_event_bytes", self.max_event_bytes, 1)
         at_least("replicas", self.replicas, 1)
-        one_of("guarantee", self.guarantee, GUARANTEES)
+        one_of("guarantee", self.guarantee, ("exactly_once", "at_least_once", "at_most_once"))
         if not 1 <= self.min_isr <= self.replicas:
             raise ConfigError("must be between 1 and replicas", key="min_isr", remedy="Raise replicas, or lower it")
         at_least("max_rate", self.max_rate, 0)
@@ -506,7 +488,7 @@ class Source:
             if text and not Template(text).fields:
                 raise ConfigError(f"{text!r} names no field", key=key, remedy="Write e.g. '{rsvp_id}:{mtime}'")
 
-        one_of("format", self.format, FORMATS)
+        one_of("format", self.format, ("json", "avro"))
         if self.format == "avro" and (self.collectors or self.feeds):
             raise ConfigError(
                 "collectors and feeds bring JSON",
@@ -515,7 +497,7 @@ class Source:
             )
         if self.unwrap and not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", self.unwrap):
             raise ConfigError(f"{self.unwrap!r} is no path", key="unwrap", remedy="Write e.g. unwrap = 'payload'")
-        one_of("respond", self.respond, RESPOND_STYLES)
+        one_of("respond", self.respond, ("", "sync", "half_async", "full_async"))
         if bool(self.respond) != (self.answer is not None):
             raise ConfigError("respond and answer go together", key="respond", remedy="Add [sources.NAME.answer]")
         names = [feed.name for feed in self.feeds]
@@ -527,7 +509,6 @@ class Source:
 
     @cached_property
     def unwrap_path(self) -> tuple[str, ...]:
-        """Steps to the object that holds the event's fields."""
         return tuple(self.unwrap.split(".")) if self.unwrap else ()
 
     def fields_in(self, payload: Any) -> Any:
@@ -547,12 +528,11 @@ class Source:
 
     @cached_property
     def event_id_template(self) -> Template | None:
-        """Template of the event id, or None."""
         return Template(self.event_id) if self.event_id else None
 
     @cached_property
     def key_template(self) -> Template | None:
-        """Template of the Kafka key, or None (then the event id is the key)."""
+        """None: the event id is the key."""
         return Template(self.key) if self.key else None
 
     @property

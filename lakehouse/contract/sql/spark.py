@@ -148,8 +148,7 @@ WINDOW = "window_of"  # what the function `window` is called in a parsed query
 def parse_query(sql: str, *, max_bytes: int = _MAX_QUERY_BYTES) -> exp.Query:
     """The one SELECT that the text is (WITH and UNION ALL are taken too), in Spark's dialect.
 
-    Raises:
-        QueryRefused: it is too long, is not SQL, is more than one statement, or is not a SELECT.
+    Raises QueryRefused: it is too long, is not SQL, is more than one statement, or is not a SELECT.
     """
     tree = _one(sql, max_bytes)
     if not isinstance(tree, exp.Query):
@@ -160,8 +159,7 @@ def parse_query(sql: str, *, max_bytes: int = _MAX_QUERY_BYTES) -> exp.Query:
 def parse_condition(sql: str, *, functions: frozenset[str] = VIEW_FUNCTIONS) -> exp.Expr:
     """One expression over a row's columns: checked for functions, and that it looks at nothing else.
 
-    Raises:
-        QueryRefused: it is not an expression, or asks for what an expression of a row may not.
+    Raises QueryRefused: it is not an expression, or asks for what an expression of a row may not.
     """
     tree = _one(f"SELECT {sql}\n", _MAX_CONDITION_BYTES + 8)
     plain = isinstance(tree, exp.Select) and len(tree.expressions) == 1
@@ -341,8 +339,7 @@ def spark_text(sql: str) -> str:
 def check_relations(tree: exp.Query, allowed: Collection[str]) -> str:
     """The one relation that the query reads.
 
-    Raises:
-        QueryRefused: it reads another, several, or none; or a table function.
+    Raises QueryRefused: it reads another, several, or none; or a table function.
     """
     defined = {cte.alias for cte in tree.find_all(exp.CTE)}
     found: set[str] = set()
@@ -418,8 +415,7 @@ def check_columns(tree: exp.Expr, known: Collection[str]) -> None:
 def outputs(tree: exp.Query, *, limit: int) -> tuple[str, ...]:
     """Names of the columns that it gives; empty where a ``*`` leaves them open.
 
-    Raises:
-        QueryRefused: a column has no name, two have one, or there are too many.
+    Raises QueryRefused: a column has no name, two have one, or there are too many.
     """
     columns = list(tree.selects)
     if any(column.is_star for column in columns):
