@@ -42,7 +42,6 @@ _WARM_UP = 30  # RSVPs of a block before any is repeated, or the first would be 
 # Number of topics of a group, and the share of groups with that number, per mille.
 _TOPIC_NUMBERS = (1, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16)
 _TOPIC_NUMBER_WEIGHTS = (10, 20, 27, 26, 37, 55, 53, 73, 50, 88, 90, 83, 120, 240, 28)
-_EVENTS_AT_ONCE = 2
 _WITHOUT_VENUE = 0.15
 _WITHOUT_TIME = 0.005
 _VENUE_UNPLACED = 0.06
@@ -92,7 +91,7 @@ class RsvpGenerator:
         self._seed = seed
         self._start_ms = time.time_ns() // 1_000_000 if start_ms is None else start_ms
         self._rate = rate
-        self._world = World(seed)
+        self._groups = _groups(random.Random(f"world {seed}"))
         self._event = functools.lru_cache(maxsize=16_384)(self._make_event)
 
     def block(self, number: int) -> list[bytes]:
@@ -122,18 +121,33 @@ class RsvpGenerator:
 
     def _new(self, rsvp_id: int, block: int, now: int, recent: list[_Rsvp], rng: random.Random) -> _Rsvp:
         chance = rng.random
-        group = self._world.group(chance())
-        epoch = self._world.epoch(group, block, _EVENTS_CHANGE_EVERY)
-        event = self._event(group, epoch, chance() < 0.7)
+        group = int(GROUPS * chance() ** 1.45)  # by popularity; a tenth of the groups gets a quarter of all RSVPs
+        phase = self._groups[group].phase % _EVENTS_CHANGE_EVERY
+        announced = (block + phase) // _EVENTS_CHANGE_EVERY * _EVENTS_CHANGE_EVERY - phase
+        event = self._event(group, announced, 0 if chance() < 0.7 else 1)
         if len(recent) >= _WARM_UP and chance() < _SAME_MEMBER:
             member = recent[-1 - int(len(recent) * chance() * 0.2)].member
         else:
             member = _member(int(_MEMBERS * chance()))
         return _Rsvp(rsvp_id, member, event, chance() < _YES, _guests(chance()), now - _lateness_ms(rng))
 
-    def _make_event(self, group: int, epoch: int, main: bool) -> MeetupEvent:
-        now = self._arrival_ms(max(0, epoch) * BLOCK)
-        return self._world.event(group, epoch, 0.0 if main else 0.99, now)
+    def _make_event(self, number: int, announced: int, slot: int) -> MeetupEvent:
+        """One of a group's events that are announced in the block ``announced``; each group has two, the slots."""
+        group = self._groups[number]
+        rng = random.Random(f"{self._seed} {number} {announced} {slot}")
+        event_id = _event_id(rng)
+        form = rng.choice(WORDS["event_forms"])
+        event = {
+            "event_name": form.format(topic=group.topic, day=rng.choice(WORDS["days"]), number=rng.randrange(1, 13)),
+            "event_id": event_id,
+        }
+        tail = orjson.dumps(event)[:-1]
+        if rng.random() >= _WITHOUT_TIME:
+            now_ms = self._arrival_ms(max(0, announced) * BLOCK)
+            hours = 24 * min(rng.lognormvariate(1.25, 1.1), 300.0)
+            tail += b',"time":%d' % ((now_ms // 900_000) * 900_000 + int(hours * 4) * 900_000)
+        tail += b',"event_url":"https://meetup.invalid/%b/events/%b/"}' % (group.urlname.encode(), event_id.encode())
+        return MeetupEvent(_venue(group, rng), b',"event":' + tail + b',"group":' + group.fragment + b"}")
 
 
 def _changed(old: _Rsvp, now: int, rng: random.Random) -> _Rsvp:
@@ -198,7 +212,6 @@ def _render(rsvp: _Rsvp) -> bytes:
 class MeetupGroup:
     """A group, with ``fragment``, its JSON for RSVPs. ``phase`` shifts when its events change."""
 
-    name: str
     urlname: str
     topic: str
     latitude: float
@@ -215,54 +228,17 @@ class MeetupEvent:
     tail: bytes
 
 
-class World:
-    """The groups and events of one seed. Equal seeds give equal worlds."""
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        rng = random.Random(f"world {seed}")
-        topics = _topics(rng)
-        # Zipf-Mandelbrot, fitted to the share of RSVPs whose group has the topic at rank 1, 10, 100 and 1,000.
-        weights = list(accumulate((rank + 4) ** -0.87 for rank in range(len(topics))))
-        countries = list(accumulate(country.weight for country in _COUNTRIES))
-        cities = {country.code: _cities(country, rng) for country in _COUNTRIES}
-        self._groups: list[MeetupGroup] = []
-        for number in range(GROUPS):
-            country = _COUNTRIES[bisect(countries, rng.random() * countries[-1])]
-            self._groups.append(_group(number, country, cities[country.code], topics, weights, rng))
-
-    def group(self, at: float) -> int:
-        """Index of the group at ``at`` (0 to 1) in order of popularity; a tenth of them gets a quarter of all RSVPs."""
-        return int(GROUPS * at**1.45)
-
-    def event(self, group_number: int, block: int, at: float, now_ms: int) -> MeetupEvent:
-        """One of the group's events that are announced while ``block`` is generated.
-
-        Args:
-            block: index of the block of RSVPs.
-            at: chooses among the group's events, 0 to 1.
-            now_ms: start of the announcement, ms since the epoch.
-        """
-        group = self._groups[group_number]
-        slot = int(at * _EVENTS_AT_ONCE)
-        rng = random.Random(f"{self._seed} {group_number} {block} {slot}")
-        event_id = _event_id(rng)
-        form = rng.choice(WORDS["event_forms"])
-        event = {
-            "event_name": form.format(topic=group.topic, day=rng.choice(WORDS["days"]), number=rng.randrange(1, 13)),
-            "event_id": event_id,
-        }
-        tail = orjson.dumps(event)[:-1]
-        if rng.random() >= _WITHOUT_TIME:
-            hours = 24 * min(rng.lognormvariate(1.25, 1.1), 300.0)
-            tail += b',"time":%d' % ((now_ms // 900_000) * 900_000 + int(hours * 4) * 900_000)
-        tail += b',"event_url":"https://meetup.invalid/%b/events/%b/"}' % (group.urlname.encode(), event_id.encode())
-        return MeetupEvent(_venue(group, rng), b',"event":' + tail + b',"group":' + group.fragment + b"}")
-
-    def epoch(self, group_number: int, block: int, blocks: int) -> int:
-        """First block of the group's current events, if they change every ``blocks`` blocks."""
-        phase = self._groups[group_number].phase % blocks
-        return (block + phase) // blocks * blocks - phase
+def _groups(rng: random.Random) -> list[MeetupGroup]:
+    topics = _topics(rng)
+    # Zipf-Mandelbrot, fitted to the share of RSVPs whose group has the topic at rank 1, 10, 100 and 1,000.
+    weights = list(accumulate((rank + 4) ** -0.87 for rank in range(len(topics))))
+    countries = list(accumulate(country.weight for country in _COUNTRIES))
+    cities = {country.code: _cities(country, rng) for country in _COUNTRIES}
+    groups: list[MeetupGroup] = []
+    for number in range(GROUPS):
+        country = _COUNTRIES[bisect(countries, rng.random() * countries[-1])]
+        groups.append(_group(number, country, cities[country.code], topics, weights, rng))
+    return groups
 
 
 def _topics(rng: random.Random) -> list[str]:
@@ -313,7 +289,7 @@ def _group(
     if country.code in WORDS["states"]:
         value["group_state"] = rng.choice(WORDS["states"][country.code])
     value["group_lat"] = round(latitude, 2)
-    return MeetupGroup(name, urlname, main, latitude, longitude, rng.randrange(1_000), orjson.dumps(value))
+    return MeetupGroup(urlname, main, latitude, longitude, rng.randrange(1_000), orjson.dumps(value))
 
 
 def _event_id(rng: random.Random) -> str:

@@ -1,4 +1,4 @@
-"""Plays events as a live upstream sends them: which are due, and which were sent when. Its only I/O is reading a file.
+"""What is played, as a live upstream sends it: which events are due, and which were sent when.
 
 The clock starts with the first client. From then on event ``i`` is due at ``t0 + i / rate``, whether anyone listens or
 not. Each client has its own place in the sequence, so a slow one delays no other.
@@ -13,40 +13,26 @@ import math
 import tempfile
 import time
 from array import array
-from collections import OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 import orjson
 
-from ingest.simulate.generator import BLOCK
-from ingest.simulate.scenes import Scene
-from lakehouse.contract.errors import ConfigError
-from lakehouse.contract.pipeline import Template
+from ingest.simulate.generator import BLOCK, RsvpGenerator
+from ingest.simulate.scenes import SCENES, Scene
+from lakehouse.contract.errors import ConfigError, EnvironmentProblem
+from lakehouse.contract.pipeline import Pipeline, Template
 
 _CHUNK = 65_536
 _CHUNKS_KEPT = 64
 _CACHED_BLOCKS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class PlayerStatus:
-    """Progress of a player.
-
-    Attributes:
-        sent: events sent to at least one client.
-        live: events due so far; more than ``sent`` while clients are away or slow.
-        total: number of all events; None: endless.
-    """
-
-    sent: int
-    live: int
-    total: int | None
-    done: bool
-    rate: float
+_SCENE_BLOCKS = 64  # of a scene, kept
+_SAMPLE = 2_000  # events of a scene from which the shares of its sources are estimated
 
 
 class Player:
@@ -72,12 +58,12 @@ class Player:
     ) -> None:
         if not 0 < rate < math.inf:
             raise ConfigError(f"{rate} is not a rate", key="rate", remedy="Give events a second, above 0")
-        self._reel = Reel(lines)
+        self._block = functools.lru_cache(maxsize=_CACHED_BLOCKS)(lines.block)
+        self._end = lines.total
         self._rate = rate
         self._template = event_id
         self._clock = clock
         self._wall = wall
-        self._end = lines.total
         self._started_at: float | None = None
         self._times = _SendTimes()
 
@@ -96,15 +82,27 @@ class Player:
 
     def take(self, index: int, limit: int) -> list[bytes]:
         """At most ``limit`` due events from ``index`` on. The caller sends them and calls :meth:`sent`."""
-        return self._reel.read(index, max(0, min(limit, self._live() - index)))
+        return self._read(index, max(0, min(limit, self._live() - index)))
 
     def sent(self, index: int, count: int) -> None:
         """Note that these events are sent now."""
         self._times.note(index, count, self._wall() * 1_000)
 
-    def status(self) -> PlayerStatus:
-        """Its progress."""
-        return PlayerStatus(self._times.count, self._live(), self._end, self._times.count == self._end, self._rate)
+    def status(self) -> dict[str, Any]:
+        """Its progress.
+
+        ``sent``: events sent to at least one client; ``live``: events due so far, which are more while clients are
+        away or slow; ``total``: number of all events, None: endless; ``done``: whether all are sent; ``rate``: events a
+        second.
+        """
+        sent = self._times.count
+        return {
+            "sent": sent,
+            "live": self._live(),
+            "total": self._end,
+            "done": sent == self._end,
+            "rate": self._rate,
+        }
 
     def halt(self) -> None:
         """End at the live point: what is due is still sent."""
@@ -118,13 +116,18 @@ class Player:
         """Each event's id by the template, a few hundred at a time; None if it has none or is malformed."""
         if self._end is not None:
             limit = min(limit, max(0, self._end - index))
-        return [self._id(event) for event in self._reel.read(index, limit)]
+        return [self._id(event) for event in self._read(index, limit)]
 
     def _live(self) -> int:
         if self._started_at is None:
             return 0
         live = int((self._clock() - self._started_at) * self._rate) + 1
         return live if self._end is None else min(live, self._end)
+
+    def _read(self, start: int, limit: int) -> list[bytes]:
+        """At most ``limit`` events from ``start`` on; fewer at the end of a block."""
+        block, offset = divmod(start, BLOCK)
+        return self._block(block)[offset : offset + limit]
 
     def _id(self, event: bytes) -> str | None:
         if self._template is None:
@@ -182,6 +185,9 @@ class _SendTimes:
         return chunk
 
 
+# --- where events come from
+
+
 class Lines(Protocol):
     """A sequence of events as bytes, in blocks."""
 
@@ -209,24 +215,18 @@ class FileLines:
         self.total: int = 0
         at = 0
         for line in self._file:
-            if _content(line):
+            if line.rstrip(b"\r\n"):
                 if self.total % BLOCK == 0:
                     self._starts.append(at)
                 self.total += 1
             at += len(line)
 
     def block(self, number: int) -> list[bytes]:
-        found: list[bytes] = []
         if number >= len(self._starts):
-            return found
+            return []
         self._file.seek(self._starts[number])
-        for line in self._file:
-            content = _content(line)
-            if content:
-                found.append(content)
-                if len(found) == BLOCK:
-                    break
-        return found
+        contents = (line.rstrip(b"\r\n") for line in self._file)
+        return list(islice(filter(None, contents), BLOCK))
 
     def close(self) -> None:
         self._file.close()
@@ -242,44 +242,22 @@ class SceneLines:
     total: None = None
 
     def __init__(self, scene: Scene, source: str, seed: int, start_ms: int) -> None:
-        self._scene = scene
-        self._seed = seed
-        self._start_ms = start_ms
+        self._start = functools.partial(scene, seed, start_ms)
         self._source = source
-        self._events = scene(seed, start_ms)
+        self._events = self._start()
         self._made = 0
-        self._kept: OrderedDict[int, list[bytes]] = OrderedDict()
+        self._kept: dict[int, list[bytes]] = {}
 
     def block(self, number: int) -> list[bytes]:
         if number < self._made and number not in self._kept:
-            self._events, self._made = self._scene(self._seed, self._start_ms), 0
+            self._events, self._made = self._start(), 0
             self._kept.clear()
         while self._made <= number:
             mine = (payload for source, payload in self._events if source == self._source)
             self._kept[self._made] = [orjson.dumps(payload) for payload in islice(mine, BLOCK)]
+            self._kept.pop(self._made - _SCENE_BLOCKS, None)
             self._made += 1
-            if len(self._kept) > 4 * _CACHED_BLOCKS:
-                self._kept.popitem(last=False)
         return self._kept[number]
-
-
-class Reel:
-    """Events by index, with a few blocks in memory."""
-
-    def __init__(self, lines: Lines) -> None:
-        self._lines = lines
-        self._block = functools.lru_cache(maxsize=_CACHED_BLOCKS)(lines.block)
-
-    def read(self, start: int, limit: int) -> list[bytes]:
-        """At most ``limit`` events from ``start`` on, at least one before the end."""
-        if self._lines.total is not None and start >= self._lines.total:
-            return []
-        block, offset = divmod(start, BLOCK)
-        return self._block(block)[offset : offset + limit]
-
-
-def _content(line: bytes) -> bytes:
-    return line.rstrip(b"\r\n")
 
 
 def _unpacked(path: Path) -> IO[bytes]:
@@ -293,3 +271,80 @@ def _unpacked(path: Path) -> IO[bytes]:
         raise
     unpacked.seek(0)
     return unpacked
+
+
+# --- what a pipeline plays
+
+
+@dataclass(frozen=True, slots=True)
+class Play:
+    """What is played, and where.
+
+    Attributes:
+        input: JSON-lines file, also gzipped; None: endless invented events.
+        rate: events a second, of all sources together.
+        seed: of invented events.
+        port: port of the loopback address to bind; 0: any free one.
+    """
+
+    input: Path | None = None
+    rate: float = 100.0
+    seed: int = 1
+    port: int = 8402
+
+
+def players_of(pipeline: Pipeline, play: Play, held: ExitStack) -> dict[str, Player]:
+    """Players by source: of a recording for the first source, or of invented events for all.
+
+    Args:
+        held: closes what they read.
+
+    Raises:
+        ConfigError: there is neither a recording nor a scene for this pipeline.
+        EnvironmentProblem: the file cannot be read.
+    """
+    source = next(iter(pipeline.sources.values()))
+    scene = SCENES.get(pipeline.name)
+    lines: Lines
+    if play.input is not None:
+        try:
+            lines = FileLines(play.input)
+        except OSError as error:
+            problem = f"{play.input} cannot be read: {error.strerror or error}"
+            raise EnvironmentProblem(problem, "Check the path") from None
+        held.callback(lines.close)
+    elif scene is not None:
+        return scene_players(scene, pipeline, rate=play.rate, seed=play.seed)
+    elif source.name == "rsvps":
+        lines = RsvpGenerator(play.seed, rate=play.rate)
+    else:
+        raise ConfigError(
+            f"there is no scene for the pipeline {pipeline.name!r}",
+            key="pipeline",
+            remedy=f"Give a recording with --input; scenes: {', '.join(sorted([*SCENES, 'meetup']))}",
+        )
+    return {source.name: Player(lines, play.rate, event_id=source.event_id_template)}
+
+
+def scene_players(scene: Scene, pipeline: Pipeline, *, rate: float, seed: int) -> dict[str, Player]:
+    """A player for each source of the scene, with rates in the proportions of the scene.
+
+    Raises:
+        ConfigError: the scene has events of a source that the pipeline lacks.
+    """
+    start_ms = int(time.time() * 1000)
+    mix = Counter(source for source, _ in islice(scene(seed, start_ms), _SAMPLE))
+    unknown = mix.keys() - pipeline.sources.keys()
+    if unknown:
+        raise ConfigError(
+            f"the scene has events of {min(unknown)!r}",
+            key="sources",
+            remedy=f"Sources of {pipeline.name}: {', '.join(pipeline.sources)}",
+            file=pipeline.path,
+        )
+    players = {}
+    for name in (name for name in pipeline.sources if name in mix):
+        share = mix[name] / mix.total()
+        lines = SceneLines(scene, name, seed, start_ms)
+        players[name] = Player(lines, rate * share, event_id=pipeline.sources[name].event_id_template)
+    return players

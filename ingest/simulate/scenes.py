@@ -277,7 +277,7 @@ def _delta(rng: random.Random) -> int:
 # --- Offers of many merchants: single updates as they come, or whole feed files
 
 MERCHANTS = 14_000
-FEED_FORMATS = ("csv", "jsonl", "parquet", "csv.gz", "jsonl.gz")
+_FEED_FORMATS = ("csv", "jsonl", "parquet", "csv.gz", "jsonl.gz")
 _THINGS = ("Kettle", "Lamp", "Raincoat", "Bicycle bell", "Notebook", "Desk", "Teapot", "Backpack", "Blanket", "Torch")
 _KINDS = ("oak", "steel", "wool", "recycled", "folding", "small", "large", "blue", "grey", "waterproof")
 _REPEATED, _MALFORMED = 0.03, 0.005
@@ -337,26 +337,6 @@ def feed_rows(seed: int, merchant: int, offers: int, rounds: int, start_ms: int)
 
 
 @dataclass(frozen=True, slots=True)
-class FeedFiles:
-    """Feed files of many merchants: one file a merchant and round.
-
-    Attributes:
-        seed: equal seeds give equal files.
-        offers: offers of each merchant.
-        rounds: files of each merchant.
-        start_ms: time of the first version, ms since the epoch.
-        formats: from :data:`FEED_FORMATS`, in turn.
-    """
-
-    seed: int
-    merchants: int = MERCHANTS
-    offers: int = 10
-    rounds: int = 1
-    start_ms: int = 1_790_000_000_000
-    formats: Sequence[str] = FEED_FORMATS
-
-
-@dataclass(frozen=True, slots=True)
 class Written:
     """Numbers of written files, of their rows, and of malformed rows among these."""
 
@@ -365,14 +345,27 @@ class Written:
     malformed: int
 
 
-def write_feeds(folder: Path, feeds: FeedFiles) -> Written:
-    """Write the files below ``folder``, in one subfolder a merchant."""
+def write_feeds(
+    folder: Path,
+    seed: int,
+    merchants: int = MERCHANTS,
+    offers: int = 10,
+    rounds: int = 1,
+    start_ms: int = 1_790_000_000_000,
+) -> Written:
+    """Write feed files below ``folder``: one a merchant and round, in a subfolder a merchant, the formats in turn.
+
+    Args:
+        seed: equal seeds give equal files.
+        offers: offers of each merchant.
+        start_ms: time of the first version, ms since the epoch.
+    """
     files = count = malformed = 0
-    for merchant in range(feeds.merchants):
+    for merchant in range(merchants):
         place = folder / f"m{merchant:05}"
         place.mkdir(parents=True, exist_ok=True)
-        for turn, rows in enumerate(feed_rows(feeds.seed, merchant, feeds.offers, feeds.rounds, feeds.start_ms)):
-            kind = feeds.formats[(merchant + turn) % len(feeds.formats)]
+        for turn, rows in enumerate(feed_rows(seed, merchant, offers, rounds, start_ms)):
+            kind = _FEED_FORMATS[(merchant + turn) % len(_FEED_FORMATS)]
             if kind == "parquet":  # cannot hold a malformed row
                 rows = [row for row in rows if row is not None]
                 _write_parquet(place / f"offers-{turn}.parquet", rows)

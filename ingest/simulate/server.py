@@ -1,8 +1,8 @@
-"""A player on the network: WebSocket, SSE, chunked JSON lines and its own state, on one port.
+"""How played events leave: a server that clients read, or devices that publish to a collector.
 
-::
+The server has WebSocket, SSE, chunked JSON lines and its own state, on one port of the loopback address::
 
-    ws://HOST:PORT/stream[?from=N]      a text frame an event; a binary one if it is not UTF-8
+    ws://127.0.0.1:PORT/stream[?from=N] a text frame an event; a binary one if it is not UTF-8
     GET /sse[?from=N]                   id is the event's index; Last-Event-ID resumes after it
     GET /lines[?from=N]                 chunked JSON lines
     GET /status                         {"sent", "live", "total", "done", "rate"}
@@ -15,6 +15,10 @@ end, like those of a live upstream.
 
 ``websockets``' sans-I/O protocol does the handshake and control frames; events due in one tick go out in one write. A
 task and a queue per client, or an ASGI message per event, cost four times as much.
+
+A device publishes only while somebody is interested (:mod:`ingest.answers.interests`). There is one for each source
+that is played. What is due while nobody is interested is never sent, as by a sensor that rests; publishing goes on at
+the live point.
 """
 
 from __future__ import annotations
@@ -24,32 +28,26 @@ import contextlib
 import errno
 import logging
 import signal
-import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from itertools import islice
-from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import orjson
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
 from websockets.http11 import Request
 from websockets.protocol import State
 from websockets.server import ServerProtocol
 
-from ingest.simulate.generator import RsvpGenerator
-from ingest.simulate.player import FileLines, Lines, Player, SceneLines
-from ingest.simulate.scenes import SCENES, Scene
-from lakehouse.contract.errors import ConfigError, EnvironmentProblem
+from ingest.simulate.player import Play, Player, players_of
+from lakehouse.contract.errors import EnvironmentProblem
 from lakehouse.contract.listen import is_utf8
 from lakehouse.contract.pipeline import Pipeline
 
 logger = logging.getLogger(__name__)
 
-RSVPS = "rsvps"  # source of the RSVP generator
-_SAMPLE = 2_000  # events of a scene from which the shares of its sources are estimated
+_HOST = "127.0.0.1"
 _TICK_S = 0.005
 _BATCH = 256  # most events in a write
 _BUFFER_BYTES = 262_144  # unsent bytes above which the player waits for a client
@@ -64,26 +62,56 @@ class BadRequest(ValueError):
     pass
 
 
-async def run_player(
-    player: Player | Mapping[str, Player],
+async def play_pipeline(
+    pipeline: Pipeline,
+    play: Play,
     *,
-    host: str = "127.0.0.1",
-    port: int = 8402,
-    ready: Callable[[int], None] | None = None,
-    stop: asyncio.Event | None = None,
+    ready: Callable[[str], None] = lambda _: None,
+    stop: asyncio.Event,
 ) -> None:
-    """Serve the player until ``stop`` is set, or for ever.
+    """Play a recording for the first source, or invented events for all sources, until ``stop`` is set.
+
+    SIGUSR1 makes the events due by then the last.
 
     Args:
-        player: what to play; several by source.
+        pipeline: ``/ids`` uses the ``event_id`` of its sources.
+        ready: called with the base URL once clients can connect.
+
+    Raises:
+        ConfigError: there is neither a recording nor a scene for this pipeline.
+        EnvironmentProblem: the file cannot be read or the port is taken.
+    """
+    with ExitStack() as held:
+        players = players_of(pipeline, play, held)
+
+        def halt() -> None:
+            for player in players.values():
+                player.halt()
+
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGUSR1, halt)
+        held.callback(loop.remove_signal_handler, signal.SIGUSR1)
+        try:
+            await run_player(players, play.port, lambda bound: ready(f"http://{_HOST}:{bound}"), stop)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            problem = f"port {play.port} is taken"
+            raise EnvironmentProblem(problem, "Stop what listens there, or choose another port") from None
+
+
+async def run_player(
+    players: Mapping[str, Player], port: int, ready: Callable[[int], None], stop: asyncio.Event
+) -> None:
+    """Serve players by source until ``stop`` is set; clients are told the end (WebSocket close code 1001).
+
+    Args:
         port: port to bind; 0: any free one.
         ready: called with the bound port once clients can connect.
-        stop: ends the server; clients are told (WebSocket close code 1001).
 
     Raises:
         OSError: the port cannot be bound.
     """
-    players = {"": player} if isinstance(player, Player) else player
     clients: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -98,11 +126,10 @@ async def run_player(
             clients.discard(task)
             writer.close()
 
-    listener = await asyncio.start_server(serve, host, port)
+    listener = await asyncio.start_server(serve, _HOST, port)
     try:
-        if ready is not None:
-            ready(listener.sockets[0].getsockname()[1])
-        await (stop or asyncio.Event()).wait()
+        ready(listener.sockets[0].getsockname()[1])
+        await stop.wait()
     finally:
         listener.close()
         for task in clients:
@@ -130,22 +157,28 @@ class _Client:
         url = urlsplit(request.path)
         query = {name: values[-1] for name, values in parse_qs(url.query).items()}
         try:
-            self._player = self._chosen(query.get("source"))
+            source = query.get("source")
+            if source is not None and len(self._players) > 1:
+                if source not in self._players:
+                    raise BadRequest(f"source={source!r} is not played; there are: {', '.join(self._players)}")
+                self._player = self._players[source]
+            first = _whole_number("from", query.get("from"))
+            limit = _whole_number("limit", query.get("limit"))
+            limit = _LIMIT if limit is None else min(limit, _LIMIT)
             match url.path:
                 case "/stream":
-                    await self._websocket(request, self._start(query))
+                    await self._websocket(request, self._start(first))
                 case "/sse":
-                    await self._http(self._sse_start(request, query), "text/event-stream", _sse)
+                    last = _whole_number("Last-Event-ID", request.headers.get("Last-Event-ID"))
+                    await self._http(self._start(first if last is None else last + 1), "text/event-stream", _sse)
                 case "/lines":
-                    await self._http(self._start(query), "application/x-ndjson", _ndjson)
+                    await self._http(self._start(first), "application/x-ndjson", _ndjson)
                 case "/status":
-                    await self._answer(asdict(self._player.status()))
+                    await self._answer(self._player.status())
                 case "/times":
-                    first, limit = _slice(query)
-                    await self._answer({"from": first, "at_ms": self._player.times(first, limit)})
+                    await self._answer({"from": first or 0, "at_ms": self._player.times(first or 0, limit)})
                 case "/ids":
-                    first, limit = _slice(query)
-                    await self._answer({"from": first, "ids": await self._ids(first, limit)})
+                    await self._answer({"from": first or 0, "ids": await self._ids(first or 0, limit)})
                 case _:
                     await self._answer({"title": "Not Found", "status": 404}, "404 Not Found")
         except BadRequest as error:
@@ -164,23 +197,9 @@ class _Client:
                         return None
         return None
 
-    def _chosen(self, source: str | None) -> Player:
-        if source is None or len(self._players) == 1:
-            return self._player
-        if source not in self._players:
-            raise BadRequest(f"source={source!r} is not played; there are: {', '.join(self._players)}")
-        return self._players[source]
-
-    def _start(self, query: dict[str, str]) -> int:
-        wanted = _number(query, "from", -1)
+    def _start(self, first: int | None) -> int:
         live = self._player.join()
-        return live if wanted < 0 else wanted
-
-    def _sse_start(self, request: Request, query: dict[str, str]) -> int:
-        last = request.headers.get("Last-Event-ID")
-        if last is not None:
-            query = {"from": str(_whole_number("Last-Event-ID", last) + 1)}
-        return self._start(query)
+        return live if first is None else first
 
     async def _ids(self, first: int, limit: int) -> list[str | None]:
         found: list[str | None] = []
@@ -276,15 +295,9 @@ class _Client:
             self._writer.write(data)
 
 
-def _number(query: dict[str, str], name: str, default: int) -> int:
-    return _whole_number(name, query[name]) if name in query else default
-
-
-def _slice(query: dict[str, str]) -> tuple[int, int]:
-    return _number(query, "from", 0), min(_number(query, "limit", _LIMIT), _LIMIT)
-
-
-def _whole_number(name: str, text: str) -> int:
+def _whole_number(name: str, text: str | None) -> int | None:
+    if text is None:
+        return None
     if not (text.isascii() and text.isdigit()):
         raise BadRequest(f"{name}={text!r} is not a whole number from 0 on")
     return int(text)
@@ -304,122 +317,120 @@ def _chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-@dataclass(frozen=True, slots=True)
-class Play:
-    """What is played, and where.
+class SimulatedDevice:
+    """A device of one source.
+
+    Args:
+        url: of the collector.
+        key: that the collector asks for; empty: none.
+        told: called when the device is told whether somebody is interested.
 
     Attributes:
-        input: JSON-lines file, also gzipped; None: endless invented events.
-        rate: events a second, of all sources together.
-        seed: of invented events.
-        port: port to bind; 0: any free one.
+        sent: events.
+        acknowledged: of those.
+        refused: of those.
     """
 
-    input: Path | None = None
-    rate: float = 100.0
-    seed: int = 1
-    host: str = "127.0.0.1"
-    port: int = 8402
+    def __init__(
+        self, source: str, player: Player, url: str, key: str, told: Callable[[SimulatedDevice, bool], None]
+    ) -> None:
+        self.source = source
+        self.sent = self.acknowledged = self.refused = 0
+        self._player = player
+        self._url = url.rstrip("/").replace("http", "ws", 1) + "/v1/stream"
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._told = told
+        self._wanted = asyncio.Event()
+
+    async def run(self) -> None:
+        """Publish when asked to, until cancelled. It connects again by itself.
+
+        Raises:
+            EnvironmentProblem: the collector refuses the device.
+        """
+        try:
+            async for connection in connect(self._url, additional_headers=self._headers):
+                try:
+                    await self._talk(connection)
+                except ConnectionClosed as closed:
+                    logger.info("%s: the connection ended, the device connects again: %s", self.source, closed)
+                finally:
+                    self._wanted.clear()
+        except (InvalidHandshake, InvalidURI) as error:
+            raise EnvironmentProblem(f"{self._url} refuses devices: {error}", "Check --to and --key") from None
+
+    async def _talk(self, connection: ClientConnection) -> None:
+        await connection.send(orjson.dumps({"demand": self.source}), text=True)
+        publishing = asyncio.create_task(self._publish(connection))
+        try:
+            async for message in connection:
+                self._hear(orjson.loads(message))
+        finally:
+            publishing.cancel()
+            await asyncio.gather(publishing, return_exceptions=True)
+
+    def _hear(self, said: dict[str, object]) -> None:
+        if "ack" in said:
+            self.acknowledged += 1
+        elif said.get("refused") is not None:
+            self.refused += 1
+        elif "refused" in said:
+            raise EnvironmentProblem(f"{self.source}: {said['detail']}", "Check --to, --key and the pipeline")
+        elif said.get("wanted") is True:
+            self._wanted.set()
+            self._told(self, True)
+        elif said.get("wanted") is False:
+            self._wanted.clear()
+            self._told(self, False)
+
+    async def _publish(self, connection: ClientConnection) -> None:
+        while True:
+            await self._wanted.wait()
+            index = self._player.join()
+            while self._wanted.is_set():
+                due_in = self._player.due_in(index)
+                if due_in is None:
+                    return
+                if due_in > 0:
+                    await asyncio.sleep(max(due_in, _TICK_S))
+                for event in self._player.take(index, _BATCH):
+                    if not self._wanted.is_set():
+                        break
+                    head = orjson.dumps({"publish": self.source, "id": self.sent})
+                    await connection.send(b'%b,"event":%b}' % (head[:-1], event), text=True)
+                    self._player.sent(index, 1)
+                    self.sent += 1
+                    index += 1
 
 
-async def play_pipeline(
+async def run_devices(
     pipeline: Pipeline,
     play: Play,
-    *,
-    ready: Callable[[str], None] = lambda _: None,
-    stop: asyncio.Event | None = None,
+    url: str,
+    key: str,
+    told: Callable[[SimulatedDevice, bool], None],
+    stop: asyncio.Event,
 ) -> None:
-    """Play a recording for the first source, or invented events for all sources, until ``stop`` is set.
-
-    SIGUSR1 makes the events due by then the last.
+    """Run a device for each source that is played, until ``stop`` is set.
 
     Args:
-        pipeline: ``/ids`` uses the ``event_id`` of its sources.
-        ready: called with the base URL once clients can connect.
+        play: what is played; where does not matter.
 
     Raises:
         ConfigError: there is neither a recording nor a scene for this pipeline.
-        EnvironmentProblem: the file cannot be read or the port is taken.
+        EnvironmentProblem: the file cannot be read, or the collector refuses a device.
     """
     with ExitStack() as held:
-        players = players_of(pipeline, play, held)
-
-        def halt() -> None:
-            for player in players.values():
-                player.halt()
-
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGUSR1, halt)
-        held.callback(loop.remove_signal_handler, signal.SIGUSR1)
+        devices = [
+            SimulatedDevice(name, player, url, key, told) for name, player in players_of(pipeline, play, held).items()
+        ]
+        tasks = [asyncio.create_task(device.run()) for device in devices]
+        stopped = asyncio.create_task(stop.wait())
         try:
-            await run_player(
-                players,
-                host=play.host,
-                port=play.port,
-                ready=lambda bound: ready(f"http://{play.host}:{bound}"),
-                stop=stop,
-            )
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            problem = f"port {play.port} is taken"
-            raise EnvironmentProblem(problem, "Stop what listens there, or choose another port") from None
-
-
-def players_of(pipeline: Pipeline, play: Play, held: ExitStack) -> dict[str, Player]:
-    """Players by source: of a recording for the first source, or of invented events for all.
-
-    Args:
-        held: closes what they read.
-
-    Raises:
-        ConfigError: there is neither a recording nor a scene for this pipeline.
-        EnvironmentProblem: the file cannot be read.
-    """
-    source = next(iter(pipeline.sources.values()))
-    scene = SCENES.get(pipeline.name)
-    lines: Lines
-    if play.input is not None:
-        try:
-            lines = FileLines(play.input)
-        except OSError as error:
-            problem = f"{play.input} cannot be read: {error.strerror or error}"
-            raise EnvironmentProblem(problem, "Check the path") from None
-        held.callback(lines.close)
-    elif scene is not None:
-        return scene_players(scene, pipeline, rate=play.rate, seed=play.seed)
-    elif source.name == RSVPS:
-        lines = RsvpGenerator(play.seed, rate=play.rate)
-    else:
-        raise ConfigError(
-            f"there is no scene for the pipeline {pipeline.name!r}",
-            key="pipeline",
-            remedy=f"Give a recording with --input; scenes: {', '.join(sorted([*SCENES, 'meetup']))}",
-        )
-    return {source.name: Player(lines, play.rate, event_id=source.event_id_template)}
-
-
-def scene_players(
-    scene: Scene, pipeline: Pipeline, *, rate: float, seed: int, start_ms: int | None = None
-) -> dict[str, Player]:
-    """A player for each source of the scene, with rates in the proportions of the scene.
-
-    Raises:
-        ConfigError: the scene has events of a source that the pipeline lacks.
-    """
-    start_ms = int(time.time() * 1000) if start_ms is None else start_ms
-    mix = Counter(source for source, _ in islice(scene(seed, start_ms), _SAMPLE))
-    unknown = mix.keys() - pipeline.sources.keys()
-    if unknown:
-        raise ConfigError(
-            f"the scene has events of {min(unknown)!r}",
-            key="sources",
-            remedy=f"Sources of {pipeline.name}: {', '.join(pipeline.sources)}",
-            file=pipeline.path,
-        )
-    players = {}
-    for name in (name for name in pipeline.sources if name in mix):
-        share = mix[name] / mix.total()
-        lines = SceneLines(scene, name, seed, start_ms)
-        players[name] = Player(lines, rate * share, event_id=pipeline.sources[name].event_id_template)
-    return players
+            done, _ = await asyncio.wait([stopped, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in [stopped, *tasks]:
+                task.cancel()
+            await asyncio.gather(stopped, *tasks, return_exceptions=True)

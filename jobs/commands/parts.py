@@ -236,14 +236,14 @@ def simulate(
     it is a device for each source: it publishes to a collector while somebody is interested, and rests otherwise.
     """
     if feeds is not None:
-        from ingest.simulate.scenes import FeedFiles, write_feeds
+        from ingest.simulate.scenes import write_feeds
 
         with err.status("writing …"):
-            done = write_feeds(feeds, FeedFiles(seed, merchants, offers, rounds))
+            done = write_feeds(feeds, seed, merchants, offers, rounds)
         print_json(dataclasses.asdict(done))
         return
-    from ingest.simulate.devices import SimulatedDevice, run_devices
-    from ingest.simulate.server import Play, play_pipeline
+    from ingest.simulate.player import Play
+    from ingest.simulate.server import SimulatedDevice, play_pipeline, run_devices
 
     _, pipeline = chosen_pipeline()
     play = Play(input, rate, seed, port=port)

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from ingest.simulate.scenes import SCENES
-from ingest.simulate.server import RSVPS
 from jobs.local.stack import Stack, free_port, get_json
 from lakehouse.contract.pipeline import Pipeline, Source
 from lakehouse.contract.pipeline.source import STREAM_KINDS
@@ -140,9 +139,9 @@ def _played(pipeline: Pipeline, options: DemoOptions) -> list[str]:
     """Sources that the player plays: the first, or those of the scene."""
     first = next(iter(pipeline.sources))
     scene = SCENES.get(pipeline.name)
-    if options.input is not None or scene is None or first == RSVPS:
+    if options.input is not None or scene is None:
         return [first]
-    from ingest.simulate.server import scene_players
+    from ingest.simulate.player import scene_players
 
     return list(scene_players(scene, pipeline, rate=1.0, seed=1))
 

@@ -22,8 +22,8 @@ import uvloop
 from websockets.asyncio.client import connect
 
 from ingest.broker import EmbeddedBroker
-from ingest.simulate.devices import SimulatedDevice, run_devices
-from ingest.simulate.server import Play
+from ingest.simulate.player import Play
+from ingest.simulate.server import SimulatedDevice, run_devices
 from lakehouse.contract.pipeline import Pipeline
 from lakehouse.contract.pipeline.folder import load_pipeline
 from tests.bench.bench_control import ROOT, TABLE, Part

@@ -91,7 +91,7 @@ async def playing(folder: Path, events: list[bytes], rate: float) -> AsyncIterat
     path.write_bytes(b"\n".join(events))
     lines, stop = FileLines(path), asyncio.Event()
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(run_player(Player(lines, rate), port=0, ready=port.set_result, stop=stop))
+    task = asyncio.create_task(run_player({"": Player(lines, rate)}, 0, port.set_result, stop))
     try:
         yield await port
     finally:

@@ -21,8 +21,8 @@ from websockets.asyncio.client import ClientConnection, connect
 from ingest.answers.stream import PATH
 from ingest.border.access import ApiKey, keys_path
 from ingest.broker import EmbeddedBroker
-from ingest.simulate.devices import SimulatedDevice, run_devices
-from ingest.simulate.server import Play
+from ingest.simulate.player import Play
+from ingest.simulate.server import SimulatedDevice, run_devices
 from lakehouse.contract import lake as names
 from lakehouse.contract.access import KeyFile
 from lakehouse.contract.lake import Lake

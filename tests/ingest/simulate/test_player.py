@@ -1,4 +1,4 @@
-"""The player's state, on a clock of the test's; files of lines and the reel."""
+"""The player's state, on a clock of the test's; files of lines, and scenes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from ingest.simulate.generator import BLOCK, RsvpGenerator
-from ingest.simulate.player import FileLines, Player, PlayerStatus, Reel, SceneLines
+from ingest.simulate.player import FileLines, Lines, Player, SceneLines
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline import Template
 
@@ -40,11 +40,15 @@ def player(clock: Clock, count: int = 10, rate: float = 2.0) -> Player:
     return Player(lines, rate, event_id=Template("{n}"), clock=clock, wall=lambda: clock.now + 1_000)
 
 
+def status(sent: int, live: int, total: int, *, done: bool) -> dict[str, object]:
+    return {"sent": sent, "live": live, "total": total, "done": done, "rate": 2.0}
+
+
 def test_clock_starts_with_the_first_client() -> None:
     clock = Clock()
     playing = player(clock)
     clock.now += 60
-    assert playing.status() == PlayerStatus(0, 0, 10, False, 2.0)
+    assert playing.status() == status(0, 0, 10, done=False)
     assert playing.due_in(0) is None
     assert playing.join() == 0
     assert playing.due_in(0) == 0
@@ -64,11 +68,11 @@ def test_ends_and_is_done_when_all_have_been_sent() -> None:
     clock.now += 1_000
     assert playing.due_in(9) is not None
     assert playing.due_in(10) is None
-    assert playing.status().live == 10
+    assert playing.status()["live"] == 10
     playing.sent(0, 9)
-    assert not playing.status().done
+    assert not playing.status()["done"]
     playing.sent(5, 5)
-    assert playing.status() == PlayerStatus(10, 10, 10, True, 2.0)
+    assert playing.status() == status(10, 10, 10, done=True)
 
 
 def test_halting_ends_it_where_it_is() -> None:
@@ -79,10 +83,10 @@ def test_halting_ends_it_where_it_is() -> None:
     playing.sent(0, 14)
     playing.halt()
     clock.now += 60
-    assert playing.status() == PlayerStatus(14, 15, 15, False, 2.0)
+    assert playing.status() == status(14, 15, 15, done=False)
     assert playing.take(14, 5) == [b'{"n":14}']
     playing.sent(14, 1)
-    assert playing.status().done
+    assert playing.status()["done"]
     assert playing.due_in(15) is None
 
 
@@ -95,11 +99,11 @@ def test_times_are_those_of_the_first_send() -> None:
     clock.now += 1
     playing.sent(1, 4)
     assert playing.times(0, 100) == [1_101_000.0] * 3 + [1_102_000.0] * 2
-    assert playing.status().sent == 5
+    assert playing.status()["sent"] == 5
     playing.sent(65_530, 20)  # over a chunk's end
     assert playing.times(65_529, 3) == [None, 1_102_000.0, 1_102_000.0]
     assert len(playing.times(65_530, 1_000)) == 20
-    assert playing.status().sent == 25
+    assert playing.status()["sent"] == 25
 
 
 def test_who_comes_late_and_goes_back_counts_too() -> None:
@@ -109,7 +113,7 @@ def test_who_comes_late_and_goes_back_counts_too() -> None:
     clock.now += 1
     playing.sent(150_000, 50_000)
     playing.sent(0, 150_000)
-    assert playing.status().done
+    assert playing.status()["done"]
     assert playing.times(3, 1) == [1_101_000.0]
 
 
@@ -120,11 +124,11 @@ def test_old_times_are_forgotten_but_counted_once() -> None:
     step = 50_000
     for index in range(0, 6_000_000, step):
         playing.sent(index, step)
-    assert playing.status().sent == 6_000_000
+    assert playing.status()["sent"] == 6_000_000
     assert playing.times(0, 1) == [None]
     assert playing.times(5_999_999, 1) != [None]
     playing.sent(0, 10)
-    assert playing.status().sent == 6_000_000
+    assert playing.status()["sent"] == 6_000_000
 
 
 def test_ids_are_those_of_the_pipeline(tmp_path: Path) -> None:
@@ -150,9 +154,18 @@ def path(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path / "events.jsonl"
 
 
-def read_all(reel: Reel, start: int = 0, step: int = 700) -> list[bytes]:
+def reading(lines: Lines) -> Player:
+    """A player all of whose first events are due."""
+    clock = Clock()
+    playing = Player(lines, 1e6, clock=clock)
+    playing.join()
+    clock.now += 1
+    return playing
+
+
+def read_all(playing: Player, start: int = 0, step: int = 700) -> list[bytes]:
     found: list[bytes] = []
-    while some := reel.read(start + len(found), step):
+    while some := playing.take(start + len(found), step):
         found += some
     return found
 
@@ -176,9 +189,9 @@ def test_reads_from_any_place(path: Path, packed: bool) -> None:
     else:
         path.write_bytes(content)
     lines = FileLines(path)
-    reel = Reel(lines)
-    assert read_all(reel) == events
-    assert read_all(reel, 2 * BLOCK - 1) == events[2 * BLOCK - 1 :]
+    playing = reading(lines)
+    assert read_all(playing) == events
+    assert read_all(playing, 2 * BLOCK - 1) == events[2 * BLOCK - 1 :]
     lines.close()
 
 
@@ -194,8 +207,8 @@ def test_cut_gzip_gives_what_is_there(path: Path) -> None:
 
 def test_generated_lines_never_end() -> None:
     generator = RsvpGenerator(1, 0)
-    reel = Reel(generator)
-    assert reel.read(50 * BLOCK + 3, 2) == generator.block(50)[3:5]
+    playing = reading(generator)
+    assert playing.take(50 * BLOCK + 3, 2) == generator.block(50)[3:5]
 
 
 def test_a_scene_in_blocks_from_any_place() -> None:

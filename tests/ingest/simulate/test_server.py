@@ -18,8 +18,8 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from ingest.simulate.generator import RsvpGenerator
-from ingest.simulate.player import FileLines, Player
-from ingest.simulate.server import Play, play_pipeline, run_player
+from ingest.simulate.player import FileLines, Play, Player
+from ingest.simulate.server import play_pipeline, run_player
 from lakehouse.contract.errors import EnvironmentProblem
 from lakehouse.contract.pipeline import Pipeline, Source, Template
 
@@ -28,7 +28,7 @@ from lakehouse.contract.pipeline import Pipeline, Source, Template
 async def running(player: Player) -> AsyncIterator[int]:
     stop = asyncio.Event()
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    task = asyncio.create_task(run_player(player, port=0, ready=port.set_result, stop=stop))
+    task = asyncio.create_task(run_player({"": player}, 0, port.set_result, stop))
     yield await asyncio.wait_for(port, 60)
     stop.set()
     await asyncio.wait_for(task, 60)
@@ -241,10 +241,10 @@ async def status_of(base: str) -> dict[str, Any]:
 
 async def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentProblem, match=r"gone\.jsonl"):
-        await play_pipeline(PIPELINE, Play(tmp_path / "gone.jsonl", port=0))
+        await play_pipeline(PIPELINE, Play(tmp_path / "gone.jsonl", port=0), stop=asyncio.Event())
     (tmp_path / "no.gz").write_bytes(b"not packed")
     with pytest.raises(EnvironmentProblem, match=r"no\.gz"):
-        await play_pipeline(PIPELINE, Play(tmp_path / "no.gz", port=0))
+        await play_pipeline(PIPELINE, Play(tmp_path / "no.gz", port=0), stop=asyncio.Event())
 
 
 async def test_a_port_that_is_taken() -> None:
@@ -252,4 +252,4 @@ async def test_a_port_that_is_taken() -> None:
         held.bind(("127.0.0.1", 0))
         held.listen()
         with pytest.raises(EnvironmentProblem, match="is taken"):
-            await play_pipeline(PIPELINE, Play(port=held.getsockname()[1]))
+            await play_pipeline(PIPELINE, Play(port=held.getsockname()[1]), stop=asyncio.Event())

@@ -13,8 +13,9 @@ import orjson
 import pytest
 from websockets.asyncio.client import connect
 
+from ingest.simulate.player import Play, scene_players
 from ingest.simulate.scenes import SCENES
-from ingest.simulate.server import Play, play_pipeline, scene_players
+from ingest.simulate.server import play_pipeline
 from jobs.commands.parts import upstream_urls
 from jobs.demo.account import covers, followed
 from jobs.demo.playing import DemoOptions, Playing
@@ -66,9 +67,9 @@ async def test_every_source_of_a_scene_is_played(tmp_path: Path) -> None:
 
 def test_shares_are_as_the_scene_mixes_them() -> None:
     pipeline = shipped("ads")
-    players = scene_players(SCENES["ads"], pipeline, rate=100.0, seed=1, start_ms=0)
+    players = scene_players(SCENES["ads"], pipeline, rate=100.0, seed=1)
     mix = [source for source, _ in islice(SCENES["ads"](1, 0), 2_000)]
-    rates = {name: player.status().rate for name, player in players.items()}
+    rates = {name: player.status()["rate"] for name, player in players.items()}
     assert sum(rates.values()) == pytest.approx(100.0)
     assert rates["clicks"] == pytest.approx(100.0 * mix.count("clicks") / 2_000)
     with pytest.raises(ConfigError, match="events of 'actions'"):

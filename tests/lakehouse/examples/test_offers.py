@@ -18,7 +18,7 @@ from deltalake import DeltaTable
 from pyspark.sql import SparkSession
 
 from ingest.broker import EmbeddedBroker
-from ingest.simulate.scenes import FeedFiles, Payload, feed_rows, offer, write_feeds
+from ingest.simulate.scenes import Payload, feed_rows, offer, write_feeds
 from jobs.local.broker import ensure_topics
 from lakehouse.bronze.table import progress
 from lakehouse.contract.envelope import Envelope, fingerprint
@@ -101,7 +101,7 @@ def times(table: DeltaTable) -> list[int]:
 def test_feeds_and_stream_make_one_catalogue(tmp_path: Path, broker: EmbeddedBroker, spark: SparkSession) -> None:
     settings, pipeline = place(tmp_path, broker.bootstrap)
     lake, source = Lake(settings.lake), pipeline.sources["offers"]
-    written = write_feeds(tmp_path / "in", FeedFiles(SEED, MERCHANTS, OFFERS, ROUNDS, START_MS))
+    written = write_feeds(tmp_path / "in", SEED, MERCHANTS, OFFERS, ROUNDS, START_MS)
     assert written.malformed > 0
     # By the stream: offers of the files again, newer versions of some, and one merchant more.
     streamed = [offer(SEED, m, n, v, START_MS) for m in range(3, MERCHANTS + 1) for n in range(10) for v in (2, 5)]

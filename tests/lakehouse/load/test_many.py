@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from deltalake import DeltaTable
 
-from ingest.simulate.scenes import MERCHANTS, FeedFiles, feed_rows, write_feeds
+from ingest.simulate.scenes import MERCHANTS, feed_rows, write_feeds
 from lakehouse.load.files import find
 from lakehouse.load.loader import load
 from lakehouse.load.report import FileReport, LoadProgress
@@ -45,7 +45,7 @@ def children() -> list[str]:
 
 
 def test_every_merchants_feed_is_in_within_the_hour(tmp_path: Path) -> None:
-    written = write_feeds(tmp_path / "in", FeedFiles(7, start_ms=START_MS))
+    written = write_feeds(tmp_path / "in", 7, start_ms=START_MS)
     assert written.files == MERCHANTS
     files, watched = find([tmp_path / "in"]), Watched()
     done = load(job(tmp_path), files, workers=2, allowed_s=3_600, notify=watched.tell)
