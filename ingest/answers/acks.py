@@ -53,7 +53,7 @@ class RecentEvents:
     def logged(self, envelope: Envelope) -> Fate:
         """Remember an event that was appended to the log; a repeated event keeps the entry of the first."""
         key = (envelope.source, envelope.tenant, envelope.event_id)
-        fate = self._events.get(key)  # a repeated event shares the entry of the first
+        fate = self._events.get(key)
         if fate is None:
             fate = self._events[key] = Fate(envelope.reject)
             if len(self._events) > self._size:
@@ -94,12 +94,11 @@ class RecentEvents:
         found = self.get(token)
         if found is None or found.topic or found.failed:
             return
-        key = (token.source, token.tenant, token.event_id)
-        future = self._waiting.setdefault(key, asyncio.get_running_loop().create_future())
+        future = self._waiting.setdefault(token.identity, asyncio.get_running_loop().create_future())
         await asyncio.shield(future)  # a cancelled waiter must not cancel the future of others
 
     def get(self, token: Token) -> Fate | None:
-        return self._events.get((token.source, token.tenant, token.event_id))
+        return self._events.get(token.identity)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +178,10 @@ class Token:
     event_id: str
     received_at: int
 
+    @property
+    def identity(self) -> tuple[str, str, str]:
+        return self.source, self.tenant, self.event_id
+
 
 class Signer:
     """Makes and reads tokens with a key of :data:`KEY_BYTES` bytes."""
@@ -239,17 +242,14 @@ class Signer:
             coded = text.encode("ascii").translate(_FROM_URL)
             data = binascii.a2b_base64(coded + b"=" * (-len(coded) % 4), strict_mode=True)
             mac, body = data[:_MAC_BYTES], data[_MAC_BYTES:]
-            if not hmac.compare_digest(mac, self._mac(body)):
+            keyed = self._keyed.copy()
+            keyed.update(body)
+            if not hmac.compare_digest(mac, keyed.digest()):
                 raise _bad_token()
             source, tenant, event_id, received_at = orjson.loads(body)
         except ValueError:  # of base64 or ASCII; a signed body is always JSON
             raise _bad_token() from None
         return Token(source, tenant, event_id, received_at)
-
-    def _mac(self, body: bytes) -> bytes:
-        mac = self._keyed.copy()
-        mac.update(body)
-        return mac.digest()
 
 
 def _bad_token() -> RequestRefused:

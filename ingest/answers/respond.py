@@ -163,7 +163,9 @@ class Responder:
         source = self._answers.source_of(token.source)
         if source is None or not source.respond:
             raise RequestRefused(f"source {token.source!r} gives no answers", 404)
-        wait_s = _wait_s(request.query_params.get("wait"), source)
+        wait_s = 0.0 if source.respond == "full_async" else None
+        if "wait" in request.query_params:
+            wait_s = seconds_of(request.query_params["wait"])
         async with self._answers.seat():
             return _response(await self._answers.wait(token, wait_s), text, late=202)
 
@@ -272,13 +274,6 @@ def _too_many_waiters(most: int) -> RequestRefused:
     return RequestRefused(text, 503, code="too-many-waiters", retry_after=RETRY_AFTER_S)
 
 
-def _wait_s(text: str | None, source: Source) -> float | None:
-    """How long to wait: the query's time, else 0 (``full_async``) or None for the source's limit."""
-    if text is None:
-        return 0.0 if source.respond == "full_async" else None
-    return seconds_of(text)
-
-
 def seconds_of(text: str) -> float:
     """The time that a request says it waits. Raises RequestRefused."""
     try:
@@ -339,7 +334,7 @@ class Answers:
         spec = self._spec(token.source)
         key = answer_key(spec, payload) if spec is not None else None
         if key is not None:
-            self._keys[_event_key(token)] = key
+            self._keys[token.identity] = key
             if len(self._keys) > KEYS_REMEMBERED:
                 self._keys.popitem(last=False)
 
@@ -414,7 +409,7 @@ class Answers:
             await asyncio.sleep(_BRONZE_POLL_S)  # taken by another node: wait for bronze
 
     async def _read(self, token: Token, spec: AnswerSpec) -> EventAnswer:
-        key = self._keys.get(_event_key(token)) or await asyncio.to_thread(self._key_from_bronze, token, spec)
+        key = self._keys.get(token.identity) or await asyncio.to_thread(self._key_from_bronze, token, spec)
         if key is None:
             return EventAnswer(spec.product, refused="the event has no value for the key of its answer")
         seen = self.tables.rows.seen_by(token.tenant, spec.product)
@@ -435,7 +430,3 @@ def answer_key(spec: AnswerSpec, payload: bytes) -> dict[str, str] | None:
         return None
     found = {column: Template(text).render(fields) for column, text in spec.key.items()}
     return {column: value for column, value in found.items() if value is not None} if all(found.values()) else None
-
-
-def _event_key(token: Token) -> tuple[str, str, str]:
-    return token.source, token.tenant, token.event_id

@@ -18,7 +18,7 @@ client → node                                                  node → client
 ``subscribe`` replaces the keys of that product: a car on another road sends its new list. ``publish`` without ``id`` is
 not acknowledged; an ``ID`` is a string or a number. While the log is full, or the client does not read, nothing is read
 from it. A client that resumes reading is told the newest state of each key that changed.
-``demand`` replaces what was asked of that source (:mod:`ingest.answers.demand`).
+``demand`` replaces what was asked of that source (:mod:`ingest.answers.interests`).
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ from websockets.http11 import Request
 from websockets.protocol import State
 from websockets.server import ServerProtocol
 
-from ingest.answers.demand import Asked, Demand
-from ingest.answers.interests import Interests, Key, ProductFollower
+from ingest.answers.interests import Asked, Demand, Interests, Key, ProductFollower
 from ingest.answers.tables import ProductTables, TenantRows
 from ingest.border.access import ApiKey
 from ingest.border.admission import Admitted
@@ -486,20 +485,17 @@ class Streams:
 
     async def watch_keys(self) -> None:
         """Close every connection whose key has ended, within a second or two."""
-        while True:
-            await asyncio.sleep(_KEYS_S)
-            for connection in list(self.connections):
-                try:
-                    connection.check_key()
-                except Exception:  # the other connections are still checked
-                    logger.exception("the key of a connection cannot be checked")
+        await self._regularly(_KEYS_S, StreamProtocol.check_key, "the key of a connection cannot be checked")
 
     async def keep_alive(self) -> None:
         """Ping every connection regularly, and cut those that leave two pings unanswered."""
+        await self._regularly(_PING_S, StreamProtocol.ping, "a connection cannot be pinged")
+
+    async def _regularly(self, pause_s: float, act: Callable[[StreamProtocol], None], problem: str) -> None:
         while True:
-            await asyncio.sleep(_PING_S)
+            await asyncio.sleep(pause_s)
             for connection in list(self.connections):
                 try:
-                    connection.ping()
-                except Exception:  # the other connections still get their ping
-                    logger.exception("a connection cannot be pinged")
+                    act(connection)
+                except Exception:  # the other connections still get theirs
+                    logger.exception(problem)

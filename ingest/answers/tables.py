@@ -77,12 +77,12 @@ class LakeState:
 
     def in_bronze(self, source: str, at: Coordinates) -> bool:
         """Whether bronze has committed the event at these coordinates."""
-        return self._of(self._lake.bronze(source)).holds(at) is not None
+        return self._held(self._lake.bronze(source), at) is not None
 
     def product_version(self, name: str, at: Coordinates) -> int | None:
         """Current version of the product if it holds the event at these coordinates, else None."""
         table = self._product(name)
-        return None if table is None else self._of(table).holds(at)
+        return None if table is None else self._held(table, at)
 
     def progress(self, name: str) -> tuple[int, dict[str, int]]:
         """Current version of a product (-1 if absent), and its next offset by ``TOPIC/PARTITION``."""
@@ -112,6 +112,11 @@ class LakeState:
         if name not in self._products and (found := find_product(self._lake, name)) is not None:
             self._products[name] = found
         return self._products.get(name)
+
+    def _held(self, table: TableRef, at: Coordinates) -> int | None:
+        """The current version if it is past these coordinates, else None."""
+        version, offsets = self._of(table).now()
+        return version if at.offset < offsets.get(f"{at.topic}/{at.partition}", 0) else None
 
     def _of(self, table: TableRef) -> _TableProgress:
         with self._lock:
@@ -162,12 +167,6 @@ class _TableProgress:
         self._version = -1
         self._offsets: dict[str, int] = {}
         self._lock = threading.Lock()
-
-    def holds(self, at: Coordinates) -> int | None:
-        """The current version if it is past these coordinates, else None."""
-        with self._lock:
-            self._refresh()
-            return self._version if at.offset < self._offsets.get(f"{at.topic}/{at.partition}", 0) else None
 
     def now(self) -> tuple[int, dict[str, int]]:
         """The current version and its end offsets."""

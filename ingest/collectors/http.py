@@ -46,7 +46,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ingest import intake
-from ingest.answers.demand import Demand
+from ingest.answers.interests import Demand
 from ingest.answers.respond import Responder, json_response, lake_away, refuse, unavailable
 from ingest.border.access import ApiKey, SenderGate
 from ingest.border.admission import Shedder

@@ -79,4 +79,3 @@ def test_nothing_is_left_of_those_who_have_gone() -> None:
     interests.gone("x")
     assert not interests._wanted
     assert not interests._by
-    assert not interests._states
