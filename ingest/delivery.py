@@ -90,7 +90,7 @@ class KafkaDelivery:
         self._next = log.recovery.acked if log.recovery.to_replay else log.next_seq  # first event that is not sent
         self._cursor: Cursor | None = log.cursor() if log.recovery.to_replay else None
         self._live = self._cursor is None
-        log.notify(durable=self._on_durable)
+        log.on_durable = self._on_durable
         if self._live:
             self._recovered.set()
         else:

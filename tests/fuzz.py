@@ -202,7 +202,7 @@ def live_query() -> Any:
 
 
 def log_segment() -> Any:
-    from ingest.log.records import EVENTS, LogFrame, read_event, scan
+    from ingest.log.segments import EVENTS, LogFrame, read_event, scan
 
     def parse(data: bytes) -> None:
         """Every byte is in a frame or in damage."""

@@ -27,8 +27,8 @@ from ingest.answers.respond import MAX_WAIT_S, json_response, seconds_of
 from ingest.answers.tables import ProductTables, TenantRows
 from ingest.errors import RequestRefused
 from ingest.intake import RequestIntake, first_key
-from lakehouse.contract.pipeline.demand import LEASE_S, LOOK_S, DemandBoard, DemandNote, Want
 from lakehouse.contract.lake import Lake
+from lakehouse.contract.pipeline.demand import LEASE_S, LOOK_S, DemandBoard, DemandNote, Want
 
 logger = logging.getLogger(__name__)
 

@@ -312,7 +312,7 @@ class NodeStats(MetricCollector):
             registry=self.registry,
             buckets=(0.002, 0.005, 0.0075, 0.01, 0.02, 0.05, 0.1, 0.5, 1, 5),
         )
-        log.notify(observe=commits.observe)
+        log.observe(commits.observe)
 
     @property
     def replay(self) -> tuple[int, int]:

@@ -28,26 +28,24 @@ import orjson
 from ingest.border.admission import Admitted
 from ingest.errors import LogFull, LogUnavailable
 from ingest.log.protocols import PROTOCOLS, HybridLogging, MakeProtocol
-from ingest.log.records import (
+from ingest.log.recovery import FailedStore, Recovery, lock_folder, recover
+from ingest.log.segments import (
     EVENT_OVERHEAD,
     EVENTS,
     SEGMENT_MAGIC,
+    CommitGroup,
+    Cursor,
     Damage,
+    LogFrame,
+    LoggedEvent,
+    LogSegment,
+    SourceLane,
     event_chunks,
     event_head,
     frame_chunks,
     mark_body,
     read_event,
-)
-from ingest.log.recovery import FailedStore, Recovery, recover
-from ingest.log.segments import (
-    CommitGroup,
-    Cursor,
-    LoggedEvent,
-    LogSegment,
-    SourceLane,
-    lock_folder,
-    read_frames,
+    scan,
     segment_path,
 )
 from lakehouse.contract.envelope import UPSTREAM_ID, Envelope
@@ -77,6 +75,7 @@ class MessageLog:
 
     Attributes:
         recovery: what an earlier run left.
+        on_durable: called on the event loop after each write.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class MessageLog:
         self._lock = lock_folder(folder)
         self._folder = folder
         self._node = node
-        self._limit = limit
+        self.limit = limit
         self._most = limit - max(_LEAST_FOR_MARKS, limit // 100)  # for events; the rest is for marks
         self._segment_bytes = segment_bytes
         self.failed = FailedStore(folder, node)
@@ -115,7 +114,7 @@ class MessageLog:
         self._full = False
         self._room: list[asyncio.Future[None]] = []
         self._closed = False
-        self._told: Callable[[], None] = lambda: None
+        self.on_durable: Callable[[], None] = lambda: None
         self._header_bytes = 0  # of the active segment, without its events
         self._active = self._roll()
         self._drop([segment for segment in self.recovery.segments if segment.unacked == 0])
@@ -187,7 +186,7 @@ class MessageLog:
 
     def _check_room(self, size: int) -> None:
         if not self._fits(size):
-            raise LogFull(self.used, self._limit, size)
+            raise LogFull(self.used, self.limit, size)
 
     def _fits(self, size: int) -> bool:
         """Whether this many bytes fit now; makes room by dropping acknowledged events."""
@@ -248,7 +247,7 @@ class MessageLog:
     @property
     def full(self) -> bool:
         """Whether the limit was reached and less than a tenth has been freed since."""
-        if self._full and self.used <= self._limit * 0.9:
+        if self._full and self.used <= self.limit * 0.9:
             self._full = False
         return self._full
 
@@ -256,10 +255,6 @@ class MessageLog:
     def used(self) -> int:
         """Bytes on disk, including pending writes."""
         return self._used + self.failed.bytes
-
-    @property
-    def limit(self) -> int:
-        return self._limit
 
     @property
     def problem(self) -> str:
@@ -275,19 +270,9 @@ class MessageLog:
     def segment_count(self) -> int:
         return len(self._segments)
 
-    def notify(
-        self, *, durable: Callable[[], None] | None = None, observe: Callable[[float], None] | None = None
-    ) -> None:
-        """Set callbacks.
-
-        Args:
-            durable: called on the event loop after each write.
-            observe: called for each group with the seconds from its first event until it was durable.
-        """
-        if durable is not None:
-            self._told = durable
-        if observe is not None:
-            self._commit.observe = observe
+    def observe(self, call: Callable[[float], None]) -> None:
+        """Call ``call`` for each group with the seconds from its first event until it was durable."""
+        self._commit.observe = call
 
     # --- sending, and acknowledgement by Kafka
 
@@ -352,7 +337,7 @@ class MessageLog:
             segment = self._segments.get(number)
             at = cursor.offset if number == cursor.segment else 0
             while segment is not None and not events and at < segment.durable:
-                for frame in read_frames(segment, at, max_bytes):
+                for frame in _read_frames(segment, at, max_bytes):
                     if isinstance(frame, Damage):
                         logger.error("%s: bytes %d to %d cannot be read back", segment.path, frame.offset, frame.end)
                     elif frame.kind in EVENTS and frame.seq >= until_seq:
@@ -439,7 +424,7 @@ class MessageLog:
 
     def _written(self) -> None:
         self._wake_room()
-        self._told()
+        self.on_durable()
 
     def _wake_room(self) -> None:
         if self._room and not self.full and not self._commit.problem:
@@ -447,6 +432,23 @@ class MessageLog:
             for future in waiting:
                 if not future.done():
                     future.set_result(None)
+
+
+def _read_frames(segment: LogSegment, offset: int, max_bytes: int) -> Iterator[LogFrame | Damage]:
+    """Yield frames of the durable part of a segment from ``offset``: about ``max_bytes``, at least one frame."""
+    offset = max(offset, len(SEGMENT_MAGIC))
+    end = segment.durable
+    handle = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        data = os.pread(handle, min(max_bytes, end - offset), offset)
+        for item in scan(data, 0, offset):
+            if isinstance(item, Damage) and item.tail and offset + len(data) < end:
+                if item.offset == offset:  # the first frame alone is longer than the bytes read
+                    yield from scan(os.pread(handle, end - offset, offset), 0, offset)
+                return
+            yield item
+    finally:
+        os.close(handle)
 
 
 def least_limit(payload_bytes: int) -> int:

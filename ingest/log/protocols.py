@@ -19,20 +19,94 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ingest.log.segments import CommitGroup, LogSegment, SegmentPart, SegmentWriter
+from ingest.log.segments import CommitGroup, LogSegment
+from lakehouse.contract.storage import sync_folder
 
 logger = logging.getLogger(__name__)
 
 _RETRY_FIRST_S, _RETRY_MAX_S = 0.05, 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentPart:
+    """Bytes to write at ``offset`` of a segment; ``chunks`` grows until the part is written."""
+
+    segment: LogSegment
+    offset: int
+    chunks: list[bytes]
+
+
+class SegmentWriter:
+    """Writes parts and removes segments. Only one worker thread may call it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[int, int] = {}  # segment number to file descriptor
+        self._created = False  # a file whose directory entry is not durable yet
+        self._newest = 0  # newest segment whose first bytes, and so the earlier state, are durable
+        self._kept: list[LogSegment] = []  # removed once a newer one is durable
+
+    def write(self, parts: Sequence[SegmentPart], remove: Sequence[LogSegment]) -> list[int]:
+        """Make the parts durable and remove segments. After an error the same parts may be written again.
+
+        A segment is removed only when a newer one, which carries the earlier state, is on disk. So one always does.
+
+        Each part has a fixed offset, so a repeated write makes the same bytes dirty again: after a failed fsync the
+        kernel may have dropped them.
+
+        Returns:
+            The number of bytes of each part.
+        """
+        sizes = []
+        self._kept += [segment for segment in remove if segment not in self._kept]  # a retried write repeats them
+        self._remove_older()  # on a full disk, removing comes before writing
+        for number, part in enumerate(parts):
+            handle = self._open.get(part.segment.number)
+            if handle is None:
+                handle = os.open(part.segment.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                self._open[part.segment.number] = handle
+                self._created = True
+            sizes.append(_write_all(handle, b"".join(part.chunks), part.offset))
+            os.fdatasync(handle)
+            if number < len(parts) - 1 and parts[number + 1].segment is not part.segment:
+                os.close(self._open.pop(part.segment.number))
+        if self._created:
+            sync_folder(self._folder)
+            self._created = False
+        self._newest = max(self._newest, *(part.segment.number for part in parts)) if parts else self._newest
+        self._remove_older()
+        return sizes
+
+    def _remove_older(self) -> None:
+        """Remove segments that are older than a durable one."""
+        for segment in self._kept:
+            if segment.number < self._newest:
+                with suppress(KeyError):
+                    os.close(self._open.pop(segment.number))
+                segment.path.unlink(missing_ok=True)
+        self._kept = [segment for segment in self._kept if segment.number >= self._newest]
+
+    def close(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+
+def _write_all(handle: int, data: bytes, offset: int) -> int:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(handle, view, offset)
+        view, offset = view[written:], offset + written
+    return len(data)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,15 +24,20 @@ import orjson
 
 from ingest.errors import BrokerUnavailable
 from ingest.kafka import KafkaPublisher, SendOutcome
-from ingest.log.records import (
+from ingest.log.segments import (
     EVENT_X,
     EVENTS,
     FAILED,
     MARK,
+    NOWHERE,
     RAW,
     SEGMENT_MAGIC,
+    SUFFIX,
     Damage,
     LogFrame,
+    LoggedEvent,
+    LogSegment,
+    SourceLane,
     StoredEvent,
     event_extra,
     event_fields,
@@ -43,10 +48,9 @@ from ingest.log.records import (
     reason_body,
     scan,
 )
-from ingest.log.segments import NOWHERE, SUFFIX, LoggedEvent, LogSegment, SourceLane, lock_folder
 from lakehouse.contract.envelope import UPSTREAM_ID
 from lakehouse.contract.errors import EnvironmentProblem
-from lakehouse.contract.storage import write_whole
+from lakehouse.contract.storage import try_lock, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -510,6 +514,25 @@ def _bytes(data: bytes) -> dict[str, str]:
         return {"payload": data.decode("utf-8")}
     except UnicodeDecodeError:
         return {"payload_base64": base64.b64encode(data).decode()}
+
+
+def lock_folder(folder: Path) -> int:
+    """Lock ``folder/lock`` and return its file descriptor. The lock ends with the process.
+
+    Raises:
+        EnvironmentProblem: another process holds the lock.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = try_lock(folder / "lock")
+    if handle is None:
+        owner = (folder / "lock").read_text(encoding="utf-8", errors="replace").strip()
+        raise EnvironmentProblem(
+            f"the message log {folder} is in use{f' by process {owner}' if owner else ''}",
+            "Stop that collector, or give this one another node name",
+        )
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
+    return handle
 
 
 @contextmanager

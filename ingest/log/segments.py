@@ -1,25 +1,54 @@
-"""Data and files of the message log: lanes, commit groups, events with their place, and segment files."""
+"""What is in the message log: segments, lanes, events and their commit groups, and their bytes. No I/O here.
+
+A segment file is ``SEGMENT_MAGIC`` and then frames, all numbers little-endian::
+
+    frame   magic u32 · length of body u32 · crc32 of (seq, body) u32 · seq u64 · body
+    body    kind u8 · …
+    EVENT   lane u16 · position i64 · received_at i64 · lengths of event id, tenant, key and reject (u16 each) ·
+            those four · payload
+    EVENT_X an EVENT with further headers: length u16 and JSON of them stand before the payload
+    MARK    JSON: cumulative state of every lane, and the first sequence number that Kafka has not acknowledged
+    FAILED  length of reason u32 · reason · an EVENT body
+    RAW     length of reason u32 · reason · bytes that could not be read
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
+import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
-from ingest.log.records import SEGMENT_MAGIC, Damage, LogFrame, scan
-from lakehouse.contract.envelope import Envelope
-from lakehouse.contract.errors import EnvironmentProblem
-from lakehouse.contract.storage import sync_folder, try_lock
+import orjson
+
+from lakehouse.contract.envelope import Envelope, fingerprint
 
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".seg"
+SEGMENT_MAGIC = b"MRLOG\x00\x00\x01"
+FRAME_MAGIC = b"\xa7MR\x9e"
+MAX_FIELD = 0xFFFF
+
+EVENT, MARK, FAILED, RAW, EVENT_X = 1, 2, 3, 4, 5
+EVENTS = (EVENT, EVENT_X)
+
+_FRAME = struct.Struct("<4sIIQ")
+_SEQ = struct.Struct("<Q")
+_START = struct.Struct("<4sII")  # of a frame, up to the sequence number
+_EVENT = struct.Struct("<BHqqHHHH")
+_SEQ_EVENT = struct.Struct("<QBHqqHHHH")  # a sequence number and the beginning of an event's body
+_REASON = struct.Struct("<BI")
+_LENGTH = struct.Struct("<H")
+_NO_POSITION = -1
+
+FRAME_OVERHEAD = _FRAME.size
+EVENT_OVERHEAD = _FRAME.size + _EVENT.size
 
 
 @dataclass(slots=True, eq=False)
@@ -182,119 +211,208 @@ class Cursor:
     offset: int
 
 
-def lock_folder(folder: Path) -> int:
-    """Lock ``folder/lock`` and return its file descriptor. The lock ends with the process.
-
-    Raises:
-        EnvironmentProblem: another process holds the lock.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = try_lock(folder / "lock")
-    if handle is None:
-        owner = (folder / "lock").read_text(encoding="utf-8", errors="replace").strip()
-        raise EnvironmentProblem(
-            f"the message log {folder} is in use{f' by process {owner}' if owner else ''}",
-            "Stop that collector, or give this one another node name",
-        )
-    os.ftruncate(handle, 0)
-    os.pwrite(handle, f"{os.getpid()}\n".encode(), 0)
-    return handle
-
-
 def segment_path(folder: Path, number: int) -> Path:
     return folder / f"{number:012d}{SUFFIX}"
 
 
+# --- bytes
+
+
 @dataclass(frozen=True, slots=True)
-class SegmentPart:
-    """Bytes to write at ``offset`` of a segment; ``chunks`` grows until the part is written."""
+class LogFrame:
+    """One intact frame.
 
-    segment: LogSegment
+    Attributes:
+        seq: sequence number of an event; in a mark, of the next event.
+        body: including the kind, its first byte.
+    """
+
     offset: int
-    chunks: list[bytes]
+    end: int
+    seq: int
+    kind: int
+    body: bytes
 
 
-class SegmentWriter:
-    """Writes parts and removes segments. Only one worker thread may call it."""
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A range of bytes that holds no intact frame.
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._open: dict[int, int] = {}  # segment number to file descriptor
-        self._created = False  # a file whose directory entry is not durable yet
-        self._newest = 0  # newest segment whose first bytes, and so the earlier state, are durable
-        self._kept: list[LogSegment] = []  # removed once a newer one is durable
+    Attributes:
+        tail: no intact frame follows. In the newest segment that is an interrupted write.
+    """
 
-    def write(self, parts: Sequence[SegmentPart], remove: Sequence[LogSegment]) -> list[int]:
-        """Make the parts durable and remove segments. After an error the same parts may be written again.
-
-        A segment is removed only when a newer one, which carries the earlier state, is on disk. So one always does.
-
-        Each part has a fixed offset, so a repeated write makes the same bytes dirty again: after a failed fsync the
-        kernel may have dropped them.
-
-        Returns:
-            The number of bytes of each part.
-        """
-        sizes = []
-        self._kept += [segment for segment in remove if segment not in self._kept]  # a retried write repeats them
-        self._remove_older()  # on a full disk, removing comes before writing
-        for number, part in enumerate(parts):
-            handle = self._open.get(part.segment.number)
-            if handle is None:
-                handle = os.open(part.segment.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-                self._open[part.segment.number] = handle
-                self._created = True
-            sizes.append(_write_all(handle, b"".join(part.chunks), part.offset))
-            os.fdatasync(handle)
-            if number < len(parts) - 1 and parts[number + 1].segment is not part.segment:
-                os.close(self._open.pop(part.segment.number))
-        if self._created:
-            sync_folder(self._folder)
-            self._created = False
-        self._newest = max(self._newest, *(part.segment.number for part in parts)) if parts else self._newest
-        self._remove_older()
-        return sizes
-
-    def _remove_older(self) -> None:
-        """Remove segments that are older than a durable one."""
-        for segment in self._kept:
-            if segment.number < self._newest:
-                with suppress(KeyError):
-                    os.close(self._open.pop(segment.number))
-                segment.path.unlink(missing_ok=True)
-        self._kept = [segment for segment in self._kept if segment.number >= self._newest]
-
-    def close(self) -> None:
-        while self._open:
-            os.close(self._open.popitem()[1])
+    offset: int
+    end: int
+    tail: bool
 
 
-def _write_all(handle: int, data: bytes, offset: int) -> int:
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(handle, view, offset)
-        view, offset = view[written:], offset + written
-    return len(data)
+@dataclass(frozen=True, slots=True)
+class StoredEvent:
+    """An event as it is written; ``lane`` is the lane's index, ``position`` the upstream's next message or None."""
+
+    lane: int
+    position: int | None
+    envelope: Envelope
+    key: bytes
+    payload: bytes
 
 
-def read_frames(segment: LogSegment, offset: int, max_bytes: int) -> Iterator[LogFrame | Damage]:
-    """Yield frames of the durable part of a segment from ``offset``: about ``max_bytes``, at least one frame."""
-    offset = max(offset, len(SEGMENT_MAGIC))
-    end = segment.durable
-    handle = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        data = os.pread(handle, min(max_bytes, end - offset), offset)
-        for item in scan(data, 0):
-            if isinstance(item, Damage) and item.tail and offset + len(data) < end:
-                if item.offset:
-                    return  # the frame continues beyond the bytes read
-                data = os.pread(handle, end - offset, offset)
-                yield from _shift(scan(data, 0), offset)
+def frame_chunks(seq: int, head: bytes, payload: bytes = b"") -> list[bytes]:
+    """The frame with the body ``head + payload``, as chunks to write in order."""
+    crc = crc32(payload, crc32(head, crc32(_SEQ.pack(seq))))
+    return [_FRAME.pack(FRAME_MAGIC, len(head) + len(payload), crc, seq) + head, payload]
+
+
+def event_chunks(
+    seq: int, lane: int, position: int | None, envelope: Envelope, key: bytes, payload: bytes
+) -> tuple[list[bytes], int]:
+    """The frame of an event as chunks to write in order, and its size."""
+    if envelope.reject is None and not envelope.extra:  # nearly always: event_head in one go
+        event_id, tenant = envelope.event_id.encode(), envelope.tenant.encode()
+        at = _NO_POSITION if position is None else position
+        sizes = len(event_id), len(tenant), len(key)
+        rest = _SEQ_EVENT.pack(seq, EVENT, lane, at, envelope.received_at, *sizes, 0) + event_id + tenant + key
+    else:
+        rest = _SEQ.pack(seq) + event_head(lane, position, envelope, key)
+    length = len(rest) - _SEQ.size + len(payload)
+    start = _START.pack(FRAME_MAGIC, length, crc32(payload, crc32(rest)))
+    return [start + rest, payload], FRAME_OVERHEAD + length
+
+
+def event_head(lane: int, position: int | None, envelope: Envelope, key: bytes) -> bytes:
+    """The body of an event up to its payload. Every field has at most 65,535 bytes."""
+    event_id = envelope.event_id.encode()
+    tenant = envelope.tenant.encode()
+    reject = envelope.reject.encode()[:MAX_FIELD] if envelope.reject is not None else b""
+    extra = orjson.dumps(envelope.extra) if envelope.extra else b""
+    return (
+        _EVENT.pack(
+            EVENT_X if extra else EVENT,
+            lane,
+            _NO_POSITION if position is None else position,
+            envelope.received_at,
+            len(event_id),
+            len(tenant),
+            len(key),
+            len(reject),
+        )
+        + event_id
+        + tenant
+        + key
+        + reject
+        + (_LENGTH.pack(len(extra)) + extra if extra else b"")
+    )
+
+
+def read_event(body: bytes, *, source: str, collector: str) -> StoredEvent:
+    """Read an EVENT or EVENT_X body. Raises ValueError: the body is truncated or its text is not UTF-8."""
+    if len(body) < _EVENT.size:
+        raise ValueError("an event's body is cut off")
+    kind, lane, position, received_at, n_id, n_tenant, n_key, n_reject = _EVENT.unpack_from(body)
+    tenant_at = _EVENT.size + n_id
+    key_at = tenant_at + n_tenant
+    reject_at = key_at + n_key
+    reject_end = reject_at + n_reject
+    extra, payload_at = _extra(body, reject_end) if kind == EVENT_X else ((), reject_end)
+    if payload_at > len(body):
+        raise ValueError("an event's body is cut off")
+    payload = body[payload_at:]
+    envelope = Envelope(
+        event_id=body[_EVENT.size : tenant_at].decode(),
+        source=source,
+        tenant=body[tenant_at:key_at].decode(),
+        received_at=received_at,
+        collector=collector,
+        fingerprint=fingerprint(payload),
+        reject=body[reject_at:reject_end].decode("utf-8", "replace") if n_reject else None,
+        extra=extra,
+    )
+    return StoredEvent(lane, None if position == _NO_POSITION else position, envelope, body[key_at:reject_at], payload)
+
+
+def event_fields(body: bytes) -> tuple[int, int | None, int, bool]:
+    """Lane, position, ``received_at`` and whether the event was rejected."""
+    _, lane, position, received_at, _, _, _, n_reject = _EVENT.unpack_from(body)
+    return lane, None if position == _NO_POSITION else position, received_at, n_reject > 0
+
+
+def event_extra(body: bytes) -> tuple[tuple[str, str], ...]:
+    """Extra headers of an EVENT_X body; empty for an EVENT."""
+    kind, _, _, _, *lengths = _EVENT.unpack_from(body)
+    return _extra(body, _EVENT.size + sum(lengths))[0] if kind == EVENT_X else ()
+
+
+def _extra(body: bytes, at: int) -> tuple[tuple[tuple[str, str], ...], int]:
+    """Extra headers from ``at``, and the offset of the payload."""
+    if at + _LENGTH.size > len(body):
+        raise ValueError("an event's body is cut off")
+    start = at + _LENGTH.size
+    end = start + _LENGTH.unpack_from(body, at)[0]
+    return tuple((name, value) for name, value in orjson.loads(body[start:end])), end
+
+
+def frame_heads(data: bytes) -> Iterator[tuple[int, int]]:
+    """Sequence number and lane of everything in damaged bytes that looks like an event's frame. Either may be wrong."""
+    at = -1
+    while (at := data.find(FRAME_MAGIC, at + 1)) >= 0:
+        head = data[at : at + _FRAME.size + 3]
+        if len(head) == _FRAME.size + 3 and head[_FRAME.size] in EVENTS:
+            yield _FRAME.unpack_from(head)[3], int.from_bytes(head[-2:], "little")
+
+
+def mark_body(state: bytes) -> bytes:
+    return bytes((MARK,)) + state
+
+
+def reason_body(kind: int, reason: str, rest: bytes) -> bytes:
+    text = reason.encode()
+    return _REASON.pack(kind, len(text)) + text + rest
+
+
+def read_reason(body: bytes) -> tuple[str, bytes]:
+    """The reason and the rest of a FAILED or RAW body."""
+    _, length = _REASON.unpack_from(body)
+    start = _REASON.size + length
+    return body[_REASON.size : start].decode("utf-8", "replace"), body[start:]
+
+
+def scan(data: bytes, start: int = len(SEGMENT_MAGIC), base: int = 0) -> Iterator[LogFrame | Damage]:
+    """Yield the frames of a segment from ``start``, and the damage between them.
+
+    Args:
+        base: offset of ``data`` in the file; the offsets of the result are those in the file.
+    """
+    at, size = start, len(data)
+    while at < size:
+        frame = _frame_at(data, at, base)
+        if frame is None:
+            found = _resync(data, at + 1)
+            yield Damage(base + at, base + (found or size), tail=found is None)
+            if found is None:
                 return
-            yield from _shift((item,), offset)
-    finally:
-        os.close(handle)
+            at = found
+            continue
+        yield frame
+        at = frame.end - base
 
 
-def _shift(items: Iterable[LogFrame | Damage], by: int) -> Iterator[LogFrame | Damage]:
-    return (replace(item, offset=item.offset + by, end=item.end + by) for item in items)
+def _frame_at(data: bytes, at: int, base: int = 0) -> LogFrame | None:
+    if len(data) - at < _FRAME.size:
+        return None
+    magic, length, crc, seq = _FRAME.unpack_from(data, at)
+    end = at + _FRAME.size + length
+    if magic != FRAME_MAGIC or length == 0 or end > len(data):
+        return None
+    body = data[at + _FRAME.size : end]
+    if crc32(body, crc32(_SEQ.pack(seq))) != crc:
+        return None
+    return LogFrame(base + at, base + end, seq, body[0], body)
+
+
+def _resync(data: bytes, at: int) -> int | None:
+    while (at := data.find(FRAME_MAGIC, at)) >= 0:
+        if _frame_at(data, at) is not None:
+            return at
+        at += 1
+    return None

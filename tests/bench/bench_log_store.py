@@ -28,8 +28,8 @@ from typing import Protocol
 import lmdb
 from rocksdict import Options, Rdict, WriteBatch, WriteOptions
 
-from ingest.log.records import SEGMENT_MAGIC, frame_chunks
-from ingest.log.segments import LogSegment, SegmentPart, SegmentWriter
+from ingest.log.protocols import SegmentPart, SegmentWriter
+from ingest.log.segments import SEGMENT_MAGIC, LogSegment, frame_chunks
 
 EVENT_BYTES = 1300
 GROUP_S = 0.005
@@ -114,7 +114,7 @@ class RocksDb:
 
 
 class SegmentLog:
-    """The files of ``ingest.log.segments``, framed as ``ingest.log.records`` does."""
+    """The files of ``ingest.log``, written as ``ingest.log.protocols`` does."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -104,7 +104,7 @@ async def test_no_more_than_so_many_go_ahead_of_the_disk(open_log: OpenLog, monk
         sync(handle)
 
     log = open_log()
-    monkeypatch.setattr("ingest.log.segments.os.fdatasync", when_the_disk_is_ready)
+    monkeypatch.setattr("ingest.log.protocols.os.fdatasync", when_the_disk_is_ready)
     lane = log.lane("rsvps/http/0", "rsvps")
     async with delivering(log) as (delivery, publisher, _):
         try:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ingest.log.records import event_head
 from ingest.log.recovery import Corrupt, FailedStore
+from ingest.log.segments import event_head
 from tests.ingest.conftest import envelope
 
 
