@@ -495,7 +495,7 @@ def access_rules(pipeline: Pipeline) -> list[ACL]:
     """Access rules for a pipeline's topics; the broker refuses everything else.
 
     ``admin`` and the broker itself may do everything. Collectors write topics and raw topics, and refine the raw ones.
-    The lakehouse reads topics and writes compacted ones (``millrace latest``), which ``reader`` reads.
+    The lakehouse reads topics and writes compacted ones (``millrace collect --role latest``), which ``reader`` reads.
     """
     sources = pipeline.sources.values()
     written = [source.topic for source in sources]

@@ -1,4 +1,5 @@
-"""Processes that read topics in a consumer group and write others: ``millrace refine`` and ``millrace latest``.
+"""Processes that read topics in a consumer group and write others: ``millrace collect``
+in the roles ``refine`` and ``latest``.
 
 Any number of processes share the partitions. A process handles one batch at a time:
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from jobs.commands import adhoc, care, collecting, control, load, machine, parts, project, query, tables
+from jobs.commands import care, control, load, parts, project, query, tables
 from jobs.console import choose, print_problems
 from jobs.local.supervise import exit_status, follow_parent
 from lakehouse.contract.errors import EnvironmentProblem, MillraceError
@@ -70,42 +71,49 @@ def shared(
     choose(lake, pipeline, assignments or ())
 
 
-for _command in (
+COMMANDS = (
     project.init,
     project.test,
+    project.check,
+    project.prepare,
+    project.kafka,
     parts.up,
     parts.demo,
     parts.collect,
     parts.run,
     parts.serve,
     control.control,
-    parts.refine,
-    parts.latest,
     parts.simulate,
     parts.status,
-    adhoc.sql,
+    tables.sql,
     tables.subscribe,
     tables.tables,
     tables.state,
-    tables.sketch,
     load.load,
     load.staging,
-    collecting.log,
-    collecting.audit,
+    care.log,
+    care.audit,
     care.quality,
     care.maintain,
     care.replay,
-    machine.kafka,
-    machine.doctor,
-    machine.check,
-    machine.prepare,
-):
+)
+GROUPS: dict[str, tuple[str, dict[str, Callable[..., None]]]] = {
+    "query": (
+        "Add, list and remove continuous queries and alerts.",
+        {"add": query.add, "alert": query.alert, "ls": query.ls, "rm": query.rm},
+    ),
+    "tenant": (
+        "Add, list, end and remove tenants of the control plane and their apps.",
+        {"ls": control.tenant_ls, "add": control.tenant_add, "end": control.tenant_end, "rm": control.tenant_rm},
+    ),
+    "key": (
+        "Make, list, rotate and revoke keys: of the control plane, or of key files where there is none.",
+        {"ls": control.key_ls, "new": control.key_new, "rotate": control.key_rotate, "revoke": control.key_revoke},
+    ),
+}
+for _command in COMMANDS:
     app.command(epilog=_EPILOG)(_command)
-query_app = typer.Typer(help="Add, list and remove continuous queries and alerts.", no_args_is_help=True)
-for _query in (query.add, query.alert, query.ls, query.rm):
-    query_app.command(epilog=_EPILOG)(_query)
-app.add_typer(query_app, name="query")
-for _name, (_help, _members) in control.GROUPS.items():
+for _name, (_help, _members) in GROUPS.items():
     _group = typer.Typer(help=_help, no_args_is_help=True)
     for _member, _run in _members.items():
         _group.command(_member, epilog=_EPILOG)(_run)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import csv
-import dataclasses
 import json
 import logging
 import os
@@ -53,17 +52,9 @@ class Format(StrEnum):
 
 FormatOption = Annotated[Format, typer.Option("--format", help="Print rows as a table, as JSON or as CSV.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, for scripts.")]
-PortOption = Annotated[
-    int | None,
-    typer.Option(
-        help="Port of the server and its dashboard; 0: any free one.", min=0, max=65_535, show_default="serve.port"
-    ),
-]
-PipelineArgument = Annotated[
-    str | None, typer.Argument(help="Folder below conf/pipelines, or a path; default: that of the settings.")
-]
-NodeOption = Annotated[str, typer.Option(help="Id of this process; each one needs its own.")]
 
+KEY_VARIABLE = "MILLRACE_KEY"
+"""The API key of commands that subscribe or publish; not an option, which other users of the machine could see."""
 _TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _chosen: dict[str, Any] = {}
 
@@ -73,6 +64,12 @@ def choose(lake: str | None, pipeline: str | None, assignments: Sequence[str]) -
     _chosen.update(lake=lake, pipeline=pipeline, assignments=tuple(assignments))
 
 
+def named_pipeline() -> str | None:
+    """The pipeline that ``--pipeline`` names, if it does."""
+    named: str | None = _chosen.get("pipeline")
+    return named
+
+
 def chosen_settings() -> Settings:
     """The settings of this command: command line, then environment, then file.
 
@@ -80,13 +77,6 @@ def chosen_settings() -> Settings:
         ConfigError: one of them is wrong.
     """
     return load_settings(**_chosen)
-
-
-def serving_at(settings: Settings, port: int | None) -> Settings:
-    """The settings with the server on this port; None changes nothing."""
-    if port is None:
-        return settings
-    return dataclasses.replace(settings, serve=dataclasses.replace(settings.serve, port=port))
 
 
 def chosen_pipeline() -> tuple[Settings, Pipeline]:
@@ -175,7 +165,7 @@ def print_problems(found: Iterable[MillraceError]) -> None:
 
 
 def refuse_to_start(settings: Settings, *, ports: bool) -> None:
-    """Print what ``millrace check`` finds, and end with status 1 if it finds anything."""
+    """Print what ``millrace check PIPELINE`` finds, and end with status 1 if it finds anything."""
     from jobs.local.machine import before_start
 
     if found := before_start(settings, ports=ports):

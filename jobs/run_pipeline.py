@@ -1,7 +1,4 @@
-"""All stages of a pipeline in one driver: ``spark-submit jobs/run_pipeline.py --lake DIR``.
-
-The other ``run_*`` jobs run a part of the stages by the same :func:`main`.
-"""
+"""A pipeline in one driver: ``spark-submit jobs/run_pipeline.py --lake DIR``, all of it or one layer (``--only``)."""
 
 from __future__ import annotations
 
@@ -24,15 +21,24 @@ from lakehouse.stages import Stages
 
 log = logging.getLogger(__name__)
 
+_LAYERS = {
+    "bronze": Stages(layers=()),
+    "products": Stages(bronze=False),
+    "silver": Stages(bronze=False, layers=("silver",)),
+    "gold": Stages(bronze=False, layers=("gold",)),
+}
 
-def main(description: str, stages: Stages, argv: Sequence[str] | None = None) -> int:
-    """Run the stages as a process of their own (spark-submit or python); returns the exit status."""
-    parser = argparse.ArgumentParser(description=description)
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a pipeline as a process of its own (spark-submit or python); returns the exit status."""
+    parser = argparse.ArgumentParser(description="Run a pipeline in one Spark driver")
     parser.add_argument("--lake", help="root folder of the tables, or a URL such as s3://BUCKET/PREFIX")
     parser.add_argument("--pipeline", help="folder below conf/pipelines, or a path")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting; may be repeated")
     parser.add_argument("--accept-loss", action="store_true", help="go on where Kafka lost what bronze had not taken")
+    parser.add_argument("--only", choices=_LAYERS, help="Kafka to bronze, or bronze to products, of a layer or all")
     options = parser.parse_args(argv)
+    stages = _LAYERS.get(options.only, Stages())
     log_to_stderr()
     try:
         settings = load_settings(lake=options.lake, pipeline=options.pipeline, assignments=options.set)
@@ -118,4 +124,4 @@ def run_stages(
 
 
 if __name__ == "__main__":
-    sys.exit(main("All stages of a pipeline in one driver", Stages()))
+    sys.exit(main())

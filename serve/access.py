@@ -81,7 +81,7 @@ class ReaderKey(Key):
             raise ConfigError(
                 "a key that is limited to tables, rows or a tenant may not change queries, which read whole tables",
                 key="queries",
-                remedy="Make two keys: one with --queries alone, one with --table, --rows or --tenant",
+                remedy="Make two keys: one with --may queries alone, one with --table, --rows or --tenant",
             )
         for table, condition in self.rows.items():
             try:
@@ -303,7 +303,7 @@ def make_gate(
         raise ConfigError(
             f"{serve.host} is reached from elsewhere, and there are no readers' keys",
             key="serve.host",
-            remedy="Make one with `millrace key new --reader NAME`, or set serve.allow_anonymous = true",
+            remedy="Make one with `millrace key new --may read NAME`, or set serve.allow_anonymous = true",
         )
     return ReaderGate(serve, keys, Tickets(Seal(seal.derived(b"tickets"))), border)
 

@@ -1,12 +1,14 @@
-"""``control``, ``tenant``, ``app`` and ``key``: the control plane, its clients, and key files where there is none."""
+"""``control``, ``tenant`` and ``key``: the control plane, its clients, and key files where there is none."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote, urlencode
 
 import typer
 from rich.markup import escape
@@ -17,23 +19,52 @@ from lakehouse.contract.errors import ConfigError, EnvironmentProblem, ProblemWi
 from lakehouse.contract.settings import Settings
 
 if TYPE_CHECKING:
+    from ingest.border.access import ApiKey
     from lakehouse.contract.access import KeyFile
+    from serve.access import ReaderKey
 
 _AT_A_TIME = 1_000
-TenantOption = Annotated[str, typer.Option(help="Tenant that it belongs to.")]
-AnyTenantOption = Annotated[str, typer.Option(help="Only those of this tenant.", show_default="all")]
-AnyAppOption = Annotated[str, typer.Option(help="Only those of this app.", show_default="all")]
+OwnerArgument = Annotated[str, typer.Argument(metavar="TENANT[/APP]", help="Name of a tenant, or of an app of it.")]
+AppArgument = Annotated[str, typer.Argument(metavar="TENANT/APP", help="Name of an app.")]
+IdArgument = Annotated[str, typer.Argument(metavar="ID", help="Id of the key, as ls shows it.")]
+
+
+class ControlAction(StrEnum):
+    """What ``millrace control`` does."""
+
+    RUN = "run"
+    MIGRATE = "migrate"
+    IMPORT = "import"
+
+
+class Right(StrEnum):
+    """What a key is for, as the control plane names it."""
+
+    SEND = "send"
+    READ = "read"
+    QUERIES = "queries"
+    MANAGE = "manage"
+    STATE = "state"
 
 
 def control(
-    migrate: Annotated[bool, typer.Option("--migrate", help="Bring the database up to date, and end.")] = False,
+    action: Annotated[
+        ControlAction,
+        typer.Argument(
+            help="run it; migrate to bring the database up to date and end; "
+            "import to take the keys of the key files over into the one that runs."
+        ),
+    ] = ControlAction.RUN,
 ) -> None:
     """Run the control plane: tenants, apps, keys, sources and subscriptions over REST."""
+    settings = chosen_settings()
+    if action is ControlAction.IMPORT:
+        _import_keys(settings)
+        return
     from serve.control.app import run_control
     from serve.control.store import ControlStore
 
-    settings = chosen_settings()
-    if migrate:
+    if action is ControlAction.MIGRATE:
         store = ControlStore(settings)
         store.close()
         err.print(f"{store.place} is up to date")
@@ -64,7 +95,7 @@ class ControlClient:
         import httpx
 
         try:
-            json = body if method in ("POST", "PATCH", "PUT") else None
+            json = body if method in ("POST", "PATCH") else None
             answer = httpx.request(method, f"{self.url}{path}", json=json, headers=self._headers, timeout=30)
         except httpx.HTTPError as error:
             remedy = "Start it with `millrace control`, or set control.url"
@@ -76,8 +107,6 @@ class ControlClient:
 
     def all(self, path: str, **query: str) -> list[dict[str, Any]]:
         """Every item of a list."""
-        from urllib.parse import urlencode
-
         items: list[dict[str, Any]] = []
         asked = {name: value for name, value in query.items() if value} | {"limit": str(_AT_A_TIME)}
         while True:
@@ -99,93 +128,116 @@ def control_url(settings: Settings) -> str:
 # --- tenants and apps
 
 
-def tenant_ls(as_json: JsonOption = False) -> None:
-    """List tenants."""
-    _print(ControlClient(chosen_settings()).all("/v1/tenants"), ("name", "title", "created"), as_json)
+def tenant_ls(
+    tenant: Annotated[str, typer.Argument(help="List the apps of this tenant; default: list tenants.")] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """List tenants, or the apps of a tenant."""
+    columns = ("name", "title", *(("ends",) if tenant else ()), "created")
+    _print(ControlClient(chosen_settings()).all(_apps(tenant) if tenant else "/v1/tenants"), columns, as_json)
 
 
 def tenant_add(
-    name: Annotated[str, typer.Argument(help="Name of the tenant.")],
+    name: OwnerArgument,
     title: Annotated[str, typer.Option(help="For people.")] = "",
+    ends: Annotated[str, typer.Option(help="End of life of an app, e.g. 2030-12-31; UTC.", show_default="none")] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Add a tenant."""
-    made = ControlClient(chosen_settings()).ask("POST", "/v1/tenants", name=name, title=title)
-    _done(f"tenant {name} is added", made, as_json)
+    """Add a tenant, or an app to a tenant."""
+    tenant, app = _owner(name)
+    if ends and not app:
+        raise ConfigError("only an app has an end of life", key="--ends", remedy="Name TENANT/APP")
+    client = ControlClient(chosen_settings())
+    if app:
+        made = client.ask("POST", _apps(tenant), name=app, title=title, ends=_moment(ends))
+    else:
+        made = client.ask("POST", "/v1/tenants", name=tenant, title=title)
+    _done(f"{name} is added", made, as_json)
 
 
-def tenant_rm(name: Annotated[str, typer.Argument(help="Name of the tenant.")], as_json: JsonOption = False) -> None:
-    """Remove a tenant with its apps, keys and subscriptions; its events stay in the tables."""
-    ControlClient(chosen_settings()).ask("DELETE", f"/v1/tenants/{_quoted(name)}")
-    _done(f"tenant {name} is removed", {"name": name}, as_json)
-
-
-def app_ls(tenant: TenantOption, as_json: JsonOption = False) -> None:
-    """List the apps of a tenant."""
-    found = ControlClient(chosen_settings()).all(f"/v1/tenants/{_quoted(tenant)}/apps")
-    _print(found, ("name", "title", "ends", "created"), as_json)
-
-
-def app_add(
-    name: Annotated[str, typer.Argument(help="Name of the app.")],
-    tenant: TenantOption,
-    title: Annotated[str, typer.Option(help="For people.")] = "",
-    ends: Annotated[str, typer.Option(help="End of life, e.g. 2030-12-31; UTC.", show_default="none")] = "",
-    as_json: JsonOption = False,
-) -> None:
-    """Add an app to a tenant."""
-    path = f"/v1/tenants/{_quoted(tenant)}/apps"
-    made = ControlClient(chosen_settings()).ask("POST", path, name=name, title=title, ends=_moment(ends))
-    _done(f"app {name} of {tenant} is added", made, as_json)
-
-
-def app_end(
-    name: Annotated[str, typer.Argument(help="Name of the app.")],
-    tenant: TenantOption,
+def tenant_end(
+    name: AppArgument,
     at: Annotated[str, typer.Option(help="When, e.g. 2030-12-31; UTC; or never.", show_default="now")] = "",
     as_json: JsonOption = False,
 ) -> None:
     """Set the end of life of an app, after which none of its keys is good."""
+    tenant, app = _owner(name)
+    if not app:
+        raise ConfigError(f"{name!r} is not an app", key="NAME", remedy="Name TENANT/APP")
     ends = None if at == "never" else _moment(at) or datetime.now(UTC).isoformat()
-    path = f"/v1/tenants/{_quoted(tenant)}/apps/{_quoted(name)}"
-    made = ControlClient(chosen_settings()).ask("PATCH", path, ends=ends)
-    _done(f"app {name} of {tenant} ends {made['ends'] or 'never'}", made, as_json)
+    made = ControlClient(chosen_settings()).ask("PATCH", f"{_apps(tenant)}/{_quoted(app)}", ends=ends)
+    _done(f"{name} ends {made['ends'] or 'never'}", made, as_json)
 
 
-def app_rm(
-    name: Annotated[str, typer.Argument(help="Name of the app.")], tenant: TenantOption, as_json: JsonOption = False
-) -> None:
-    """Remove an app with its keys and subscriptions."""
-    ControlClient(chosen_settings()).ask("DELETE", f"/v1/tenants/{_quoted(tenant)}/apps/{_quoted(name)}")
-    _done(f"app {name} of {tenant} is removed", {"tenant": tenant, "name": name}, as_json)
+def tenant_rm(name: OwnerArgument, as_json: JsonOption = False) -> None:
+    """Remove a tenant with its apps, or one app, with their keys and subscriptions; events stay in the tables."""
+    tenant, app = _owner(name)
+    path = f"{_apps(tenant)}/{_quoted(app)}" if app else f"/v1/tenants/{_quoted(tenant)}"
+    ControlClient(chosen_settings()).ask("DELETE", path)
+    _done(f"{name} is removed", {"name": name}, as_json)
+
+
+def _owner(text: str) -> tuple[str, str]:
+    """Tenant and app of ``TENANT`` (no app) or ``TENANT/APP``."""
+    tenant, slash, app = text.partition("/")
+    if slash and not (tenant and app):
+        raise ConfigError(f"{text!r} is not a tenant or an app", key="TENANT/APP", remedy="Write e.g. acme/shop")
+    return tenant, app
+
+
+def _apps(tenant: str) -> str:
+    return f"/v1/tenants/{_quoted(tenant)}/apps"
+
+
+def _quoted(text: str) -> str:
+    return quote(text, safe="")
+
+
+def _moment(text: str) -> str | None:
+    if not text:
+        return None
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        remedy = "Write e.g. 2030-12-31, or 2030-12-31T12:00:00+02:00"
+        raise ConfigError(f"{text!r} is no date", key="--ends", remedy=remedy) from None
+    return (found if found.tzinfo else found.replace(tzinfo=UTC)).isoformat()
 
 
 # --- keys
 
 
 def key_ls(
-    reader: Annotated[bool, typer.Option("--reader", help="Without a control plane: keys of the server.")] = False,
-    tenant: AnyTenantOption = "",
-    app: AnyAppOption = "",
+    tenant: Annotated[
+        str, typer.Option(metavar="TENANT[/APP]", help="Only those of this tenant or app.", show_default="all")
+    ] = "",
     as_json: JsonOption = False,
 ) -> None:
     """List keys, without their secrets."""
     settings = chosen_settings()
+    owner, app = _owner(tenant)
     if control_url(settings):
-        found = ControlClient(settings).all("/v1/keys", tenant=tenant, app=app)
+        found = ControlClient(settings).all("/v1/keys", tenant=owner, app=app)
         _print(found, ("id", "name", "tenant", "app", "actions", "tables", "sources", "until", "created"), as_json)
         return
-    keys = [dataclasses.asdict(key) for key in _file(settings, reader).read().values()]
-    shown = [{name: value for name, value in key.items() if name != "hash"} for key in keys]
-    reach = "tables" if reader else "sources"
-    _print(shown, ("id", "name", "tenant", reach, "rate", "connections", "created"), as_json)
+    _refuse({"--tenant": app}, True, "Start a control plane first")
+    found = [
+        {name: value for name, value in key.items() if name != "hash"}
+        for key in _keys_of_files(settings)
+        if not owner or key["tenant"] == owner
+    ]
+    _print(found, ("id", "name", "tenant", "actions", "tables", "sources", "rate", "connections", "created"), as_json)
 
 
 def key_new(
     name: Annotated[str, typer.Argument(help="For people: whose it is.")],
-    reader: Annotated[
-        bool, typer.Option("--reader", help="It may read products. Default: it may send events.")
-    ] = False,
+    may: Annotated[
+        Right,
+        typer.Option(
+            help="send events; read products; read and change queries; with a control plane also: "
+            "manage the tenant (without one, all), or get the state for processes of another machine."
+        ),
+    ] = Right.SEND,
     source: Annotated[list[str] | None, typer.Option(help="Sender: only this source; may be repeated.")] = None,
     max_event_bytes: Annotated[int, typer.Option(help="Sender: largest event; 0: the source's limit.", min=0)] = 0,
     table: Annotated[list[str] | None, typer.Option(help="Reader: only this table; may be repeated.")] = None,
@@ -193,15 +245,14 @@ def key_new(
         list[str] | None,
         typer.Option(help="Reader: TABLE=CONDITION in SQL that limits the rows; TABLE * is every other table."),
     ] = None,
-    queries: Annotated[bool, typer.Option("--queries", help="Reader: may add and remove continuous queries.")] = False,
-    manage: Annotated[
-        bool, typer.Option("--manage", help="Control plane: it may manage the tenant; without a tenant, all.")
-    ] = False,
-    machine: Annotated[
-        bool, typer.Option("--machine", help="Control plane: for collectors and servers of another machine.")
-    ] = False,
-    tenant: Annotated[str, typer.Option(help="Tenant of the key.", show_default="the node's")] = "",
-    app: Annotated[str, typer.Option(help="Control plane: app of the tenant, whose end of life is the key's.")] = "",
+    tenant: Annotated[
+        str,
+        typer.Option(
+            metavar="TENANT[/APP]",
+            help="Tenant of the key; with a control plane its app too, whose end of life is the key's.",
+            show_default="the node's",
+        ),
+    ] = "",
     rate: Annotated[int, typer.Option(help="Events or requests a second; 0: no limit of its own.", min=0)] = 0,
     connections: Annotated[int, typer.Option(help="Connections at a time; 0: no limit of its own.", min=0)] = 0,
     as_json: JsonOption = False,
@@ -209,96 +260,92 @@ def key_new(
     """Make a key. It is printed once; only its hash is kept. As soon as there is one key, every client needs one."""
     settings = chosen_settings()
     url = control_url(settings)
-    _refuse({"--source": source, "--max-event-bytes": max_event_bytes}, reader, "Leave it out: readers have none")
-    _refuse({"--table": table, "--rows": rows, "--queries": queries}, not reader, "Add --reader")
-    _refuse({"--manage": manage, "--machine": machine, "--app": app}, not url, "Start a control plane first")
-    limits = {"name": name, "tenant": tenant, "rate": rate, "connections": connections}
-    conditions = _conditions(rows or [])
+    owner, app = _owner(tenant)
+    reads = may in (Right.READ, Right.QUERIES)
+    _refuse({"--source": source, "--max-event-bytes": max_event_bytes}, reads, "Leave it out: readers have none")
+    _refuse({"--table": table, "--rows": rows}, not reads, "Add --may read")
+    _refuse({"--may": may not in (Right.SEND, Right.READ, Right.QUERIES)}, not url, "Start a control plane first")
+    _refuse({"--tenant": app}, not url, "Start a control plane first")
+    from serve.access import checked_rows
+
+    limits: dict[str, Any] = {"name": name, "tenant": owner, "rate": rate, "connections": connections}
+    conditions = checked_rows(rows or ())
     if url:
-        own = [text for text, given in (("manage", manage), ("state", machine), ("queries", queries)) if given]
         reach = {"sources": source or [], "max_event_bytes": max_event_bytes, "tables": table or [], "rows": conditions}
-        actions = own or ["read" if reader else "send"]
-        made = ControlClient(settings).ask("POST", "/v1/keys", actions=actions, app=app, **limits, **reach)
+        made = ControlClient(settings).ask("POST", "/v1/keys", actions=[may], app=app, **limits, **reach)
         _show_key(made, f"of {url}", as_json)
         return
-    hashed: dict[str, Any] = {"hash": "0" * 64, **limits}
-    if reader:
+    senders, readers = _files(settings)
+    if reads:
         from serve.access import ReaderKey
 
-        key: Any = ReaderKey(**hashed, tables=tuple(table or ()), rows=conditions, queries=queries)
+        reader = ReaderKey("0" * 64, **limits, tables=tuple(table or ()), rows=conditions, queries=may is Right.QUERIES)
+        path, text = readers.path, readers.new(reader)
     else:
         from ingest.border.access import ApiKey
 
-        key = ApiKey(**hashed, sources=tuple(source or ()), max_event_bytes=max_event_bytes)
-    file = _file(settings, reader)
-    text = file.new(key)
-    place = f"kept as a hash in {file.path}; running processes know it within a second"
+        sender = ApiKey("0" * 64, **limits, sources=tuple(source or ()), max_event_bytes=max_event_bytes)
+        path, text = senders.path, senders.new(sender)
+    place = f"kept as a hash in {path}; running processes know it within a second"
     _show_key({"key": text, "id": text.split("_")[1]}, place, as_json)
 
 
 def key_rotate(
-    ident: Annotated[str, typer.Argument(metavar="ID", help="Id of the key, as ls shows it.")],
+    ident: IdArgument,
     grace: Annotated[int, typer.Option(help="Seconds that the old key stays good.", min=0)] = 0,
     as_json: JsonOption = False,
 ) -> None:
-    """Replace a key by a new one with the same rights, good at once."""
+    """Replace a key of the control plane by a new one with the same rights, good at once."""
     made = ControlClient(chosen_settings()).ask("POST", f"/v1/keys/{_quoted(ident)}/rotate", grace_s=grace)
     _show_key(made, f"in place of {ident}, which stays good for {grace} s", as_json)
 
 
-def key_revoke(
-    ident: Annotated[str, typer.Argument(metavar="ID", help="Id of the key, as ls shows it.")],
-    reader: Annotated[bool, typer.Option("--reader", help="Without a control plane: a key of the server.")] = False,
-    as_json: JsonOption = False,
-) -> None:
+def key_revoke(ident: IdArgument, as_json: JsonOption = False) -> None:
     """Take a key away; running processes refuse it within two seconds."""
     settings = chosen_settings()
     if control_url(settings):
         ControlClient(settings).ask("DELETE", f"/v1/keys/{_quoted(ident)}")
     else:
-        _file(settings, reader).revoke(ident)
+        senders, readers = _files(settings)
+        (readers if ident in readers.read() else senders).revoke(ident)
     _done(f"revoked {ident}", {"id": ident}, as_json)
 
 
-def key_import(as_json: JsonOption = False) -> None:
+def _import_keys(settings: Settings) -> None:
     """Take the keys of the key files over into the control plane; whoever has one goes on using it."""
-    settings = chosen_settings()
     client = ControlClient(settings)
     found = []
-    for reader, action in ((False, "send"), (True, "read")):
-        for key in _file(settings, reader).read().values():
-            values = {name: value for name, value in dataclasses.asdict(key).items() if value}
-            actions = ["queries"] if values.pop("queries", False) else [action]
-            values.pop("created", None)
-            values.pop("until", None)
-            found.append(values | {"actions": actions})
+    for key in _keys_of_files(settings):
+        values = {name: value for name, value in key.items() if value}
+        for unknown in ("created", "until", "queries"):
+            values.pop(unknown, None)
+        found.append(values)
     known = {each["name"] for each in client.all("/v1/tenants")}
     for tenant in sorted({key["tenant"] for key in found if "tenant" in key} - known):
         client.ask("POST", "/v1/tenants", name=tenant)
     added = 0
     for at in range(0, len(found), _AT_A_TIME):
         added += client.ask("POST", "/v1/keys/import", keys=found[at : at + _AT_A_TIME])["added"]
-    done = {"added": added, "known": len(found) - added}
-    _done(
-        f"{added} keys are taken over, {done['known']} were there; now set control.url for every process", done, as_json
-    )
+    there = len(found) - added
+    err.print(f"{added} keys are taken over, {there} were there; now set control.url for every process")
 
 
-def _file(settings: Settings, reader: bool) -> KeyFile[Any]:
-    if reader:
-        from serve.access import reader_keys
+def _keys_of_files(settings: Settings) -> list[dict[str, Any]]:
+    """The keys of both files as the control plane describes keys: with ``actions``."""
+    senders, readers = _files(settings)
+    found = [dataclasses.asdict(key) | {"actions": [Right.SEND]} for key in senders.read().values()]
+    for key in readers.read().values():
+        found.append(dataclasses.asdict(key) | {"actions": [Right.QUERIES if key.queries else Right.READ]})
+    return found
 
-        return reader_keys(settings)
+
+def _files(settings: Settings) -> tuple[KeyFile[ApiKey], KeyFile[ReaderKey]]:
+    """The key files of collectors and of servers."""
     from ingest.border.access import ApiKey, keys_path
     from lakehouse.contract.access import KeyFile
+    from serve.access import reader_keys
 
-    return KeyFile(keys_path(settings), ApiKey)
-
-
-def _conditions(texts: Sequence[str]) -> dict[str, str]:
-    from serve.access import checked_rows
-
-    return checked_rows(texts) if texts else {}
+    return KeyFile(keys_path(settings), ApiKey), reader_keys(settings)
 
 
 def _refuse(options: dict[str, Any], wrong: bool, remedy: str) -> None:
@@ -333,37 +380,3 @@ def _cell(value: Any) -> str:
     if isinstance(value, list | tuple):
         return ", ".join(map(str, value)) or "all"
     return str(value or "–")
-
-
-def _moment(text: str) -> str | None:
-    if not text:
-        return None
-    try:
-        found = datetime.fromisoformat(text)
-    except ValueError:
-        remedy = "Write e.g. 2030-12-31, or 2030-12-31T12:00:00+02:00"
-        raise ConfigError(f"{text!r} is no date", key="--ends", remedy=remedy) from None
-    return (found if found.tzinfo else found.replace(tzinfo=UTC)).isoformat()
-
-
-def _quoted(text: str) -> str:
-    from urllib.parse import quote
-
-    return quote(text, safe="")
-
-
-GROUPS: dict[str, tuple[str, dict[str, Callable[..., None]]]] = {
-    "tenant": (
-        "Add, list and remove tenants of the control plane.",
-        {"ls": tenant_ls, "add": tenant_add, "rm": tenant_rm},
-    ),
-    "app": (
-        "Add, list, end and remove apps of a tenant.",
-        {"ls": app_ls, "add": app_add, "end": app_end, "rm": app_rm},
-    ),
-    "key": (
-        "Make, list, rotate and revoke keys: of the control plane, or of key files where there is none.",
-        {"ls": key_ls, "new": key_new, "rotate": key_rotate, "revoke": key_revoke, "import": key_import},
-    ),
-}
-"""Commands of each group, by name."""

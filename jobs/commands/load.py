@@ -16,7 +16,6 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 
 from jobs.console import (
     JsonOption,
-    NodeOption,
     chosen_pipeline,
     err,
     log_to_stderr,
@@ -62,7 +61,7 @@ def load(
     ] = 1.0,
     gate: Annotated[bool, typer.Option("--gate", help="Check the source's expectations before each commit.")] = False,
     sla: Annotated[str | None, typer.Option(help="Deadline of the load, e.g. '1 hour'.")] = None,
-    node: NodeOption = LOADER,
+    node: Annotated[str, typer.Option(help="Id of this process; each one needs its own.")] = LOADER,
     watch: Annotated[Path | None, typer.Option(help="Load what arrives in this folder, until stopped.")] = None,
     feeds: Annotated[bool, typer.Option("--feeds", help="Fetch the pipeline's feeds, until stopped.")] = False,
     once: Annotated[

@@ -1,4 +1,4 @@
-"""The long-running parts: ``up``, ``demo``, ``collect``, ``run``, ``serve``, ``refine``, ``latest``, ``simulate``."""
+"""The long-running parts: ``up``, ``demo``, ``collect``, ``run``, ``serve`` and ``simulate``; and ``status``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,9 +17,8 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jobs.console import (
+    KEY_VARIABLE,
     JsonOption,
-    NodeOption,
-    PortOption,
     chosen_pipeline,
     chosen_settings,
     err,
@@ -27,7 +27,6 @@ from jobs.console import (
     print_table,
     refuse_to_start,
     run_async,
-    serving_at,
     stopped_by_signals,
 )
 from lakehouse.contract.errors import ConfigError
@@ -46,7 +45,6 @@ _LINE_S = 5.0
 
 
 def up(
-    upstream: Annotated[str | None, typer.Option(help="Read this URL instead of the pipeline's upstreams.")] = None,
     inbox: Annotated[
         list[str] | None,
         typer.Option(help="Load files that arrive in this folder: DIR or SOURCE=DIR; may be repeated."),
@@ -54,16 +52,15 @@ def up(
     control: Annotated[
         bool, typer.Option("--control", help="Run a control plane too: it says who may send and read.")
     ] = False,
-    port: PortOption = None,
 ) -> None:
     """Run everything, supervised: broker, collector, Spark driver, server and loaders. Ctrl-C stops all of it."""
     from jobs.local.stack import Stack, inbox_folders
 
-    settings = serving_at(chosen_settings(), port)
+    settings = chosen_settings()
     refuse_to_start(settings, ports=True)
     folders = inbox_folders(inbox or [], list(declared_pipeline(settings).sources))
     log_to_stderr()
-    stack = Stack(settings, upstream=upstream or "", feeds=True, inboxes=folders)
+    stack = Stack(settings, feeds=True, inboxes=folders)
     stop = stopped_by_signals()
     try:
         if control:
@@ -91,16 +88,24 @@ def demo(
     live: Annotated[bool, typer.Option("--live", help="Read the pipeline's own upstreams and play nothing.")] = False,
     no_browser: Annotated[bool, typer.Option("--no-browser", help="Do not open the dashboard.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print only the figures at the end.")] = False,
-    port: PortOption = None,
 ) -> None:
     """Play a stream through all of Millrace and show its results; print one JSON object at the end."""
-    from jobs.demo.playing import DemoOptions
-    from jobs.demo.show import demo as run_demo
+    from jobs.demo import DemoOptions
+    from jobs.demo import demo as run_demo
 
     options = DemoOptions(seconds, rate, input, browser=not no_browser, quiet=as_json, live=live)
-    settings = serving_at(chosen_settings(), port)
+    settings = chosen_settings()
     refuse_to_start(settings, ports=False)
     raise typer.Exit(run_demo(settings, options))
+
+
+class Role(StrEnum):
+    """What a collecting node does."""
+
+    COLLECT = "collect"
+    FRONT = "front"
+    REFINE = "refine"
+    LATEST = "latest"
 
 
 def collect(
@@ -108,12 +113,21 @@ def collect(
         list[str] | None,
         typer.Option(help="Read this upstream instead of the pipeline's: URL or SOURCE=URL; may be repeated."),
     ] = None,
-    node: NodeOption = "collector-1",
-    front: Annotated[
-        bool, typer.Option("--front", help="Put payloads into TOPIC.raw unread; millrace refine does the rest.")
-    ] = False,
+    node: Annotated[
+        str, typer.Option(help="Id of this process; each one needs its own.", show_default="collector-1 or refiner-1")
+    ] = "",
+    role: Annotated[
+        Role,
+        typer.Option(
+            help="front: put payloads into TOPIC.raw unread; refine: validate and enrich those; "
+            "latest: keep the newest event of each key in TOPIC.latest, for sources that say latest_topic."
+        ),
+    ] = Role.COLLECT,
 ) -> None:
     """Run a collecting node: the pipeline's upstreams, UDP and HTTP, into the log and Kafka."""
+    if role in (Role.REFINE, Role.LATEST):
+        _relay(role, node or "refiner-1")
+        return
     from ingest.node import CollectorNode, NodeOptions, calm_garbage_collector
     from jobs.local.broker import resolve_kafka
 
@@ -121,12 +135,36 @@ def collect(
     files = PipelineFiles.of(settings)
     pipeline = files.load()
     settings = resolve_kafka(settings, "collector")
-    options = NodeOptions(node, upstream_urls(url or [], list(pipeline.sources)), front, files)
+    urls = upstream_urls(url or [], list(pipeline.sources))
+    options = NodeOptions(node or "collector-1", urls, role is Role.FRONT, files)
     calm_garbage_collector()
 
     async def main(stop: asyncio.Event) -> None:
         collector = CollectorNode(settings, pipeline, options)
         await collect_until(stop, collector, err, lambda base: err.print(f"collecting; HTTP at {base}"))
+
+    run_async(main)
+
+
+def _relay(role: Role, node: str) -> None:
+    """Read topics and write others: ``refine`` or ``latest``."""
+    from ingest.relay import LatestMirror, RefineNode
+    from jobs.local.broker import resolve_kafka
+    from jobs.metrics import metrics_server, relay_counts
+
+    settings, pipeline = chosen_pipeline()
+    settings = resolve_kafka(settings, "collector" if role is Role.REFINE else "lakehouse")
+
+    async def main(stop: asyncio.Event) -> None:
+        relay: RefineNode | LatestMirror
+        if role is Role.REFINE:
+            relay, told = RefineNode(settings, pipeline, node=node), "refining"
+            names: tuple[str, ...] = ("read", "refined", "rejected", "sent_again")
+        else:
+            relay, told, names = LatestMirror(settings, pipeline), "copying", ("copied",)
+        counts = relay_counts(f"millrace_{role}", relay.counts, *names)
+        with metrics_server(settings.metrics_port, *counts) as metrics:
+            await relay.run(lambda: err.print(f"{told}; metrics at {metrics}"), stop)
 
     run_async(main)
 
@@ -156,12 +194,12 @@ def run(
     run_stages(settings, Stages(), accept_loss=accept_loss, started=started)
 
 
-def serve(port: PortOption = None) -> None:
+def serve() -> None:
     """Serve the lake's products: WebSocket, SSE, long polling, HTTP, webhooks and the dashboard."""
     from jobs.local.supervise import mark_of_child, serve_many
     from serve.app import run_server
 
-    settings = serving_at(chosen_settings(), port)
+    settings = chosen_settings()
     mark = mark_of_child()
 
     def ready(base: str) -> None:
@@ -174,42 +212,6 @@ def serve(port: PortOption = None) -> None:
         return
     name = mark.stem if mark is not None else ""
     run_async(lambda stop: run_server(settings, ready=ready, stop=stop, alone=True, name=name))
-
-
-def refine(node: NodeOption = "refiner-1") -> None:
-    """Validate and enrich what front collectors took in (TOPIC.raw), and put it into the sources' topics."""
-    from ingest.relay import RefineNode
-    from jobs.local.broker import resolve_kafka
-    from jobs.metrics import metrics_server, relay_counts
-
-    settings, pipeline = chosen_pipeline()
-    settings = resolve_kafka(settings, "collector")
-
-    async def main(stop: asyncio.Event) -> None:
-        refiner = RefineNode(settings, pipeline, node=node)
-        counts = relay_counts("millrace_refine", refiner.counts, "read", "refined", "rejected", "sent_again")
-        with metrics_server(settings.metrics_port, *counts) as metrics:
-            await refiner.run(lambda: err.print(f"refining; metrics at {metrics}"), stop)
-
-    run_async(main)
-
-
-def latest() -> None:
-    """Keep the newest event of each key in TOPIC.latest, for the sources that say latest_topic."""
-    from ingest.relay import LatestMirror
-    from jobs.local.broker import resolve_kafka
-    from jobs.metrics import metrics_server, relay_counts
-
-    settings, pipeline = chosen_pipeline()
-    settings = resolve_kafka(settings, "lakehouse")
-
-    async def main(stop: asyncio.Event) -> None:
-        mirror = LatestMirror(settings, pipeline)
-        counts = relay_counts("millrace_latest", mirror.counts, "copied")
-        with metrics_server(settings.metrics_port, *counts) as metrics:
-            await mirror.run(lambda: err.print(f"copying; metrics at {metrics}"), stop)
-
-    run_async(main)
 
 
 def simulate(
@@ -226,14 +228,12 @@ def simulate(
     to: Annotated[
         str, typer.Option(help="Publish to this collector instead, and only while somebody is interested.")
     ] = "",
-    key: Annotated[
-        str, typer.Option(help="Of --to: sender's key, better in the environment.", envvar="MILLRACE_KEY")
-    ] = "",
 ) -> None:
     """Play a stream as a live upstream: WebSocket (/stream), SSE (/sse) and chunked JSON lines (/lines).
 
     With --feeds it writes feed files instead: versions in any order, repeated rows, and a few malformed ones. With --to
-    it is a device for each source: it publishes to a collector while somebody is interested, and rests otherwise.
+    it is a device for each source: it publishes to a collector while somebody is interested, and rests otherwise; it
+    takes its key from MILLRACE_KEY.
     """
     if feeds is not None:
         from ingest.simulate.scenes import write_feeds
@@ -253,7 +253,7 @@ def simulate(
         err.print(f"{device.source}: {state} ({device.sent} events sent, {device.acknowledged} acknowledged)")
 
     if to:
-        run_async(lambda stop: run_devices(pipeline, play, to, key, told, stop))
+        run_async(lambda stop: run_devices(pipeline, play, to, os.environ.get(KEY_VARIABLE, ""), told, stop))
         return
 
     def ready(base: str) -> None:

@@ -32,7 +32,6 @@ def add(
     name: Annotated[str, typer.Option(help="Name of the query, its table and its channel.")],
     key: Annotated[list[str] | None, typer.Option(help="Column of the key; repeat it for each.")] = None,
     start: Annotated[str, typer.Option("--from", help="Over a source: now, or start (all that bronze holds).")] = "now",
-    source: Annotated[str, typer.Option(help="Source or product to read.", show_default="the SQL's")] = "",
     option: Annotated[
         list[str] | None,
         typer.Option(help="KEY=VALUE of a product as in TOML, e.g. operator='top_n'; may be repeated."),
@@ -44,7 +43,7 @@ def add(
 
     settings, loaded = chosen_pipeline()
     text = Path(sql[1:]).read_text(encoding="utf-8") if sql.startswith("@") else sql
-    spec = QuerySpec(name, text, source, tuple(key or ()), start, _options(option or []))
+    spec = QuerySpec(name, text, key=tuple(key or ()), start=start, options=_options(option or []))
     place = Lake.of(settings)
     spec = checked_query(spec, loaded, place, settings.queries, columns_of(place))
     if spec.relation in loaded.sources:
@@ -120,13 +119,22 @@ def ls(as_json: JsonOption = False) -> None:
 
 def rm(
     name: Annotated[str, typer.Argument(help="Name of the query or alert.")],
-    is_alert: Annotated[bool, typer.Option("--alert", help="It is an alert; its rows go from table alerts.")] = False,
     drop: Annotated[bool, typer.Option("--drop", help="Remove the query's table too.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Stop a query and remove its checkpoint and index, or remove an alert; a query's table stays without --drop."""
+    """Remove an alert and its rows, or stop a query and remove its checkpoint and index.
+
+    A query's table stays without --drop. Where a query and an alert have the same name, the query goes first.
+    """
+    from lakehouse.contract.pipeline.added import Declared, QuerySpec
+    from lakehouse.contract.pipeline.folder import Alert
+
     place = Lake.of(chosen_settings())
-    done = _remove_alert(place, name) if is_alert else _remove_query(place, name, drop)
+    if name in Declared(place, Alert).all() and name not in Declared(place, QuerySpec).all():
+        Declared(place, Alert).remove(name)
+        done, drop = True, False
+    else:
+        done = _remove_query(place, name, drop)
     if as_json:
         print_json({"name": name, "removed": done, "dropped": drop and done})
     else:
@@ -144,7 +152,9 @@ def _remove_query(place: Lake, name: str, drop: bool) -> bool:
     spec = declared.all().get(name)
     if spec is None and not (drop and is_ours(place, name)):
         raise QueryRefused(
-            "unknown", f"there is no query {name!r}", "millrace query ls lists them; of an alert: --alert"
+            "unknown",
+            f"there is no query or alert {name!r} that was added",
+            "millrace query ls lists them; those of the pipeline are removed from its pipeline.toml",
         )
     if spec is not None:
         declared.replace(replace(spec, removed=True, drop=drop))
@@ -153,18 +163,6 @@ def _remove_query(place: Lake, name: str, drop: bool) -> bool:
             forget(place, name, drop=drop)
     except TableBusy:
         return False
-    return True
-
-
-def _remove_alert(place: Lake, name: str) -> bool:
-    from lakehouse.contract.pipeline.added import Declared
-    from lakehouse.contract.pipeline.folder import Alert
-
-    declared = Declared(place, Alert)
-    if name not in declared.all():
-        remedy = "One of the pipeline is removed from its pipeline.toml"
-        raise QueryRefused("unknown", f"no alert {name!r} was added", remedy)
-    declared.remove(name)
     return True
 
 

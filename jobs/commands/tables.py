@@ -1,10 +1,14 @@
-"""``subscribe``, ``tables``, ``state`` and ``sketch``: reading the lake's tables, without Spark."""
+"""``sql``, ``subscribe``, ``tables`` and ``state``: reading the lake's tables."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
+import logging
 import math
+import os
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -14,10 +18,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import orjson
+import pyarrow as pa
 import typer
 from rich.markup import escape
 
 from jobs.console import (
+    KEY_VARIABLE,
     Format,
     FormatOption,
     JsonOption,
@@ -31,21 +37,173 @@ from jobs.console import (
     run_async,
 )
 from lakehouse.contract.errors import ConfigError
-from lakehouse.contract.lake import Lake
+from lakehouse.contract.lake import Lake, UnknownTable
+from lakehouse.contract.pipeline import Source
+from lakehouse.contract.pipeline.folder import declared_pipeline
+from lakehouse.contract.settings import Settings
 
 if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
     from lakehouse.sketches.kinds import Answer, Question
     from lakehouse.sketches.tables import SketchTable, Span
     from serve.client import Change, Snapshot, Subscription
+
+_PLAN = re.compile(r";\n|\n\nJVM stacktrace")  # of Spark's own, behind what a message says
+_COLOURS = {"ok": "green", "warn": "yellow", "alarm": "red"}
+
+
+class Engine(StrEnum):
+    """What runs a statement or a check."""
+
+    DUCKDB = "duckdb"
+    SPARK = "spark"
 
 
 class Transport(StrEnum):
     """How the server is asked for changes."""
 
-    auto = "auto"
-    websocket = "websocket"
-    sse = "sse"
-    poll = "poll"
+    AUTO = "auto"
+    WEBSOCKET = "websocket"
+    SSE = "sse"
+    POLL = "poll"
+
+
+def sql(
+    query: Annotated[str, typer.Argument(help="One SELECT over the lake's tables.")],
+    engine: Annotated[
+        Engine, typer.Option(help="What runs it: duckdb in this process, or spark in a session of its own.")
+    ] = Engine.DUCKDB,
+    form: FormatOption = Format.TABLE,
+) -> None:
+    """Query the lake's tables with DuckDB, without Java, or with Spark.
+
+    NAME__partials has the rows of a table of partials before they are folded, SOURCE__events the events of a source
+    with the fields of their payloads as columns.
+    """
+    from serve.sql.payloads import payload_schemas
+    from serve.sql.statement import rows_as_json, run_sql
+
+    logging.getLogger("sqlglot").setLevel(logging.ERROR)  # what it warns of is refused
+    settings = chosen_settings()
+    try:
+        sources = declared_pipeline(settings).sources
+    except ConfigError:  # a lake can be read without its pipeline
+        sources = {}
+    if engine is Engine.SPARK:
+        found = _by_spark(settings, sources, query)
+    else:
+        found = run_sql(Lake.of(settings), query, payloads=payload_schemas(sources.values()))
+    if form is Format.JSON:
+        sys.stdout.buffer.write(rows_as_json(found) + b"\n")
+        return
+    rows = json.loads(rows_as_json(found))
+    if form is Format.CSV:
+        print_csv(rows, found.schema.names)
+        return
+    print_rows(rows, found.schema.names)
+    err.print(f"{found.num_rows} rows", style="dim")
+
+
+def _by_spark(settings: Settings, sources: Mapping[str, Source], query: str) -> pa.Table:
+    """The rows of a statement in Spark's SQL, by a session of its own.
+
+    Raises:
+        UnknownTable: it names a table that the lake does not have.
+        SqlError: it does more than read, or Spark refuses it.
+    """
+    from pyspark.logger import PySparkLogger
+
+    from lakehouse.session import build_session
+
+    PySparkLogger.getLogger("SQLQueryContextLogger").setLevel(logging.CRITICAL)  # the errors say the same
+    lake = Lake.of(settings)
+    names = named_tables(lake, sources, query)
+    with err.status("starting Spark …"):
+        spark = build_session(settings, "millrace-sql")
+    try:
+        return spark_rows(spark, lake, sources, names, query)
+    finally:
+        spark.stop()
+
+
+def named_tables(lake: Lake, sources: Mapping[str, Source], query: str) -> dict[str, str]:
+    """The lake's tables that a statement in Spark's SQL names: name in it to name of the table.
+
+    Raises:
+        UnknownTable: the lake does not have one of them.
+        SqlError: it is not a single reading statement.
+    """
+    from sqlglot import exp
+
+    from serve.sql.payloads import EVENTS
+    from serve.sql.statement import PARTIALS, read_statement
+
+    tree = read_statement(query, "spark")
+    known = sorted(table.name for table in lake.tables())
+    defined = {cte.alias.lower() for cte in tree.find_all(exp.CTE)}
+    found = {}
+    for table in tree.find_all(exp.Table):
+        name = table.name.lower()
+        if not isinstance(table.this, exp.Identifier) or table.db:
+            continue  # a function, or what Spark itself knows
+        source = name.removesuffix(EVENTS)
+        base = name if name in known else source if source in sources else name.removesuffix(PARTIALS)
+        if base in known:
+            found[name] = base
+        elif name not in defined:
+            raise UnknownTable(table.name, known)
+    return found
+
+
+def spark_rows(
+    spark: SparkSession, lake: Lake, sources: Mapping[str, Source], names: Mapping[str, str], query: str
+) -> pa.Table:
+    """The rows of a statement, in a session that has no views of these names.
+
+    Args:
+        names: what :func:`named_tables` found.
+
+    Raises:
+        SqlError: Spark refuses it, or it fails.
+    """
+    from pyspark.errors import PySparkException
+
+    from serve.errors import SqlError
+
+    try:
+        for name, table in names.items():
+            _rows(spark, lake, sources, name, table).createOrReplaceTempView(name)
+        return spark.sql(query.strip().rstrip(";")).toArrow()
+    except PySparkException as error:
+        raise SqlError(_PLAN.split(str(error), maxsplit=1)[0].strip()) from None
+
+
+def _rows(spark: SparkSession, lake: Lake, sources: Mapping[str, Source], name: str, base: str) -> DataFrame:
+    """What a name in a statement stands for."""
+    import sqlglot
+    from deltalake import DeltaTable
+    from pyspark.sql import functions as F
+
+    from lakehouse.contract.rows import Fold
+    from lakehouse.contract.storage import spark_uri
+    from lakehouse.silver.conform import conform, payload_columns
+    from serve.sql.payloads import EVENTS
+    from serve.sql.statement import PARTIALS
+
+    table = lake.find(base).path
+    rows = spark.read.format("delta").load(spark_uri(table))
+    if name == base + EVENTS:
+        source = sources[base]
+        envelope = ("event_id", "tenant", "received_at", "bronze_at", "origin", "event_time", "reason", "payload")
+        text = conform(rows, source).withColumn("payload", F.expr("make_valid_utf8(payload)"))
+        return text.select(*envelope, *payload_columns(source), *source.enrich)
+    fold = Fold.from_properties(DeltaTable(str(table)).metadata().configuration) if name == base else None
+    if fold is None:
+        return rows
+    rows.createOrReplaceTempView(base + PARTIALS)
+    (folded,) = sqlglot.transpile(fold.sql(f'"{base}{PARTIALS}"', rows.columns), read="duckdb", write="spark")
+    return spark.sql(folded)
 
 
 def subscribe(
@@ -55,18 +213,17 @@ def subscribe(
         Path | None, typer.Option(help="Keep the position in this file, and resume from it.")
     ] = None,
     count: Annotated[int | None, typer.Option(help="End after this many messages.", min=1)] = None,
-    key: Annotated[str, typer.Option(help="API key; better in the environment.", envvar="MILLRACE_KEY")] = "",
     where: Annotated[str, typer.Option(help="Only rows that fulfil this SQL condition.")] = "",
     columns: Annotated[str, typer.Option(help="Only these columns and the key's, separated by commas.")] = "",
     select: Annotated[str, typer.Option(help="A live aggregate instead of rows: SELECT … GROUP BY ….")] = "",
     transport: Annotated[
         Transport, typer.Option(help="How to connect; auto takes the first that gets through.")
-    ] = Transport.auto,
+    ] = Transport.AUTO,
     form: FormatOption = Format.JSON,
 ) -> None:
     """Follow a table: print a snapshot and then each change, one JSON object a line.
 
-    As a table or CSV it prints rows with their change: snapshot, upsert or delete.
+    As a table or CSV it prints rows with their change: snapshot, upsert or delete. Its API key is in MILLRACE_KEY.
     """
     from serve.client import ClientOptions, FileStore, SlowNotice, TableQuery
     from serve.client import subscribe as connect
@@ -78,7 +235,7 @@ def subscribe(
         url,
         table,
         FileStore(position_file) if position_file else None,
-        key=key,
+        key=os.environ.get(KEY_VARIABLE, ""),
         query=TableQuery(where, tuple(filter(None, columns.split(","))), select),
         options=ClientOptions(transport=transport.value, on_slow=warn),
     )
@@ -129,9 +286,6 @@ def _print_rows_of(message: Snapshot | Change, form: Format, columns: list[str])
     elif rows:
         print_rows(rows, found)
     return found
-
-
-_COLOURS = {"ok": "green", "warn": "yellow", "alarm": "red"}
 
 
 def tables(
@@ -190,43 +344,80 @@ def _span(seconds: float) -> str:
 
 
 def state(
-    product: Annotated[str, typer.Argument(help="Name of a stateful product; default: all of them.")] = "",
+    table: Annotated[
+        str, typer.Argument(help="A stateful product, or a table with sketches; default: all stateful products.")
+    ] = "",
     key: Annotated[
         list[str] | None,
-        typer.Option("--key", help="COLUMN=VALUE of the key to show; repeat it for each column of the key."),
+        typer.Option("--key", help="Only this COLUMN=VALUE of the key or the sketches' group; may be repeated."),
+    ] = None,
+    window: Annotated[
+        str,
+        typer.Option(
+            help="Sketches: start of one window, or FROM..TO to merge several (either may be empty); "
+            "default: the newest."
+        ),
+    ] = "",
+    item: Annotated[str | None, typer.Option(help="Sketches: how often this item occurs, or whether it does.")] = None,
+    quantile: Annotated[
+        list[float] | None, typer.Option(help="Sketches: the value at this rank, 0 to 1; may be repeated.")
+    ] = None,
+    rank: Annotated[float | None, typer.Option(help="Sketches: the share of values up to this one.")] = None,
+    range: Annotated[str | None, typer.Option(help="Sketches: how many integers lie in LOW:HIGH, with both.")] = None,
+    n: Annotated[int, typer.Option("-n", help="Sketches: number of most frequent items to print.", min=1)] = 10,
+    inner: Annotated[
+        str | None, typer.Option(help="Sketches: the inner product with the window that starts here.")
+    ] = None,
+    confirm: Annotated[
+        bool, typer.Option("--confirm", help='Sketches: look a "maybe" of membership up in a table.')
+    ] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(help="Write the merged sketch to this file, in DataSketches' binary form.", dir_okay=False),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the state of sessions, windows by count, drift detectors and joins; the driver may run or not."""
+    """Show what tables remember: sessions, windows by count, drift detectors, joins, or the estimates of sketches.
+
+    The driver may run or not. Windows and groups of sketches are merged; each estimate has its bounds.
+    """
+    from lakehouse.sketches.kinds import inner_product
+
+    lake, keys = Lake.of(chosen_settings()), _pairs(key or ())
+    question = _question(item, quantile, rank, range, n)
+    is_asked = question != _question(None, None, None, None, n) or any((window, inner, confirm, output))
+    found = _sketches_of(lake, table, is_asked)
+    if found is None:
+        _show_state(lake, table, keys, as_json)
+        return
+    span = _merged(found, window or found.newest().isoformat(), "--window", keys)
+    if inner:
+        answers = [inner_product(span.sketch, _merged(found, inner, "--inner", keys).sketch)]
+    else:
+        answers = span.sketch.answers(question)
+    if confirm:
+        answers = _confirmed(answers, found, span)
+    if output is not None:
+        output.write_bytes(span.sketch.serialize()["sketch"])
+    _say(table, found.operator, span, answers, as_json)
+
+
+def _show_state(lake: Lake, name: str, key: Mapping[str, str], as_json: bool) -> None:
     from lakehouse.stateful.report import remembered, report, stateful_products
 
-    settings, loaded = chosen_pipeline()
-    place = Lake.of(settings)
-    known = {found.name: found for found in stateful_products(loaded)}
-    if product and product not in known:
-        raise ConfigError(
-            f"{product!r} remembers nothing", key="state", remedy=f"Products that do: {', '.join(known) or 'none'}"
-        )
+    _, pipeline = chosen_pipeline()
+    known = {found.name: found for found in stateful_products(pipeline)}
+    if name and name not in known:
+        remedy = f"Products that do: {', '.join(known) or 'none'}"
+        raise ConfigError(f"{name!r} remembers nothing, and holds no sketches", key="state", remedy=remedy)
     if key:
-        if not product:
-            raise ConfigError(
-                "a key is one of a product", key="state", remedy="millrace state PRODUCT --key COLUMN=VALUE"
-            )
-        found = remembered(place, loaded, known[product], _pairs(key, "--key"))
-        _show(found, as_json)
-        return
-    facts = [report(place, loaded, item) for item in known.values() if not product or item.name == product]
-    _show([dataclasses.asdict(item) for item in facts if item is not None], as_json)
-
-
-def _pairs(given: Sequence[str], option: str) -> dict[str, str]:
-    for text in given:
-        if "=" not in text:
-            raise ConfigError(f"{text!r} is not COLUMN=VALUE", key=option, remedy=f"Write e.g. {option} city=Ulm")
-    return dict(text.split("=", 1) for text in given)
-
-
-def _show(rows: list[dict[str, Any]], as_json: bool) -> None:
+        if not name:
+            remedy = "millrace state PRODUCT --key COLUMN=VALUE"
+            raise ConfigError("a key is one of a product", key="state", remedy=remedy)
+        rows = remembered(lake, pipeline, known[name], key)
+    else:
+        facts = [report(lake, pipeline, item) for item in known.values() if name in ("", item.name)]
+        rows = [dataclasses.asdict(item) for item in facts if item is not None]
     plain = [{name: _text(value) for name, value in row.items()} for row in rows]
     if as_json:
         print_json(plain)
@@ -240,49 +431,28 @@ def _text(value: Any) -> Any:
     return value.isoformat() if isinstance(value, datetime) else value
 
 
-def sketch(
-    table: Annotated[str, typer.Argument(help="A table whose rows carry sketches.")],
-    window: Annotated[
-        str,
-        typer.Option(
-            help="Start of one window, or FROM..TO to merge several (either may be empty); default: the newest."
-        ),
-    ] = "",
-    by: Annotated[list[str] | None, typer.Option("--by", help="Only the group COLUMN=VALUE; may be repeated.")] = None,
-    item: Annotated[str | None, typer.Option(help="Ask how often this item occurs, or whether it does.")] = None,
-    quantile: Annotated[
-        list[float] | None, typer.Option(help="Ask for the value at this rank, 0 to 1; may be repeated.")
-    ] = None,
-    rank: Annotated[float | None, typer.Option(help="Ask for the share of values up to this one.")] = None,
-    range: Annotated[str | None, typer.Option(help="Ask how many integers lie in LOW:HIGH, both included.")] = None,
-    n: Annotated[int, typer.Option("-n", help="Number of most frequent items to print.", min=1)] = 10,
-    inner: Annotated[
-        str | None, typer.Option(help="Ask for the inner product with the window that starts here.")
-    ] = None,
-    confirm: Annotated[bool, typer.Option("--confirm", help='Look a "maybe" of membership up in a table.')] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option(help="Write the merged sketch to this file, in DataSketches' binary form.", dir_okay=False),
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Print the estimates of a table's sketches with their bounds; windows and groups are merged."""
-    from lakehouse.sketches.kinds import inner_product
+def _pairs(given: Sequence[str]) -> dict[str, str]:
+    for text in given:
+        if "=" not in text:
+            raise ConfigError(f"{text!r} is not COLUMN=VALUE", key="--key", remedy="Write e.g. --key city=Ulm")
+    return dict(text.split("=", 1) for text in given)
+
+
+def _sketches_of(lake: Lake, name: str, is_asked: bool) -> SketchTable | None:
+    """The sketches of a table; None if it has none, or if no table is named.
+
+    Raises:
+        UnknownTable, BadSketch: it has none, and a sketch was asked.
+    """
+    from lakehouse.errors import BadSketch
     from lakehouse.sketches.tables import SketchTable
 
-    question = _question(item, quantile, rank, range, n)
-    found = SketchTable(Lake.of(chosen_settings()).find(table))
-    groups = _pairs(by or (), "--by")
-    span = _merged(found, window or found.newest().isoformat(), "--window", groups)
-    if inner:
-        answers = [inner_product(span.sketch, _merged(found, inner, "--inner", groups).sketch)]
-    else:
-        answers = span.sketch.answers(question)
-    if confirm:
-        answers = _confirmed(answers, found, span)
-    if output is not None:
-        output.write_bytes(span.sketch.serialize()["sketch"])
-    _say(table, found.operator, span, answers, as_json)
+    try:
+        return SketchTable(lake.find(name))
+    except (UnknownTable, BadSketch):
+        if is_asked:
+            raise
+        return None
 
 
 def _merged(table: SketchTable, text: str, option: str, groups: Mapping[str, str]) -> Span:

@@ -166,8 +166,7 @@ class Stack:
     """The parts of one lake, started together and stopped together.
 
     Args:
-        upstream: URL that is read instead of the pipeline's, for every source.
-        upstreams: the same by source.
+        upstreams: URL that is read instead of the pipeline's, by source.
         feeds: fetch the feeds that the pipeline declares.
         inboxes: folders whose files are loaded, by source.
     """
@@ -176,7 +175,6 @@ class Stack:
         self,
         settings: Settings,
         *,
-        upstream: str = "",
         upstreams: Mapping[str, str] | None = None,
         feeds: bool = False,
         inboxes: Mapping[str, Path] | None = None,
@@ -186,7 +184,7 @@ class Stack:
         self._feeds = feeds
         self._inboxes = dict(inboxes or {})
         self._played = bool(upstreams)
-        self._urls = [upstream] if upstream else [f"{name}={url}" for name, url in (upstreams or {}).items()]
+        self._urls = [f"{name}={url}" for name, url in (upstreams or {}).items()]
         self._broker: EmbeddedBroker | None = None
         self._broker_due = 0.0
         self._broker_starting: threading.Thread | None = None
@@ -218,7 +216,7 @@ class Stack:
         soon = ["--set", "collect.backoff_max_s=0.3"] if self._played else []
         self._child("collect", ["collect", *urls, *soon])
         if any(source.latest_topic for source in declared_pipeline(settings).sources.values()):
-            self._measured_child("latest", ["latest"])
+            self._measured_child("latest", ["collect", "--role", "latest"])
         self.start_loaders()
         serve = f"http://{settings.serve.host}:{settings.serve.port}"
         collect = f"http://{settings.collect.host}:{settings.collect.port}"

@@ -211,7 +211,7 @@ class ServeSettings:
         heartbeat_ms: pause between heartbeats.
         max_subscribers: connections of one process.
         processes: server processes on the port.
-        keys: file of the readers' API keys (``millrace key new --reader``); empty: ``_millrace/readers.toml`` in the
+        keys: file of the readers' API keys (``millrace key new --may read``); empty: ``_millrace/readers.toml`` in the
             lake.
         allow_anonymous: bind another address than a loopback one although there are no readers' keys.
         origins: whose pages may connect beside the server's own, e.g. ``https://shop.example``; separated by commas.

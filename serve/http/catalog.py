@@ -2,7 +2,7 @@
 
 Queries are added, listed and removed by the rules of ``lakehouse.contract.pipeline.added``. A query is only recorded
 here; the driver runs it. So the server needs no Java, and queries can be added while the driver is down. Only keys that
-may (``millrace key new --reader --queries``) and that see everything can change queries, because a query reads whole
+may (``millrace key new --may queries``) and that see everything can change queries, because a query reads whole
 tables. Without keys, only callers on this machine can.
 """
 
@@ -216,7 +216,7 @@ def _check_may(request: Request) -> None:
     """Only a key with the right may change queries; without keys, only this machine, and no page of another site."""
     principal = admitted(request)
     if not principal.queries:
-        raise _forbidden("this key may not change queries; make one with: millrace key new NAME --reader --queries")
+        raise _forbidden("this key may not change queries; make one with: millrace key new NAME --may queries")
     if principal.key:
         return
     settings: Settings = request.state.settings

@@ -44,7 +44,7 @@ from rich.table import Table
 
 from ingest.broker import EmbeddedBroker
 from ingest.kafka import ensure_topics
-from jobs.demo.account import WARM_S, percentiles
+from jobs.account import WARM_S, percentiles
 from jobs.local.stack import get_json, parts
 from jobs.local.supervise import PARENT_VARIABLE
 from lakehouse.contract.deltalog import DeltaLog

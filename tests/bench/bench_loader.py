@@ -137,10 +137,9 @@ def end_to_end(rows: int = 1_000_000, *, files: int = 16, workers: int = 2) -> d
         lake = Lake(folder / "lake")
         arguments = ["--lake", str(lake.root), "--pipeline", "offers"]
         environment = {**os.environ, "MILLRACE_SPARK_REHEARSE": "false"}
-        script = "import sys; from jobs.run_pipeline import main; from lakehouse.stages import Stages; "
-        script += f"sys.exit(main('bench', Stages(bronze=False), {arguments!r}))"
+        command = [sys.executable, "-m", "jobs.run_pipeline", "--only", "products", *arguments]
         with (folder / "driver.log").open("wb") as log:
-            driver = subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=log, stderr=log)
+            driver = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
         try:
             store = ProductStore(pipeline.products["catalogue"], lake.table("gold", "catalogue"), "offers")
             _load(folder / "warm", workers, lake, write_rows=1_000)

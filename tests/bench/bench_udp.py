@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ingest.broker import EmbeddedBroker
-from jobs.demo.account import end_offsets
+from jobs.account import end_offsets
 from jobs.local.stack import free_port
 
 PIPELINE = """

@@ -152,7 +152,17 @@ def quarters(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 async def soak(minutes: float, rate: float, lake: Path) -> tuple[dict[str, Any], Watch]:
     """Play for so long; the demo's own figures, and the samples."""
     watch = Watch(lake)
-    command = ["demo", "--no-browser", "--json", "--port", "0", "--lake", str(lake), "--seconds", str(minutes * 60)]
+    command = [
+        "demo",
+        "--no-browser",
+        "--json",
+        "--set",
+        "serve.port=0",
+        "--lake",
+        str(lake),
+        "--seconds",
+        str(minutes * 60),
+    ]
     with running_millrace(Code("", ROOT), *command, "--rate", str(rate)) as process:
         watching = asyncio.create_task(watch.run())
         said = (await asyncio.to_thread(process.communicate))[0].strip()

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from ingest.audit import AuditPeriod, Duplicates, SourceAudit, audit_source, trace
 from jobs.cli import app
-from jobs.commands.collecting import retention
+from jobs.commands.care import retention
 from lakehouse.bronze.table import COLUMNS, create
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, load_pipeline

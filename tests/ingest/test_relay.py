@@ -163,7 +163,17 @@ async def test_a_refiner_that_is_killed_sends_again_under_the_same_ids(broker: E
     async with running_node(settings, pipeline, broker.bootstrap, front=True) as url:
         body = b"\n".join(event(n) for n in range(500))
         assert (await request(url, "POST", "/v1/clicks", body, **LINES))[0] == 202
-    command = ["refine", "--pipeline", str(folder), "--lake", str(settings.lake), "--set", f"kafka={broker.bootstrap}"]
+    command = [
+        "collect",
+        "--role",
+        "refine",
+        "--pipeline",
+        str(folder),
+        "--lake",
+        str(settings.lake),
+        "--set",
+        f"kafka={broker.bootstrap}",
+    ]
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "jobs.cli", *command, env={**os.environ, "MILLRACE_CRASH_AT": "refine.before_commit"}
     )
@@ -259,7 +269,17 @@ async def test_it_ends_while_there_is_no_kafka(tmp_path: Path) -> None:
     folder = tmp_path / "away"
     folder.mkdir()
     (folder / "pipeline.toml").write_text(PIPELINE, encoding="utf-8")
-    command = ["refine", "--pipeline", str(folder), "--lake", str(tmp_path / "lake"), "--set", "kafka=127.0.0.1:1"]
+    command = [
+        "collect",
+        "--role",
+        "refine",
+        "--pipeline",
+        str(folder),
+        "--lake",
+        str(tmp_path / "lake"),
+        "--set",
+        "kafka=127.0.0.1:1",
+    ]
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "jobs.cli", *command, stderr=asyncio.subprocess.PIPE
     )

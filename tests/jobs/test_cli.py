@@ -193,10 +193,13 @@ def test_subscribe_has_a_key_a_filter_and_a_transport_and_ends_on_a_final_answer
         for transport in ("auto", "poll"):
             done = millrace(*ask, "--transport", transport, *wanted, MILLRACE_KEY=key)
             assert [row["count"] for row in json.loads(done.stdout)["rows"]] == [3], done.stderr
-        done = millrace(*ask, "--key", key, "--select", "SELECT sum(count) AS n")
+        done = millrace(*ask, "--select", "SELECT sum(count) AS n", MILLRACE_KEY=key)
         assert json.loads(done.stdout)["rows"] == [{"n": 5}]
-        for options, says in (([], "unauthorized"), (["--key", key, "--where", "x >"], "bad_filter")):
-            done = millrace(*ask, *options)
+        for options, shown, says in (
+            ([], {}, "unauthorized"),
+            (["--where", "x >"], {"MILLRACE_KEY": key}, "bad_filter"),
+        ):
+            done = millrace(*ask, *options, **shown)
             assert (done.returncode, done.stdout) == (1, "")
             assert done.stderr.splitlines()[-1].startswith(f"error: {says}: ")
     finally:

@@ -11,7 +11,7 @@ from pyspark.sql import SparkSession
 from typer.testing import CliRunner
 
 from jobs.cli import app
-from jobs.commands.adhoc import named_tables, spark_rows
+from jobs.commands.tables import named_tables, spark_rows
 from lakehouse.contract.lake import Lake, UnknownTable
 from lakehouse.contract.pipeline import Pipeline
 from serve.errors import SqlError

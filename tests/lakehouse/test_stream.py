@@ -136,7 +136,15 @@ def test_a_second_writer_is_refused(kept: Site, spark: SparkSession) -> None:
     with WriterLocks(kept.lake, ["visitors"]):
         with pytest.raises(TableBusy, match="another process writes visitors"), kept.running(spark):
             pytest.fail("it started")
-        command = [sys.executable, "jobs/run_gold.py", "--lake", str(kept.lake.root), "--pipeline"]
+        command = [
+            sys.executable,
+            "jobs/run_pipeline.py",
+            "--only",
+            "gold",
+            "--lake",
+            str(kept.lake.root),
+            "--pipeline",
+        ]
         done = subprocess.run(
             [*command, kept.settings.pipeline],
             cwd=ROOT,

@@ -60,11 +60,11 @@ def test_installed_command_needs_no_checkout(tmp_path: Path) -> None:
         [python, "-P", "-c", code], cwd=tmp_path, env=user_environment(), capture_output=True, text=True, check=True
     )
     assert all(path.startswith(str(millrace().parents[1])) for path in found.stdout.split())
-    checked = run(tmp_path, "check", "--json", "--set", "serve.port=0", "--set", "collect.port=0")
+    checked = run(tmp_path, "check", "meetup", "--json", "--set", "serve.port=0", "--set", "collect.port=0")
     assert (json.loads(checked.stdout), checked.returncode) == ([], 0), checked.stderr
-    doctor = {row["name"]: row for row in json.loads(run(tmp_path, "doctor", "--json").stdout)}
-    assert doctor["settings"]["detail"].startswith(str(millrace().parents[1]))
-    assert all(row["ok"] for name, row in doctor.items() if name.startswith(("packages", "pipeline", "Java")))
+    checks = {row["name"]: row for row in json.loads(run(tmp_path, "check", "--json").stdout)}
+    assert checks["settings"]["detail"].startswith(str(millrace().parents[1]))
+    assert all(row["ok"] for name, row in checks.items() if name.startswith(("packages", "pipeline", "Java")))
 
 
 def test_sdist_builds_the_same_wheel(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def millrace(log: Path, proxy: CountingProxy, *words: str) -> Iterator[subproces
 async def test_a_server_on_another_machine_goes_on_after_an_outage(tmp_path: Path) -> None:
     """Its work folder is empty, and it reads all tables by the store."""
     lake, port, log = "s3://served/lake", free_port(), tmp_path / "serve.log"
-    words = ["serve", "--lake", lake, "--port", str(port), "--set", f"work={tmp_path / 'work'}"]
+    words = ["serve", "--lake", lake, "--set", f"serve.port={port}", "--set", f"work={tmp_path / 'work'}"]
     with serving(tmp_path / "s3", "served") as (_, store):
         product = top_topics(lake_path(lake))
         product.overwrite(topics(0, [1]), [window(0)])

@@ -113,7 +113,17 @@ class Demo:
 
     def __init__(self, lake: Path, *arguments: str, **settings: str) -> None:
         self.lake = lake
-        command = [str(millrace()), "demo", "--lake", str(lake), "--no-browser", "--json", "--port", "0", *arguments]
+        command = [
+            str(millrace()),
+            "demo",
+            "--lake",
+            str(lake),
+            "--no-browser",
+            "--json",
+            "--set",
+            "serve.port=0",
+            *arguments,
+        ]
         chosen = {"COLLECT_PORT": "0"} | settings
         environment = user_environment() | {f"MILLRACE_{name}": value for name, value in chosen.items()}
         self.process = subprocess.Popen(

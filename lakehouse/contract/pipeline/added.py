@@ -312,7 +312,7 @@ def checked_alert(
         raise QueryRefused("taken", f"there is an alert {alert.name!r} already", "Choose another name")
     if len(declared) >= quotas.max_queries:
         raise QueryRefused(
-            "quota", f"there are {quotas.max_queries} alerts already", "Remove one: millrace query rm --alert"
+            "quota", f"there are {quotas.max_queries} alerts already", "Remove one: millrace query rm NAME"
         )
     known = {*pipeline.products, *pipeline.views, *Declared(lake, QuerySpec).all()}
     if alert.product not in known:

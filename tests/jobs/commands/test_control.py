@@ -1,4 +1,4 @@
-"""``millrace control``, ``tenant``, ``app`` and ``key`` against a control plane in a process of its own."""
+"""``millrace control``, ``tenant`` and ``key`` against a control plane in a process of its own."""
 
 from __future__ import annotations
 
@@ -58,11 +58,10 @@ def test_tenants_apps_and_keys(lake: Path) -> None:
     assert [each["name"] for each in call(lake, "tenant", "ls")] == ["acme"]
     with pytest.raises(ControlRefused, match="the name 'acme' is taken"):
         call(lake, "tenant", "add", "acme")
-    assert (
-        call(lake, "app", "add", "shop", "--tenant", "acme", "--ends", "2030-12-31")["ends"] == "2030-12-31T00:00:00Z"
-    )
-    assert call(lake, "app", "end", "shop", "--tenant", "acme", "--at", "never")["ends"] is None
-    made = call(lake, "key", "new", "ada", "--tenant", "acme", "--app", "shop", "--reader", "--rows", "t=a > 1")
+    assert call(lake, "tenant", "add", "acme/shop", "--ends", "2030-12-31")["ends"] == "2030-12-31T00:00:00Z"
+    assert [each["name"] for each in call(lake, "tenant", "ls", "acme")] == ["shop"]
+    assert call(lake, "tenant", "end", "acme/shop", "--at", "never")["ends"] is None
+    made = call(lake, "key", "new", "ada", "--tenant", "acme/shop", "--may", "read", "--rows", "t=a > 1")
     assert (made["actions"], made["rows"], made["app"]) == (["read"], {"t": "a > 1"}, "shop")
     sender = call(lake, "key", "new", "roof", "--source", "rsvps", "--rate", "5")
     assert (sender["actions"], sender["sources"], sender["rate"]) == (["send"], ["rsvps"], 5)
@@ -70,19 +69,19 @@ def test_tenants_apps_and_keys(lake: Path) -> None:
     assert rotated["id"] == f"{made['id']}-2"
     assert {each["id"] for each in call(lake, "key", "ls", "--tenant", "acme")} == {made["id"], rotated["id"]}
     call(lake, "key", "revoke", made["id"])
-    assert [each["id"] for each in call(lake, "key", "ls", "--app", "shop")] == [rotated["id"]]
-    assert call(lake, "app", "end", "shop", "--tenant", "acme")["ends"] < time.strftime(
+    assert [each["id"] for each in call(lake, "key", "ls", "--tenant", "acme/shop")] == [rotated["id"]]
+    assert call(lake, "tenant", "end", "acme/shop")["ends"] < time.strftime(
         "%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 60)
     )
-    call(lake, "app", "rm", "shop", "--tenant", "acme")
+    call(lake, "tenant", "rm", "acme/shop")
     call(lake, "tenant", "rm", "acme")
     assert call(lake, "tenant", "ls") == [] == call(lake, "key", "ls", "--tenant", "acme")
 
 
 def test_manager_and_machine_get_keys_of_their_own(lake: Path, tmp_path: Path) -> None:
     call(lake, "tenant", "add", "globex")
-    manager = call(lake, "key", "new", "bo", "--manage", "--tenant", "globex")
-    machine = call(lake, "key", "new", "rack-2", "--machine")
+    manager = call(lake, "key", "new", "bo", "--may", "manage", "--tenant", "globex")
+    machine = call(lake, "key", "new", "rack-2", "--may", "state")
     assert (manager["actions"], machine["actions"]) == (["manage"], ["state"])
     file = tmp_path / "bo.key"
     file.write_text(manager["key"])
@@ -103,8 +102,8 @@ def test_key_files_are_taken_over(lake: Path) -> None:
         reader.new(ReaderKey(ZERO, "screen", tables=("t",), rows={"*": "a = 1"}, connections=3)),
         reader.new(ReaderKey(ZERO, "analyst", queries=True)),
     ]
-    assert call(lake, "key", "import") == {"added": 3, "known": 0}
-    assert call(lake, "key", "import") == {"added": 0, "known": 3}
+    for told in ("3 keys are taken over, 0 were there", "0 keys are taken over, 3 were there"):
+        assert told in CliRunner().invoke(app, ["control", "import", "--lake", str(lake)]).stderr
     kept = {each["name"]: each for each in call(lake, "key", "ls")}
     assert (kept["gate"]["tenant"], kept["gate"]["max_event_bytes"]) == ("initech", 500)
     assert (kept["screen"]["rows"], kept["screen"]["connections"]) == ({"*": "a = 1"}, 3)
@@ -115,13 +114,20 @@ def test_key_files_are_taken_over(lake: Path) -> None:
 
 
 def test_without_a_control_plane_keys_are_in_files_and_the_rest_says_so(tmp_path: Path) -> None:
-    made = call(tmp_path, "key", "new", "screen", "--reader", "--table", "t")
+    made = call(tmp_path, "key", "new", "screen", "--may", "read", "--table", "t")
     assert KeyFile(tmp_path / "_millrace" / "readers.toml", ReaderKey).read()[made["id"]].tables == ("t",)
-    for words in (("tenant", "ls"), ("key", "rotate", made["id"]), ("key", "import")):
+    sender = call(tmp_path, "key", "new", "gate", "--tenant", "acme")
+    assert [each["id"] for each in call(tmp_path, "key", "ls")] == [sender["id"], made["id"]]
+    assert [each["name"] for each in call(tmp_path, "key", "ls", "--tenant", "acme")] == ["gate"]
+    for ident in (sender["id"], made["id"]):
+        call(tmp_path, "key", "revoke", ident)
+    assert call(tmp_path, "key", "ls") == []
+    for words in (("tenant", "ls"), ("key", "rotate", made["id"])):
         with pytest.raises(ConfigError, match=r"Start one with `millrace control`, or set control\.url"):
             call(tmp_path, *words)
-    with pytest.raises(ConfigError, match="--manage"):
-        call(tmp_path, "key", "new", "x", "--manage")
+    for wrong in (("--may", "manage"), ("--tenant", "acme/shop")):
+        with pytest.raises(ConfigError, match=wrong[0]):
+            call(tmp_path, "key", "new", "x", *wrong)
     with pytest.raises(ConfigError, match="--table"):
         call(tmp_path, "key", "new", "x", "--table", "t")
 
@@ -141,6 +147,6 @@ def test_control_plane_that_is_down_is_named(tmp_path: Path) -> None:
 
 
 def test_migrations_run_alone(tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["control", "--migrate", "--lake", str(tmp_path)])
+    done = CliRunner().invoke(app, ["control", "migrate", "--lake", str(tmp_path)])
     assert done.exit_code == 0 and (tmp_path / "_millrace" / "control" / "control.db").exists()
     assert not (tmp_path / "_millrace" / "control" / "admin.key").exists()

@@ -45,14 +45,14 @@ def test_a_query_is_added_listed_and_removed(tmp_path: Path) -> None:
     with WriterLocks(Lake(tmp_path), ["most"]):  # a driver runs it
         assert not call(tmp_path, "query", "rm", "most", "--json")["removed"]
     assert [row["state"] for row in call(tmp_path, "query", "ls", "--json")["queries"]] == ["removing"]
-    with pytest.raises(QueryRefused, match="there is no query 'answers'"):
+    with pytest.raises(QueryRefused, match="there is no query or alert 'answers'"):
         call(tmp_path, "query", "rm", "answers")
 
 
 def test_a_table_that_stayed_is_dropped_later_and_no_other_is(tmp_path: Path) -> None:
     lake = Lake(tmp_path)
     theirs, ours = Product(lake, "theirs"), Product(lake, "ours", properties={"millrace.pipeline": OWNER})
-    with pytest.raises(QueryRefused, match="there is no query 'theirs'"):
+    with pytest.raises(QueryRefused, match="there is no query or alert 'theirs'"):
         call(tmp_path, "query", "rm", "theirs", "--drop")
     call(tmp_path, "query", "rm", "ours", "--drop")
     assert (theirs.ref.exists(), ours.ref.exists()) == (True, False)
@@ -81,9 +81,9 @@ def test_an_alert_is_added_listed_and_removed(tmp_path: Path) -> None:
     (row,) = call(tmp_path, "query", "ls", "--json")["alerts"]
     assert (row["name"], row["state"], row["raised"]) == ("hot", "waiting", [])
     assert "count > 10" in call(tmp_path, "query", "ls")
-    call(tmp_path, "query", "rm", "hot", "--alert")
+    call(tmp_path, "query", "rm", "hot")
     assert Declared(Lake(tmp_path), Alert).all() == {}
-    with pytest.raises(QueryRefused, match="no alert 'hot' was added"):
-        call(tmp_path, "query", "rm", "hot", "--alert")
+    with pytest.raises(QueryRefused, match="no query or alert 'hot' that was added"):
+        call(tmp_path, "query", "rm", "hot")
     with pytest.raises(QueryRefused, match="there is no product 'nothing'"):
         call(tmp_path, "query", "alert", "--name", "hot", "--product", "nothing", "--when", "a > 1")

@@ -277,8 +277,8 @@ def test_a_machine_that_does_not_fit_starts_nothing(
 
 def test_a_spark_job_begins_with_the_check(tmp_path: Path) -> None:
     folder = write(tmp_path / "rides", sql=SQL.replace("GROUP BY", "GROUPE BY"))
-    arguments = ("--lake", str(tmp_path / "lake"), "--pipeline", str(folder))
-    done = millrace(*arguments, module="jobs.run_gold", MILLRACE_KAFKA="127.0.0.1:9")
+    arguments = ("--only", "gold", "--lake", str(tmp_path / "lake"), "--pipeline", str(folder))
+    done = millrace(*arguments, module="jobs.run_pipeline", MILLRACE_KAFKA="127.0.0.1:9")
     assert done.returncode == 1
     (error,) = done.stderr.splitlines()  # nothing of Kafka, which gold does not read
     assert error.startswith(f"error: {folder}/by_city.sql:6: products.by_city.sql: it is not SQL at 'GROUPE'")

@@ -1,4 +1,4 @@
-"""The doctor, on this machine and on one that lacks things."""
+"""``millrace check``, on this machine and on one that lacks things."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_what_is_missing_is_named_with_its_remedy(tmp_path: Path, monkeypatch: p
     serving = find(found, "port for serving")
     assert not serving.ok
     assert str(port) in serving.detail
-    assert not (tmp_path / "jars").exists(), "the doctor changes nothing"
+    assert not (tmp_path / "jars").exists(), "it changes nothing"
 
 
 def test_what_the_command_line_says_is_looked_at(tmp_path: Path) -> None:

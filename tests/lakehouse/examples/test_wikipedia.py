@@ -25,7 +25,7 @@ from pyspark.sql import SparkSession
 
 from ingest.broker import EmbeddedBroker
 from ingest.simulate.scenes import SCENES
-from jobs.demo.account import end_offsets, tables_through
+from jobs.account import end_offsets, tables_through
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, load_pipeline
 from lakehouse.contract.settings import CollectSettings, conf_dir, load_settings

@@ -446,8 +446,8 @@ ALL = ("--window", "..")
 
 
 def asked(place: Place, *arguments: str) -> dict[str, Any]:
-    """What ``millrace sketch`` prints."""
-    result = CliRunner().invoke(app, ["sketch", *arguments, "--lake", str(place.settings.lake), "--json"])
+    """What ``millrace state`` prints."""
+    result = CliRunner().invoke(app, ["state", *arguments, "--lake", str(place.settings.lake), "--json"])
     assert result.exception is None, result.output
     found: dict[str, Any] = json.loads(result.stdout)
     return found
@@ -466,7 +466,7 @@ def test_the_command_merges_windows_and_groups(place: Place) -> None:
         "often",
         "--window",
         "2026-01-01T12:05:00Z..2026-01-01T12:10:00",
-        "--by",
+        "--key",
         "city=Ulm",
         "--item",
         "w1",
@@ -478,7 +478,7 @@ def test_the_command_merges_windows_and_groups(place: Place) -> None:
     (answer,) = asked(place, "distances", *ALL, "--range", "10:20")["answers"]
     truth = sum(10 <= ride.km <= 20 for ride in place.in_time)
     assert answer["lower"] <= truth <= answer["upper"]
-    newest = asked(place, "speeds", "--quantile", "0.9", "--by", "city=Ulm")
+    newest = asked(place, "speeds", "--quantile", "0.9", "--key", "city=Ulm")
     assert newest["from"] == "2026-01-01T12:15:00+00:00"
     (answer,) = newest["answers"]
     assert answer["lower"] <= answer["estimate"] <= answer["upper"]

@@ -117,7 +117,7 @@ def test_a_maybe_is_looked_up(tmp_path: Path) -> None:
 
 
 def run(folder: Path, *arguments: str) -> Any:
-    return CliRunner().invoke(app, ["sketch", *arguments, "--lake", str(folder)])
+    return CliRunner().invoke(app, ["state", *arguments, "--lake", str(folder)])
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_the_command(tmp_path: Path) -> None:
     [
         (("--range", "5"), "no range"),
         (("--quantile", "50"), "a rank lies from 0 to 1"),
-        (("--by", "city"), "is not COLUMN=VALUE"),
+        (("--key", "city"), "is not COLUMN=VALUE"),
         (("--window", "yesterday.."), "no time"),
         (("--confirm",), "only membership answers maybe"),
     ],

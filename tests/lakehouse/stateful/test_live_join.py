@@ -127,7 +127,8 @@ def test_killed_at_every_step(tmp_path: Path, lake: Lake, spark: SparkSession, t
     example = Example(tmp_path, "ads", repeats=0.1, layers=("gold",), lake=lake)
     upstream = scene()
     sent: list[Event] = []
-    command = [sys.executable, "jobs/run_gold.py", "--lake", str(example.lake.root), "--pipeline", "ads"]
+    command = [sys.executable, "jobs/run_pipeline.py", "--only", "gold", "--lake", str(example.lake.root)]
+    command += ["--pipeline", "ads"]
 
     def send() -> None:
         events = take(upstream, 80)

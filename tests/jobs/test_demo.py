@@ -1,8 +1,10 @@
-"""What a demo plays: which sources, where they are read, and how far they are."""
+"""What a demo plays: which sources, where they are read, and how far they are; and where the demo listens."""
 
 from __future__ import annotations
 
 import asyncio
+import io
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -11,14 +13,16 @@ from pathlib import Path
 
 import orjson
 import pytest
+from rich.console import Console
 from websockets.asyncio.client import connect
 
 from ingest.simulate.player import Play, scene_players
 from ingest.simulate.scenes import SCENES
 from ingest.simulate.server import play_pipeline
+from jobs.account import covers, followed
 from jobs.commands.parts import upstream_urls
-from jobs.demo.account import covers, followed
-from jobs.demo.playing import DemoOptions, Playing
+from jobs.demo import DemoOptions, Playing, free_or_other
+from jobs.local.stack import free_port
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline import Pipeline, load_pipeline
 from lakehouse.contract.settings import conf_dir
@@ -110,3 +114,23 @@ def test_addresses_by_source() -> None:
     assert upstream_urls(["b=http://h/s?x=1", "a=ws://h"], both) == {"b": "http://h/s?x=1", "a": "ws://h"}
     with pytest.raises(ConfigError, match="no source 'c'"):
         upstream_urls(["c=ws://h"], both)
+
+
+def test_demo_takes_its_port_or_says_which_other_one() -> None:
+    said = io.StringIO()
+    console = Console(file=said)
+    port = free_port()
+    assert free_or_other("the dashboard", "127.0.0.1", port, console) == port
+    assert said.getvalue() == ""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", port))
+        other.listen()
+        found = free_or_other("the dashboard", "127.0.0.1", port, console)
+    assert found != port
+    assert said.getvalue() == f"port {port} is taken, so the dashboard is at port {found}\n"
+
+
+def test_any_free_port_is_not_a_surprise() -> None:
+    said = io.StringIO()
+    assert free_or_other("the dashboard", "127.0.0.1", 0, Console(file=said)) > 0
+    assert said.getvalue() == ""

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from deltalake import write_deltalake
 
-from jobs.demo.account import Account, Push, events_held, latencies, take_account
+from jobs.account import Account, Push, events_held, latencies, take_account
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, Product, Source
 
