@@ -47,15 +47,14 @@ from lakehouse.contract.errors import crash_point
 from lakehouse.contract.storage import try_lock
 from serve.client.stores import ClientDatabase
 from serve.client.subscription import Change, JsonRow, Message, Snapshot
-from serve.client.transports import ClientError
+from serve.client.transports import ClientError, pause_s
 
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 RECEIVED, SENDING, DONE, DECLINED = "received", "sending", "done", "declined"
 _FINISHED = (DONE, DECLINED)
-_PAUSE_S = 0.05  # the first between two attempts
-_LONGEST_S = 5.0
+_LONGEST_S = 5.0  # between two attempts
 _LOG = """
 CREATE TABLE IF NOT EXISTS messages (number INTEGER PRIMARY KEY, position TEXT UNIQUE, content BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS requests (number INTEGER PRIMARY KEY, id TEXT UNIQUE, content BLOB NOT NULL)
@@ -166,7 +165,11 @@ class ExactlyOnce:
         self._lock = -1
 
     async def __aenter__(self) -> ExactlyOnce:
-        self._lock = _locked(Path(f"{self._database.path}.lock"))
+        lock = Path(f"{self._database.path}.lock")
+        handle = try_lock(lock)
+        if handle is None:
+            raise ClientError(f"{lock}: another process works with this log; one at a time")
+        self._lock = handle
         for item_id, content in await self._rows("SELECT id, content FROM requests ORDER BY number"):
             await self._finish(item_id, orjson.loads(content))
         for position, content in await self._rows("SELECT position, content FROM messages ORDER BY number"):
@@ -255,7 +258,7 @@ class ExactlyOnce:
             crash_point("once.request")
             if answer is not None:
                 return SeenItem(item_id, DONE, time.time(), answer)
-            await _pause(attempt)
+            await asyncio.sleep(pause_s(attempt, _LONGEST_S))
             attempt += 1
 
     async def _read_back(self, item_id: str, request: Mapping[str, Any], began: float) -> Any:
@@ -269,7 +272,7 @@ class ExactlyOnce:
                     return answer
             except Exception as error:  # noqa: BLE001 - without an answer nothing is known
                 log.info("%s: the third party cannot be asked: %r", item_id, error)
-            await _pause(attempt)
+            await asyncio.sleep(pause_s(attempt, _LONGEST_S))
             attempt += 1
 
     async def _store(self, item: SeenItem) -> None:
@@ -292,18 +295,8 @@ async def _patiently(ask: Callable[[Any], Awaitable[_T]], what: Any) -> _T:
             return await ask(what)
         except Exception as error:  # noqa: BLE001 - without the shared store nothing may be sent
             log.warning("the shared seen-message store fails: %r; trying again", error)
-        await _pause(attempt)
+        await asyncio.sleep(pause_s(attempt, _LONGEST_S))
         attempt += 1
-
-
-def _locked(path: Path) -> int:
-    if (handle := try_lock(path)) is None:
-        raise ClientError(f"{path}: another process works with this log; one at a time")
-    return handle
-
-
-async def _pause(attempt: int) -> None:
-    await asyncio.sleep(min(_LONGEST_S, _PAUSE_S * 2 ** min(attempt, 12)))
 
 
 def _message(content: bytes) -> Message:

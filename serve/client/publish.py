@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import sqlite3
 import time
 import uuid
@@ -31,7 +30,7 @@ import httpx
 import orjson
 
 from serve.client.stores import ClientDatabase
-from serve.client.transports import ClientError, ConnectionLost, Forbidden, Refused, Unauthorized, http_base
+from serve.client.transports import ClientError, ConnectionLost, Forbidden, Refused, Unauthorized, http_base, pause_s
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +48,7 @@ _FOLLOWED = 100  # tokens asked for in one round
 _AT_ONCE = 8  # of them at the same time
 _FOLLOW_S = 0.5  # between two rounds
 _TIMEOUT_S = 30.0
+_UNKNOWN_S = 60.0  # after which an event that the collector does not know is sent again
 _FINAL: Mapping[int, type[Refused]] = {
     401: Unauthorized,
     403: Forbidden,
@@ -71,10 +71,6 @@ class EventState:
     reason: str = ""
 
 
-def _nothing(state: EventState) -> None:
-    """The default of :attr:`PublisherOptions.on_state`."""
-
-
 @dataclass(frozen=True, slots=True)
 class PublisherOptions:
     """How to publish.
@@ -84,17 +80,13 @@ class PublisherOptions:
             answer already says ``logged``; the others are asked for by token, with a request for each event.
         on_state: called with each state that an event is found in.
         limit: most events in the log; :meth:`Publisher.publish` waits while it is full.
-        unknown_s: an event that the collector does not know is sent again after this time.
         longest_s: longest pause between two attempts.
-        jitter: 0 to 1, scales each pause.
     """
 
     until: str = "logged"
-    on_state: Callable[[EventState], None] = _nothing
+    on_state: Callable[[EventState], None] = lambda _: None
     limit: int = 100_000
-    unknown_s: float = 60.0
     longest_s: float = 10.0
-    jitter: Callable[[], float] = random.random
 
 
 class Publisher:
@@ -134,7 +126,9 @@ class Publisher:
     async def __aenter__(self) -> Publisher:
         await self.waiting()  # the log can be used
         self._news.set()
-        work = [self._sending()] if self._options.until == "logged" else [self._sending(), self._following()]
+        work = [self._forever(self._send, self._news)]
+        if self._options.until != "logged":
+            work.append(self._forever(self._follow, None))
         self._tasks = [asyncio.create_task(each, name=f"publisher {self.source}") for each in work]
         return self
 
@@ -167,7 +161,11 @@ class Publisher:
             return True
 
         async with self._less:
-            while not await self._running(write):
+            while True:
+                if self._failure is not None:
+                    raise self._failure
+                if await self._database.run(write):
+                    break
                 if not await self.waiting():
                     raise ClientError(f"{self._database.path} is full of rejected events: forget() them")
                 await self._less.wait()
@@ -203,23 +201,12 @@ class Publisher:
 
     # Steps 2 to 4
 
-    async def _running(self, work: Callable[[sqlite3.Connection], bool]) -> bool:
-        if self._failure is not None:
-            raise self._failure
-        return await self._database.run(work)
-
     async def _rows(self, asked: str, *more: int) -> list[tuple[Any, ...]]:
         return await self._database.run(lambda database: database.execute(asked, [self.source, *more]).fetchall())
 
     async def _told(self) -> None:
         async with self._less:
             self._less.notify_all()
-
-    async def _sending(self) -> None:
-        await self._forever(self._send, self._news)
-
-    async def _following(self) -> None:
-        await self._forever(self._follow, None)
 
     async def _forever(self, once: Callable[[httpx.AsyncClient], Any], news: asyncio.Event | None) -> None:
         """Do something again and again. After a failure of the network it is tried again; a final answer ends it."""
@@ -236,9 +223,8 @@ class Publisher:
                         await asyncio.sleep(0 if news is not None else _FOLLOW_S)
                     except (httpx.HTTPError, ConnectionLost) as error:
                         log.info("%s: %r; trying again", self.source, error)
-                        pause = min(self._options.longest_s, 0.05 * 2 ** min(attempt, 12))
+                        await asyncio.sleep(pause_s(attempt, self._options.longest_s))
                         attempt += 1
-                        await asyncio.sleep(pause * (0.5 + self._options.jitter() / 2))
                         if news is not None:
                             news.set()
         except Exception as error:  # noqa: BLE001 - whatever it is, publish() and settled() must raise it
@@ -312,7 +298,7 @@ class Publisher:
             state = str(answer["state"])
             found = EventState(event_id, state, answer.get("products") or {}, answer.get("reason") or "")
             if state == "unknown":
-                if time.time() - sent_at > self._options.unknown_s:
+                if time.time() - sent_at > _UNKNOWN_S:
                     log.warning("%s: the collector does not know event %s: it is sent again", self.source, event_id)
                     kept.append((None, None, "", "", number))
                     self._news.set()

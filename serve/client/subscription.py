@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -29,6 +28,7 @@ from serve.client.transports import (
     StreamRequest,
     TransportBlocked,
     http_base,
+    pause_s,
     raise_refusal,
     receive,
 )
@@ -205,10 +205,6 @@ class SlowNotice:
     cut_in_ms: int
 
 
-def _ignore(notice: SlowNotice) -> None:
-    """The default of :attr:`ClientOptions.on_slow`."""
-
-
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
     """How to connect.
@@ -217,7 +213,6 @@ class ClientOptions:
         transport: ``websocket``, ``sse`` or ``poll``; ``auto``: the first of them that gets through.
         wait_for_table: whether a table that does not exist is waited for; else NoSuchTable is raised.
         longest_s: longest pause between two attempts.
-        jitter: 0 to 1, scales each pause.
         queue: messages held for readers; when it is full nothing is read, and the server says how far behind.
         on_slow: called when the server says that this subscriber is too slow, once until it has caught up.
         ticket: fetches a ticket for each request, for a program that does not have the key.
@@ -226,9 +221,8 @@ class ClientOptions:
     transport: str = "auto"
     wait_for_table: bool = False
     longest_s: float = 10.0
-    jitter: Callable[[], float] = random.random
     queue: int = 256
-    on_slow: Callable[[SlowNotice], None] = _ignore
+    on_slow: Callable[[SlowNotice], None] = lambda _: None
     ticket: Callable[[], Awaitable[str]] | None = None
 
 
@@ -361,7 +355,8 @@ class Subscription:
                     await self._connection()
                 except TransportBlocked as error:
                     log.info("%s: %s does not get through: %s", self.table, self.transport, error)
-                    self.transport = self._after(self.transport)
+                    following = self._transports.index(self.transport) + 1
+                    self.transport = self._transports[following % len(self._transports)]
                     blocked += 1
                     if blocked < len(self._transports):
                         continue
@@ -377,14 +372,10 @@ class Subscription:
                         raise
                 blocked = 0
                 attempt = 0 if self._received != before else attempt + 1
-                pause = min(self._options.longest_s, 0.05 * 2 ** min(attempt, 12))
-                await asyncio.sleep(pause * (0.5 + self._options.jitter() / 2))
+                await asyncio.sleep(pause_s(attempt, self._options.longest_s))
         except Exception as error:  # noqa: BLE001 - whatever it is, the readers must hear of it
             self._failure = error
             await self._queue.put(None)
-
-    def _after(self, transport: str) -> str:
-        return self._transports[(self._transports.index(transport) + 1) % len(self._transports)]
 
     async def _connection(self) -> None:
         """Take messages until the connection ends or a change is missing."""

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -92,6 +93,11 @@ def http_base(url: str) -> str:
     if scheme not in ("http", "https") or not parts.netloc:
         raise ClientError(f"{url!r} is no address of a server, such as http://127.0.0.1:8400")
     return urlunsplit((scheme, parts.netloc, parts.path.rstrip("/"), "", ""))
+
+
+def pause_s(attempt: int, longest_s: float) -> float:
+    """Seconds to wait before another attempt; they double with each, up to ``longest_s``, and vary by chance."""
+    return min(longest_s, 0.05 * 2.0 ** min(attempt, 12)) * random.uniform(0.5, 1.0)
 
 
 Messages: TypeAlias = AsyncGenerator[Mapping[str, Any], None]

@@ -45,7 +45,7 @@ ALL = pytest.mark.parametrize("transport", TRANSPORTS)
 
 
 def over(transport: str, url: str, table: str = "top_topics", store: Any = None, **given: Any) -> Subscription:
-    options = ClientOptions(transport, jitter=lambda: 0.0, **given.pop("options", {}))
+    options = ClientOptions(transport, **given.pop("options", {}))
     return subscribe(url, table, store, options=options, **given)
 
 

@@ -102,7 +102,7 @@ async def test_the_server_is_killed_and_every_change_is_applied_once(root: Path,
     product = top_topics(root)
     port = free_port()
     spawned.append(Spawned(root, poll_ms=5, port=port))
-    async with subscribe(spawned[0].url, "top_topics", options=ClientOptions(jitter=lambda: 0.0)) as subscription:
+    async with subscribe(spawned[0].url, "top_topics") as subscription:
         reader = aiter(subscription)
         assert isinstance(await anext(reader), Snapshot)
         seen = []
