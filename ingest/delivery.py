@@ -364,7 +364,7 @@ class KafkaDelivery:
         self._renew = False
         again, self._again = sorted(self._again, key=lambda event: event.seq), []
         self._attempts += 1
-        await asyncio.sleep(min(_BACKOFF_MAX_S, 0.05 * 2**self._attempts))
+        await asyncio.sleep(min(_BACKOFF_MAX_S, 0.05 * 2 ** min(self._attempts, 10)))
         for event in again:
             self._mark(event)
         self._publisher.send(again, afresh=True)

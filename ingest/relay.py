@@ -150,7 +150,7 @@ class TopicRelay:
             events = [again for event in events if (again := self._again(self._outcomes[event.seq])) is not None]
             if events:
                 attempt += 1
-                await asyncio.sleep(min(BACKOFF_MAX_S, 0.05 * 2**attempt))
+                await asyncio.sleep(min(BACKOFF_MAX_S, 0.05 * 2 ** min(attempt, 10)))
 
     def _again(self, outcome: SendOutcome) -> LoggedEvent | None:
         """The event to send again, or None if Kafka has it."""

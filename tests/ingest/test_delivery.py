@@ -159,6 +159,20 @@ async def test_what_kafka_will_never_take_goes_to_the_failed_store(open_log: Ope
         assert [outcome.error for outcome in known] == ["", "", "MessageSizeTooLarge"]
 
 
+async def test_an_outage_may_last_thousands_of_attempts(open_log: OpenLog, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ingest.delivery._BACKOFF_MAX_S", 0.001)
+    log = open_log(group_commit_ms=1)
+    async with delivering(log) as (delivery, publisher, _):
+        delivery.offer(append(log, log.lane("rsvps/http/0", "rsvps"), 1))
+        delivery._attempts = 1_000
+        for _ in range(50):  # 2**1_024 is more than a float holds
+            await eventually(lambda: len(publisher.got) == 1)
+            delivery.deliver([SendOutcome(event, -1, -1, "timed out") for event in publisher.take()])
+        await eventually(lambda: len(publisher.got) == 1)
+        delivery.deliver(sent(publisher.take()))
+        await asyncio.wait_for(delivery.drained(), 60)
+
+
 async def test_recovery_sends_again_in_order_marked_suspect(open_log: OpenLog) -> None:
     log = open_log(segment_bytes=10_000)
     lane = log.lane("rsvps/http/0", "rsvps")
