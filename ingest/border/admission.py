@@ -5,12 +5,11 @@ fields are present and of the JSON type that the schema asks for, and the expect
 here (:mod:`ingest.border.expectations`). The readers of bronze check the whole schema and every expectation with
 Spark. Nothing is dropped: a refused event continues with ``envelope.reject`` set and ends in quarantine.
 
-A two-step collection splits this. A *front* node (:class:`FrontBorder`) takes payloads in unread and writes them to
-``TOPIC.raw``; it has no business logic, so it is fast, rarely changes, and any number of them can stand behind a load
-balancer. :mod:`ingest.relay` validates and enriches ``TOPIC.raw`` in a consumer group of its own. The front chooses
-the event id, at random or from the place in the upstream; if the source names an id in the payload, the second step
-replaces it. The order of a stream upstream is kept. The order of events by HTTP is kept only if a client awaits each
-acknowledgement from the same node and the source has one partition.
+A two-step collection splits this. A *front* node (:class:`FrontBorder`) writes payloads unread to ``TOPIC.raw``, and
+:mod:`ingest.relay` validates and enriches them in a consumer group of its own. The front chooses the event id, at
+random or from the place in the upstream; if the source names an id in the payload, the second step replaces it. The
+order of a stream upstream is kept. The order of events by HTTP is kept only if a client awaits each acknowledgement
+from the same node and the source has one partition.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from typing import Any
 
 import orjson
 
-from ingest.border.expectations import compile_expectations
 from lakehouse.contract.envelope import MAX_ID_BYTES, WEIGHT, Envelope, EventLines, about, fingerprint, new_event_id
 from lakehouse.contract.pipeline import Source, Template
+from lakehouse.contract.pipeline.expectations import BORDER
 from lakehouse.contract.pipeline.source import ShedSpec
-from lakehouse.contract.sql.ddl import JSON_NAMES, Field, find_field, parse_ddl
+from lakehouse.contract.sql.ddl import JSON_NAMES, find_field, parse_ddl
 
 MAX_DEPTH = 100  # of nested objects and arrays
 KEPT_BYTES = 65_536  # kept of an event that is too large
@@ -110,10 +109,18 @@ class Border:
         self._id_of = None if source.event_id_template is None else _renderer(source.event_id_template)
         self._key_of = None if source.key_template is None else _renderer(source.key_template)
         declared = parse_ddl(source.schema)
-        self._required = [(path, *_step_names(path, declared)) for path in source.required]
+        self._required: list[tuple[str, tuple[str, ...], frozenset[type]]] = []
+        for path in source.required:
+            steps = tuple(path.split("."))
+            field = find_field(declared, steps)
+            self._required.append((path, steps, field.json if field is not None else frozenset()))
         self._identify_good = _good_identity(source.event_id_template, source.key_template)
         self._good_fields = [(path, types or _ANY) for path, steps, types in self._required if len(steps) == 1]
-        self._failed = compile_expectations(source, file)
+        self._failed: Callable[[Mapping[str, Any]], str | None] | None = None
+        if any(expectation.at == BORDER for expectation in source.expectations.values()):
+            from ingest.border.expectations import compile_expectations  # with sqlglot, which is slow to import
+
+            self._failed = compile_expectations(source, file)
         self._flaw = self._lacks if self._required else None
         # The remaining check of an event with these fields, or None.
         self._flaw_of_good = self._lacks if len(self._good_fields) < len(self._required) else None
@@ -216,25 +223,26 @@ class Border:
             found.append(self.admit(payload, tenant=tenant, max_bytes=max_bytes))
         return found
 
-    def refuse(self, reason: str, *, origin: str) -> Admitted:
-        """Reject an event of which only its place in the upstream is known."""
-        event_id = repeatable_id(origin, b"")
-        at = self._clock() // 1000
-        envelope = Envelope(event_id, self._name, self._tenant, at, self._collector, fingerprint(b""), reject=reason)
-        return Admitted(envelope, event_id.encode(), b"", Refusal(reason, 413, "too-large"))
-
     def _judge(self, payload: bytes) -> tuple[dict[str, Any] | None, str | None, str | None, Refusal | None]:
         """Fields, event id, key and refusal of a payload, each as far as known."""
-        fields, refusal = _parse(payload)
-        event_id = key = None
-        if fields is not None and self._unwraps:
+        try:
+            fields = orjson.loads(payload)
+        except orjson.JSONDecodeError as error:
+            return None, None, None, Refusal(f"not JSON: {error}", 400, "not-json")
+        if not isinstance(fields, dict):
+            name = JSON_NAMES.get(type(fields), "that")
+            return None, None, None, Refusal(f"an event is a JSON object, not {name}", 422, "not-an-object")
+        # Counting brackets is cheap and gives an upper bound of the depth.
+        may_be_deep = len(payload) > _SHALLOW and payload.count(b"{") + payload.count(b"[") > MAX_DEPTH
+        if may_be_deep and _depth(fields) > MAX_DEPTH:
+            return None, None, None, Refusal(f"nested more than {MAX_DEPTH} deep", 422, "too-deep")
+        if self._unwraps:
             fields = self.source.fields_in(fields)
             if not isinstance(fields, dict):
                 return None, None, None, Refusal(f"missing {self.source.unwrap}", 422, "missing-field")
-        if fields is not None:
-            event_id, key, refusal = self._identify(fields)
-            if refusal is None and self._flaw is not None:
-                refusal = self._flaw(fields)
+        event_id, key, refusal = self._identify(fields)
+        if refusal is None and self._flaw is not None:
+            refusal = self._flaw(fields)
         return fields, event_id, key, refusal
 
     def _identify(self, fields: dict[str, Any]) -> tuple[str | None, str | None, Refusal | None]:
@@ -280,30 +288,6 @@ class Border:
 
     def _lacks_or_fails(self, fields: dict[str, Any]) -> Refusal | None:
         return self._lacks(fields) or self._fails(fields)
-
-
-def _step_names(path: str, declared: Mapping[str, Field]) -> tuple[tuple[str, ...], frozenset[type]]:
-    steps = tuple(path.split("."))
-    found = find_field(declared, steps)
-    return steps, found.json if found is not None else frozenset()
-
-
-def _parse(payload: bytes) -> tuple[dict[str, Any] | None, Refusal | None]:
-    try:
-        fields = orjson.loads(payload)
-    except orjson.JSONDecodeError as error:
-        return None, Refusal(f"not JSON: {error}", 400, "not-json")
-    if not isinstance(fields, dict):
-        name = JSON_NAMES.get(type(fields), "that")
-        return None, Refusal(f"an event is a JSON object, not {name}", 422, "not-an-object")
-    if _may_be_deep(payload) and _depth(fields) > MAX_DEPTH:
-        return None, Refusal(f"nested more than {MAX_DEPTH} deep", 422, "too-deep")
-    return fields, None
-
-
-def _may_be_deep(payload: bytes) -> bool:
-    """Counting brackets is cheap and gives an upper bound of the depth."""
-    return len(payload) > _SHALLOW and payload.count(b"{") + payload.count(b"[") > MAX_DEPTH
 
 
 def _depth(value: Any) -> int:

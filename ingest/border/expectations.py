@@ -12,23 +12,22 @@ import re
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from sqlglot import exp
 
 from lakehouse.contract.errors import ConfigError, StatementError
 from lakehouse.contract.pipeline import Source
 from lakehouse.contract.pipeline.expectations import BORDER
 from lakehouse.contract.sql import BOOL, FLOAT, INT, TEXT
+from lakehouse.contract.sql.closures import compile_condition
 from lakehouse.contract.sql.ddl import Field, parse_ddl
+from lakehouse.contract.sql.spark import parse_condition
 from lakehouse.contract.tomlfile import line_of
-
-if TYPE_CHECKING:
-    from sqlglot import exp
 
 Fields = Mapping[str, Any]
 Value = Callable[[Fields], Any]
 """The value of a field in an event; None is null."""
-Verdict = Callable[[Fields], bool | None]
-"""Whether a condition holds for an event; None is unknown."""
 
 BITS = {"TINYINT": 8, "BYTE": 8, "SMALLINT": 16, "SHORT": 16, "INT": 32, "INTEGER": 32, "BIGINT": 64, "LONG": 64}
 SINGLES, DOUBLES = ("FLOAT", "REAL"), ("DOUBLE",)
@@ -48,23 +47,24 @@ class _Unsupported(Exception):
     """A part of an expression that the border does not judge."""
 
 
-def compile_expectations(source: Source, file: Path | None = None) -> Callable[[Fields], str | None] | None:
-    """A function that returns the name of the first expectation that an event fails, or None; None if none is declared.
-
-    Args:
-        source: its expectations with ``at = "border"``.
+def compile_expectations(source: Source, file: Path | None = None) -> Callable[[Fields], str | None]:
+    """A function that returns the name of the first expectation with ``at = "border"`` that an event fails, or None.
 
     Raises:
         ConfigError: an expectation cannot be judged at the border.
     """
-    named = {name: found.sql for name, found in source.expectations.items() if found.at == BORDER}
-    if not named:
-        return None
     declared = parse_ddl(source.schema)
+    event_fields = _EventFields(declared)
     verdicts = []
-    for name, sql in named.items():
+    for name, expectation in source.expectations.items():
+        if expectation.at != BORDER:
+            continue
         try:
-            verdicts.append((name, _compiled(sql, declared)))
+            if bad := next((text for text in _AMBIGUOUS if text in expectation.sql), ""):
+                raise _Unsupported(f"it has {bad!r} in it")
+            tree = parse_condition(expectation.sql)
+            _check(tree, event_fields)
+            verdicts.append((name, compile_condition(tree, event_fields)))
         except (_Unsupported, StatementError) as error:
             problem = error.problem if isinstance(error, StatementError) else str(error)
             key, line = f"sources.{source.name}.expectations.{name}", line_of(file, name) if file else None
@@ -84,17 +84,6 @@ def compile_expectations(source: Source, file: Path | None = None) -> Callable[[
     return failed
 
 
-def _compiled(sql: str, declared: Mapping[str, Field]) -> Verdict:
-    from lakehouse.contract.sql.closures import compile_condition  # with sqlglot, which other collectors do without
-    from lakehouse.contract.sql.spark import parse_condition
-
-    if bad := next((text for text in _AMBIGUOUS if text in sql), ""):
-        raise _Unsupported(f"it has {bad!r} in it")
-    tree, fields = parse_condition(sql), _EventFields(declared)
-    _check(tree, fields)
-    return compile_condition(tree, fields)
-
-
 class _EventFields:
     """The fields of an event, for the compiler of conditions."""
 
@@ -111,8 +100,6 @@ class _EventFields:
 
     def find(self, node: exp.Expr) -> tuple[list[str], str]:
         """Path of a field, and its declared type."""
-        from sqlglot import exp
-
         below, path, field = self._declared, list[str](), None
         if not all(isinstance(inner, exp.Column | exp.Dot | exp.Identifier) for inner in node.walk()):
             raise _Unsupported(_shown(node))
@@ -127,8 +114,6 @@ class _EventFields:
 
 def _check(node: exp.Expr, fields: _EventFields) -> None:
     """Refuse a condition whose meaning may differ between Spark and the closures."""
-    from sqlglot import exp
-
     match node:
         case exp.Paren():
             _check(node.this, fields)
@@ -169,8 +154,6 @@ def _check(node: exp.Expr, fields: _EventFields) -> None:
 
 def _check_pair(node: exp.Expr, field: exp.Expr, other: exp.Expr, fields: _EventFields) -> None:
     """A field compares with a field or a literal of its own kind, and with an integer that it holds exactly."""
-    from sqlglot import exp
-
     kind, second = _kind_of_field(field, fields), _kind_of_field(other, fields)
     literal = "" if second else _kind_of_literal(other)
     fits = kind == (second or literal)
@@ -185,8 +168,6 @@ def _check_pair(node: exp.Expr, field: exp.Expr, other: exp.Expr, fields: _Event
 
 def _kind_of_field(node: exp.Expr, fields: _EventFields) -> str:
     """Kind of a field, or of the length of one; empty for anything else."""
-    from sqlglot import exp
-
     node = node.unnest()
     if isinstance(node, exp.Length):
         _only(node, "this")
@@ -195,8 +176,6 @@ def _kind_of_field(node: exp.Expr, fields: _EventFields) -> str:
 
 
 def _kind_of_literal(node: exp.Expr) -> str:
-    from sqlglot import exp
-
     node = node.unnest()
     if isinstance(node, exp.Boolean):
         return BOOL
@@ -236,7 +215,7 @@ def value_at(path: list[str], declared: str) -> Value:
         return _reader(path, _single)
     if declared in DOUBLES:
         return _reader(path, _double)
-    return _reader(path, _text if declared == "STRING" else _boolean)
+    return _reader(path, _exactly(str if declared == "STRING" else bool))
 
 
 def _reader(path: list[str], convert: Callable[[Any], Any]) -> Value:
@@ -263,16 +242,13 @@ def _reader(path: list[str], convert: Callable[[Any], Any]) -> Value:
     return read
 
 
-def _text(value: Any) -> str:
-    if type(value) is str:
-        return value
-    raise Doubtful
+def _exactly(kind: type) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if type(value) is kind:
+            return value
+        raise Doubtful
 
-
-def _boolean(value: Any) -> bool:
-    if type(value) is bool:
-        return value
-    raise Doubtful
+    return read
 
 
 def _integer_of(bits: int) -> Callable[[Any], int]:

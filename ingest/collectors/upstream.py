@@ -27,7 +27,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, WebSocketException
 from websockets.frames import CloseCode
 
-from ingest.border.admission import Admitted, Extra
+from ingest.border.admission import Admitted, Extra, Refusal
 from ingest.collectors import CollectorContext, Gap, UpstreamStatus
 from ingest.errors import LogFull, LogUnavailable, UpstreamEnded
 from lakehouse.contract.envelope import UPSTREAM_ID
@@ -191,9 +191,8 @@ class UpstreamClient(ABC):
         """Reject a message that is too large to read, and skip it: repeated, it would end the connection again."""
         index = self._lane.position or 0
         name = f"{what} {index} of the upstream" if self._resume_param else f"a {what} of the upstream"
-        event = self._intake.border.refuse(
-            f"{name} has more than {self.max_bytes} bytes", origin=f"{self._lane.name}#{index}"
-        )
+        refusal = Refusal(f"{name} has more than {self.max_bytes} bytes", 413, "too-large")
+        event = self._intake.border.admit(b"", origin=f"{self._lane.name}#{index}", refusal=refusal)
         logger.error("upstream %s: %s", self._shown, event.envelope.reject)
         await self._take(event, index + 1 if self._resume_param else None)
 
