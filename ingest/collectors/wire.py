@@ -164,12 +164,13 @@ class CollectorHttpProtocol(HttpToolsProtocol):
                     self._closing = True
                     refused = RequestRefused(f"the head has more than {MAX_HEAD_BYTES} bytes", 431)
                     self._answers.append(((), _render(refused, close=True)))
-                elif not may_be_plain(buffer, at):
+                elif not _BEGIN.startswith(bytes(buffer[at : at + len(_BEGIN)])):  # it cannot become a plain one
                     self._hand_over(at)
                     return
                 break
             head = parse_head(bytes(buffer[at:end]))
-            if head is None or self._is_special(head.source):
+            intake = None if head is None else self._requests.intakes.get(head.source)
+            if head is None or (intake is not None and intake.border.source.respond):
                 self._hand_over(at)
                 return
             body = end + 4
@@ -177,8 +178,10 @@ class CollectorHttpProtocol(HttpToolsProtocol):
                 if self._expect(head):
                     self._need = body - at + head.length
                 break
-            self._take(head, _copy(buffer, body, body + head.length))
             at = body + head.length
+            with memoryview(buffer) as view:  # a slice of the buffer itself would be copied twice
+                text = view[body:at].tobytes()
+            self._take(head, text)
         if at:
             del buffer[:at]
         if buffer:
@@ -211,10 +214,6 @@ class CollectorHttpProtocol(HttpToolsProtocol):
         self._gate.reserve(size)
         self._reserved = size
 
-    def _is_special(self, source: str) -> bool:
-        intake = self._requests.intakes.get(source)
-        return intake is not None and bool(intake.border.source.respond)
-
     def _take(self, head: Head, body: bytes) -> None:
         try:
             intake, sender = self._requests.enter(head.source, head.kind, head.length, head.key)
@@ -239,14 +238,17 @@ class CollectorHttpProtocol(HttpToolsProtocol):
         out: list[bytes] = []
         while answers:
             groups, answer = answers[0]
-            open_group = _first_open(groups)
-            if open_group is not None:
-                if self._waits_for is not open_group:
-                    self._waits_for = open_group
-                    open_group.then(self._group_closed)
-                break
-            out.append(answer)
-            answers.popleft()
+            for group in groups:
+                if not group.acknowledgeable:
+                    break
+            else:
+                out.append(answer)
+                answers.popleft()
+                continue
+            if self._waits_for is not group:
+                self._waits_for = group
+                group.then(self._group_closed)
+            break
         if out:
             self.transport.write(b"".join(out))
         if not answers:
@@ -254,16 +256,13 @@ class CollectorHttpProtocol(HttpToolsProtocol):
                 self._give_away()
                 return
             if self._closing:
-                self._end()
+                if self._deaf:  # closing now would reset the connection and lose the refusal (RFC 9112 §9.6)
+                    with suppress(OSError):  # already closed
+                        self.transport.write_eof()
+                else:
+                    self.transport.close()
                 return
         self._balance()
-
-    def _end(self) -> None:
-        if self._deaf:  # closing now would reset the connection and lose the refusal (RFC 9112 §9.6)
-            with suppress(OSError):  # already closed
-                self.transport.write_eof()
-        else:
-            self.transport.close()
 
     def _group_closed(self) -> None:
         self._waits_for = None
@@ -325,19 +324,6 @@ class CollectorHttpProtocol(HttpToolsProtocol):
         super().handle_websocket_upgrade()
 
 
-def _first_open(groups: tuple[CommitGroup, ...]) -> CommitGroup | None:
-    for group in groups:
-        if not group.acknowledgeable:
-            return group
-    return None
-
-
-def _copy(buffer: bytearray, start: int, end: int) -> bytes:
-    """Copy a part of the buffer, once."""
-    with memoryview(buffer) as view:
-        return view[start:end].tobytes()
-
-
 def _render(error: IngestError, *, close: bool = False) -> bytes:
     status, body, headers = problem_body(error)
     if close:
@@ -388,8 +374,3 @@ def parse_head(head: bytes) -> Head | None:
     kind = found.get(b"content-type", b"").decode("latin-1").partition(";")[0].strip().lower()
     keys = [key for name, value in found.items() if (key := presented_key(name, value)) is not None]
     return Head(target[1].decode(), kind, int(length), keys[-1] if keys else None)
-
-
-def may_be_plain(buffer: bytearray, at: int) -> bool:
-    """Whether the first bytes of an incomplete request may be the beginning of a plain one."""
-    return _BEGIN.startswith(bytes(buffer[at : at + len(_BEGIN)]))
