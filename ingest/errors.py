@@ -40,24 +40,12 @@ class LogFull(IngestError):
     """The message log has reached its limit of bytes on disk; the ``size`` bytes offered were not taken."""
 
     def __init__(self, used: int, limit: int, size: int = 0) -> None:
-        super().__init__(used, limit, size)
-        self.used = used
-        self.limit = limit
+        super().__init__(f"the message log is full ({used} of {limit} bytes); Kafka has to take some of it first")
         self.size = size
-
-    def __str__(self) -> str:
-        return f"the message log is full ({self.used} of {self.limit} bytes); Kafka has to take some of it first"
 
 
 class LogUnavailable(IngestError):
-    """The message log cannot be written now, for the operating system's ``reason``; nothing was taken."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return f"the message log cannot be written: {self.reason}"
+    """The message log cannot be written now; nothing was taken."""
 
 
 class NotReady(LogUnavailable):
@@ -71,20 +59,13 @@ class NotReady(LogUnavailable):
         super().__init__(reason)
         self.until_ready = until_ready
 
-    def __str__(self) -> str:
-        return self.reason
-
 
 class BrokerUnavailable(IngestError):
     """Kafka at ``bootstrap`` cannot be reached, or cannot serve the topics yet."""
 
     def __init__(self, bootstrap: str, reason: str) -> None:
-        super().__init__(bootstrap, reason)
+        super().__init__(f"Kafka at {bootstrap} is not available: {reason}")
         self.bootstrap = bootstrap
-        self.reason = reason
-
-    def __str__(self) -> str:
-        return f"Kafka at {self.bootstrap} is not available: {self.reason}"
 
 
 class RequestRefused(IngestError):
@@ -97,15 +78,12 @@ class RequestRefused(IngestError):
     """
 
     def __init__(self, reason: str, status: int, *, code: str = "", retry_after: int = 0, **members: Any) -> None:
-        super().__init__(reason, status)
+        super().__init__(reason)
         self.reason = reason
         self.status = status
         self.code = code
         self.retry_after = retry_after
         self.members = members
-
-    def __str__(self) -> str:
-        return self.reason
 
 
 class UpstreamEnded(IngestError):

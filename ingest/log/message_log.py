@@ -182,7 +182,7 @@ class MessageLog:
 
     def _check_writable(self) -> None:
         if self._commit.problem or self._closed:
-            raise LogUnavailable(self._commit.problem or "it is closed")
+            raise LogUnavailable(f"the message log cannot be written: {self._commit.problem or 'it is closed'}")
 
     def _check_room(self, size: int) -> None:
         if not self._fits(size):
