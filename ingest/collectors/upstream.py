@@ -19,7 +19,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
 import httpx
@@ -46,7 +45,6 @@ MAX_ID_BYTES = 8_192
 _MAX_RETRY_MS = 300_000
 _FIELD_VALUE = re.compile(rb"[\x21-\x7e\x80-\xff](?:[\t\x20-\x7e\x80-\xff]*[\x21-\x7e\x80-\xff])?")  # RFC 9110 §5.5
 _LINE_END = re.compile(rb"\r\n|\n|\r")
-_BOM = b"\xef\xbb\xbf"
 _LINES_TYPES = ("application/x-ndjson", "application/jsonl", "application/json", "application/json-seq", "text/plain")
 
 
@@ -233,10 +231,12 @@ async def open_stream(
         UpstreamEnded: no answer, another status than 200, another content type, or a broken connection.
     """
     timeout = httpx.Timeout(CONNECT_S, read=SILENCE_S)
+    wanted = {"Accept-Encoding": "identity", **headers}
+    in_utf8 = {name.encode(): value.encode() for name, value in wanted.items()}  # a Last-Event-ID may be any text
     try:
         async with (
             httpx.AsyncClient(timeout=timeout, follow_redirects=True, max_redirects=5) as client,
-            client.stream("GET", url, headers=_bytes({"Accept-Encoding": "identity", **headers})) as answer,
+            client.stream("GET", url, headers=in_utf8) as answer,
         ):
             kind = answer.headers.get("content-type", "").partition(";")[0].strip().lower()
             if answer.status_code != 200:
@@ -246,11 +246,6 @@ async def open_stream(
             yield answer.aiter_bytes()
     except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
         raise UpstreamEnded(f"{type(error).__name__}: {error}") from None
-
-
-def _bytes(headers: Mapping[str, str]) -> dict[bytes, bytes]:
-    """In UTF-8, because a Last-Event-ID may be any text."""
-    return {name.encode(): value.encode() for name, value in headers.items()}
 
 
 def request_headers(declared: Mapping[str, str], *, source: str) -> dict[str, str]:
@@ -314,14 +309,11 @@ class SseCollector(UpstreamClient):
                 events = parser.feed(chunk)
                 if parser.retry_ms is not None:
                     self._least_pause_s = min(parser.retry_ms, _MAX_RETRY_MS) / 1000
-                for event in events:
-                    await self._event(event)
-
-    async def _event(self, event: ServerSentEvent) -> None:
-        if event.oversize:
-            await self._skip_oversize("server-sent event")
-        else:
-            await self._received(event.data, event.id if _can_be_sent(event.id) else "")
+                for data, name in events:
+                    if data is None:
+                        await self._skip_oversize("server-sent event")
+                    else:
+                        await self._received(data, name if _can_be_sent(name) else "")
 
 
 def _can_be_sent(name: str) -> bool:
@@ -330,30 +322,14 @@ def _can_be_sent(name: str) -> bool:
     return len(found) <= MAX_ID_BYTES and _FIELD_VALUE.fullmatch(found) is not None
 
 
-@dataclass(frozen=True, slots=True)
-class ServerSentEvent:
-    """One event.
-
-    Attributes:
-        data: lines joined by LF.
-        type: ``message`` by default.
-        id: last event id, or empty.
-        oversize: the data exceeded the limit and is missing.
-    """
-
-    data: bytes
-    type: str = "message"
-    id: str = ""
-    oversize: bool = False
-
-
 class EventStreamParser:
     """Parses a stream of server-sent events in chunks, without I/O.
 
     The HTML standard (WHATWG, 9.2.6 "Interpreting an event stream"): a byte order mark at the start is skipped; lines
     end with CR, LF or CRLF; a line that starts with a colon is a comment; ``data`` lines are joined by LF; an ``id``
     stays in force until the next one, and is ignored if it contains NUL; ``retry`` counts if it is all digits; an event
-    without ``data`` is none; an incomplete event at the end is dropped. Data stays bytes, even if not UTF-8.
+    without ``data`` is none; an incomplete event at the end is dropped. Data stays bytes, even if not UTF-8. Types of
+    events are ignored.
 
     Args:
         last_id: last event id of the previous connection, which stays in force.
@@ -361,57 +337,50 @@ class EventStreamParser:
 
     Attributes:
         retry_ms: pause before a reconnect that the stream asked for, or None.
-        last_id: the id in force after the last complete event.
     """
 
     def __init__(self, last_id: str = "", *, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self.retry_ms: int | None = None
-        self.last_id = last_id
         self._max = max_bytes
-        self._begun = False
+        self._first = True  # the line may begin with a byte order mark
         self._after_cr = False
-        self._head = b""  # start of the stream while it may be a byte order mark
         self._rest: list[bytes] = []  # of a line
         self._rest_bytes = 0
         self._cut = False  # the line is too long: the rest is skipped
         self._id = last_id
-        self._type = b""
         self._data: list[bytes] = []
         self._data_bytes = 0
         self._oversize = False
 
-    def feed(self, chunk: bytes) -> list[ServerSentEvent]:
-        """The events that this chunk completes."""
-        chunk = self._without_bom(chunk)
+    def feed(self, chunk: bytes) -> list[tuple[bytes | None, str]]:
+        """Data and id of the events that this chunk completes.
+
+        Data are lines joined by LF; None: they exceeded the limit. The id is empty if there is none.
+        """
         if self._after_cr and chunk:
             self._after_cr = False
             chunk = chunk.removeprefix(b"\n")  # the LF of a CRLF that two chunks share
-        found: list[ServerSentEvent] = []
+        found: list[tuple[bytes | None, str]] = []
         at = 0
         for end in _LINE_END.finditer(chunk):
-            event = self._line(self._whole(chunk[at : end.start()]))
-            if event is not None:
-                found.append(event)
+            line = self._whole(chunk[at : end.start()])
             at = end.end()
+            if line:
+                self._field(line)
+                continue
+            # The standard drops an event whose data buffer is empty: no data line at all. One empty line makes "\n".
+            if self._data or self._oversize:
+                found.append((None if self._oversize else b"\n".join(self._data), self._id))
+            self._data, self._data_bytes, self._oversize = [], 0, False
         if chunk.endswith(b"\r"):
             self._after_cr = True
         self._keep(chunk[at:])
         return found
 
-    def _without_bom(self, chunk: bytes) -> bytes:
-        if self._begun:
-            return chunk
-        chunk, self._head = self._head + chunk, b""
-        if len(chunk) < len(_BOM) and _BOM.startswith(chunk):
-            self._head = chunk
-            return b""
-        self._begun = True
-        return chunk.removeprefix(_BOM)
-
     def _keep(self, piece: bytes) -> None:
         if self._rest_bytes + len(piece) > self._max:
             self._cut = True
-            self._rest = [(b"".join(self._rest) + piece[:6])[:6]]  # enough to identify the field
+            self._rest = [(b"".join(self._rest) + piece[:8])[:8]]  # enough to identify the field
             return
         if piece:
             self._rest.append(piece)
@@ -419,22 +388,21 @@ class EventStreamParser:
 
     def _whole(self, piece: bytes) -> bytes:
         """The line that ends with this piece."""
-        if not self._rest and not self._cut and len(piece) <= self._max:
+        if not (self._rest or self._cut or self._first) and len(piece) <= self._max:
             return piece
         self._keep(piece)
-        line = b"".join(self._rest)
-        if self._cut:
-            self._oversize |= line.startswith(b"data")
-            line = b":"
+        line, cut = b"".join(self._rest), self._cut
         self._rest, self._rest_bytes, self._cut = [], 0, False
+        if self._first:
+            self._first = False
+            line = line.removeprefix(b"\xef\xbb\xbf")
+        if cut:
+            self._oversize |= line.startswith(b"data")
+            return b":"
         return line
 
-    def _line(self, line: bytes) -> ServerSentEvent | None:
-        if not line:
-            return self._dispatch()
-        field, colon, value = line.partition(b":")
-        if colon and not field:
-            return None
+    def _field(self, line: bytes) -> None:
+        field, _, value = line.partition(b":")
         value = value.removeprefix(b" ")
         if field == b"data":
             self._data_bytes += len(value) + 1
@@ -442,22 +410,11 @@ class EventStreamParser:
                 self._oversize, self._data = True, []
             else:
                 self._data.append(value)
-        elif field == b"event":
-            self._type = value
         elif field == b"id":
             if b"\0" not in value:
                 self._id = value.decode("utf-8", "replace")
         elif field == b"retry" and value.isdigit():
             self.retry_ms = int(value[:12])
-        return None
-
-    def _dispatch(self) -> ServerSentEvent | None:
-        self.last_id = self._id
-        data, oversize = self._data, self._oversize
-        kind = self._type.decode("utf-8", "replace") or "message"
-        self._data, self._data_bytes, self._type, self._oversize = [], 0, b"", False
-        # The standard drops an event whose data buffer is empty: no data line at all. One empty line makes "\n".
-        return ServerSentEvent(b"\n".join(data), kind, self.last_id, oversize) if data or oversize else None
 
 
 class LineSplitter:
