@@ -22,12 +22,11 @@ from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.lake import COMMIT_THROUGH, Lake, TableRef, offsets_behind
 from lakehouse.contract.pipeline import Pipeline, Source
 
-__all__ = ["AuditPeriod", "Duplicates", "Hop", "Slow", "SourceAudit", "TraceStep", "audit_source", "trace"]
-
 Seconds = npt.NDArray[np.float64]
 
 _COLUMNS = ("event_id", "fingerprint", "collector", "topic", "partition", "offset")
 _TIMES = ("received_at", "broker_time", "bronze_at")
+_RECENT = timedelta(minutes=5)  # what decides who is slow now; thresholds are learnt from the rest
 _LEAST_EVENTS = 100  # to learn a threshold from
 _LEAST_LEARNT_S = 1.0
 _DEFAULT_S = 5.0  # threshold for fewer events
@@ -122,14 +121,12 @@ class AuditPeriod:
     """What to audit.
 
     Attributes:
-        recent: the part that decides what is slow now; thresholds are learnt from the rest.
         producer_s: threshold from received to broker; None: learnt.
         consumer_s: threshold of each later hop; None: learnt.
         end: of the period; None: now.
     """
 
-    since: timedelta = timedelta(days=1)
-    recent: timedelta = timedelta(minutes=5)
+    since: timedelta
     producer_s: float | None = None
     consumer_s: float | None = None
     end: datetime | None = None
@@ -140,7 +137,7 @@ def audit_source(lake: Lake, pipeline: Pipeline, source: Source, period: AuditPe
     end = period.end or datetime.now(UTC)
     rows = _rows(lake.bronze(source.name), period.since, end)
     times = {name: _seconds(rows[name]) for name in _TIMES}
-    is_recent = times["bronze_at"] >= (end - period.recent).timestamp()
+    is_recent = times["bronze_at"] >= (end - _RECENT).timestamp()
     waits = {
         "received to broker": times["broker_time"] - times["received_at"],
         "broker to bronze": times["bronze_at"] - times["broker_time"],
@@ -188,11 +185,11 @@ def trace(lake: Lake, pipeline: Pipeline, event_id: str) -> list[TraceStep]:
             commits = list(_commits(ref))
             for row in rows.to_pylist():
                 key = f"{row['topic']}/{row['partition']}"
-                covering = [commit for commit in commits if commit.through.get(key, 0) > row["offset"]]
-                if covering and (covering[0] is not commits[0] or DeltaLog(ref.path).has(0)):
-                    steps.append(TraceStep(product.name, covering[0].at_us, f"version {covering[0].version}"))
-                elif covering:
-                    steps.append(TraceStep(product.name, covering[0].at_us, f"version {covering[0].version} or before"))
+                covering = next((commit for commit in commits if commit.through.get(key, 0) > row["offset"]), None)
+                if covering is not None:
+                    known = covering is not commits[0] or DeltaLog(ref.path).has(0)
+                    where = f"version {covering.version}" if known else f"version {covering.version} or before"
+                    steps.append(TraceStep(product.name, covering.at_us, where))
     return sorted(set(steps), key=lambda step: step.at)
 
 

@@ -135,13 +135,11 @@ class KafkaDelivery:
             and events[-1].seq - self._log.durable_seq <= AHEAD
         ):
             self._send_all(events, size)
-            return
-        sendable = 0
-        while self._live and sendable < len(events) and self._may_send(events[sendable]):
-            self._send(events[sendable])
-            sendable += 1
-        if sendable < len(events):
-            self._put_aside(events[sendable:])
+        elif self._live:
+            for event in events:
+                self.offer(event)
+        else:
+            self._put_aside(events)
 
     def _may_send(self, event: LoggedEvent) -> bool:
         return (

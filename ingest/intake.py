@@ -150,11 +150,7 @@ class RequestResult:
 
 @dataclass(slots=True)
 class RequestIntake:
-    """Takes requests for the sources of one node.
-
-    Attributes:
-        not_ready: returns why the node takes no events now, or empty.
-    """
+    """Takes requests for the sources of one node. ``not_ready``: returns why the node takes no events now, or empty."""
 
     intakes: Mapping[str, Intake]
     not_ready: Callable[[], str]
@@ -297,11 +293,7 @@ def _cloud_event(
 
 
 def split(kind: str, body: bytes) -> tuple[bool, Sequence[bytes]]:
-    """Whether the body is a single event, and the events.
-
-    Raises:
-        RequestRefused: there are no events, or too many.
-    """
+    """Whether the body is a single event, and the events. Raises RequestRefused: there are no events, or too many."""
     if kind == STRUCTURED:
         return True, (body,)
     if kind in (JSON, BATCHED):

@@ -232,7 +232,7 @@ class KafkaPublisher:
     async def _renew(self) -> None:
         """Replace a failed client; until that succeeds every event must be sent again."""
         try:
-            await asyncio.to_thread(self._reconnect)
+            await asyncio.to_thread(self._connect)
             self._holding = False
         except BrokerUnavailable as error:
             logger.warning("%s", error)
@@ -242,11 +242,8 @@ class KafkaPublisher:
             self._send(waiting)
             self._tick()
 
-    def _reconnect(self) -> None:
-        self._disconnect(0)
-        self._connect()
-
     def _connect(self) -> None:
+        self._disconnect(0)
         self._limits = topic_limits(self._bootstrap, set(self._topics.values()), self._settings.security)
         smallest = min(self._limits.values(), default=_REQUEST_BYTES)
         self._small_bytes = smallest - _HEADER_BYTES
@@ -266,7 +263,8 @@ class KafkaPublisher:
                 **self._settings.security.for_librdkafka(),
             },
             logger=_client_logger,
-            error_cb=_said,  # otherwise poll raises errors that belong to no event
+            # Otherwise poll raises errors that belong to no event, such as a lost broker; it recovers by itself.
+            error_cb=lambda error: logger.warning("the Kafka client: %s", error),
         )
         try:
             producer.list_topics(timeout=CONNECT_MS / 1000)
@@ -302,11 +300,6 @@ class Headers:
         return [
             (EVENT_ID, envelope.event_id.encode()), *self._shared, (FINGERPRINT, envelope.fingerprint.encode())
         ]  # fmt: skip
-
-
-def _said(error: Any) -> None:
-    """Log an error that belongs to no event, such as a lost broker; librdkafka recovers by itself."""
-    logger.warning("the Kafka client: %s", error)
 
 
 def _expected(text: str) -> bool:
@@ -355,9 +348,9 @@ def ensure_topics(bootstrap: str, sources: Sequence[Source], security: ClientSec
         remarks = [remark for source in sources for remark in _compare(admin, source)]
     for remark in remarks:
         logger.log(logging.ERROR if remark.severity == ALARM else logging.WARNING, "%s", remark)
-    for remark in remarks:
-        if remark.severity == ALARM:
-            raise EnvironmentProblem(f"topic {remark.topic}: {remark.problem}", remark.remedy)
+    alarm = next((remark for remark in remarks if remark.severity == ALARM), None)
+    if alarm is not None:
+        raise EnvironmentProblem(f"topic {alarm.topic}: {alarm.problem}", alarm.remedy)
     return remarks
 
 

@@ -112,7 +112,7 @@ class CollectorNode:
         recent = RecentEvents(self._topics)
         limits = DeliveryLimits(hand_over_s=hand_over_s)
         self._delivery = KafkaDelivery(self._log, self._publisher, recent.known, limits, self._guarantee)
-        self._sources = SourceSet(settings, options, self._file, EventSinks(self._log, self._delivery, recent))
+        self._sources = SourceSet(settings, options, self._file, self._log, self._delivery, recent)
         for source in declared.values():
             self._sources.add(source)
         gate = SenderGate(keys, max_connections=collect.max_connections)
@@ -131,7 +131,7 @@ class CollectorNode:
     @property
     def sources(self) -> dict[str, Source]:
         """The sources that are collected now."""
-        return {name: found for name in self._sources.names if (found := self._sources.get(name)) is not None}
+        return self._sources.sources
 
     @property
     def replay(self) -> tuple[int, int]:
@@ -241,7 +241,9 @@ class CollectorNode:
                 self._tables.watch.close()
                 await self._streams.follower.close()
                 await self._responder.close()
-                await self._drain()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_CLOSE_S if self._ready else 0):
+                        await self._delivery.drained()
                 delivery.cancel()
         finally:  # unacknowledged events stay in the log
             if self._manager is not None:
@@ -312,20 +314,6 @@ class CollectorNode:
                 logger.error("the changed pipeline could not be applied completely: %s", error)
                 wanted = None
 
-    async def _drain(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_CLOSE_S if self._ready else 0):
-                await self._delivery.drained()
-
-
-@dataclass(frozen=True, slots=True)
-class EventSinks:
-    """Where the events of all sources of a node go."""
-
-    log: MessageLog
-    delivery: KafkaDelivery
-    recent: RecentEvents
-
 
 @dataclass(slots=True)
 class _RunningSource:
@@ -346,11 +334,21 @@ class SourceSet:
         shedders: by source, of sources that may shed events.
     """
 
-    def __init__(self, settings: Settings, options: NodeOptions, file: Path, sinks: EventSinks) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        options: NodeOptions,
+        file: Path,
+        log: MessageLog,
+        delivery: KafkaDelivery,
+        recent: RecentEvents,
+    ) -> None:
         self._settings = settings
         self._options = options
         self._file = file
-        self._sinks = sinks
+        self._log = log
+        self._delivery = delivery
+        self._recent = recent
         self._set: dict[str, _RunningSource] = {}
         self._running = False
         self.intakes: dict[str, Intake] = {}
@@ -359,6 +357,10 @@ class SourceSet:
     @property
     def names(self) -> list[str]:
         return list(self._set)
+
+    @property
+    def sources(self) -> dict[str, Source]:
+        return {name: running.source for name, running in self._set.items()}
 
     def statuses(self) -> Iterable[UpstreamStatus]:
         """The state of every upstream."""
@@ -425,7 +427,7 @@ class SourceSet:
             )
 
     def _make(self, running: _RunningSource) -> None:
-        source, options, sinks = running.source, self._options, self._sinks
+        source, options = running.source, self._options
         if source.shed is not None:
             self.shedders[source.name] = Shedder(source.name, source.shed, lambda: self._waiting(source.name))
         border = (FrontBorder if options.front else Border)(
@@ -442,9 +444,9 @@ class SourceSet:
             upstream = (url or spec.url) if spec.kind in STREAM_KINDS else ""
             # Another address is another stream: a position in one means nothing in the other.
             name = f"{source.name}/{spec.kind}/{ordinal}"
-            lane = sinks.log.lane(f"{name} {shown_url(upstream)}" if upstream else name, source.name)
-            recent = sinks.recent if spec.kind == "http" and spec.ack != "none" else None
-            intake = Intake(border, lane, sinks.log, sinks.delivery, recent, running.enricher)
+            lane = self._log.lane(f"{name} {shown_url(upstream)}" if upstream else name, source.name)
+            recent = self._recent if spec.kind == "http" and spec.ack != "none" else None
+            intake = Intake(border, lane, self._log, self._delivery, recent, running.enricher)
             if spec.kind == "http":
                 self.intakes[source.name] = intake
             else:
@@ -460,9 +462,8 @@ class SourceSet:
             task.add_done_callback(_log_failure)
 
     def _waiting(self, name: str) -> Waiting:
-        log = self._sinks.log
-        events = sum(lane.in_log for lane in log.lanes() if lane.source == name)
-        return Waiting(events, log.used, self._sinks.delivery.oldest_at)
+        events = sum(lane.in_log for lane in self._log.lanes() if lane.source == name)
+        return Waiting(events, self._log.used, self._delivery.oldest_at)
 
     def _discard(self, running: _RunningSource) -> None:
         self.intakes.pop(running.source.name, None)

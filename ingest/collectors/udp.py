@@ -151,6 +151,10 @@ class _Sender:
     came: int  # different counters
     window: int  # bit n: highest - n has come
 
+    @property
+    def missing(self) -> int:
+        return self.highest - self.first + 1 - self.came
+
 
 class LossCount:
     """Counts missing numbers per sender. Senders are bounded; the oldest are closed.
@@ -168,18 +172,18 @@ class LossCount:
     @property
     def lost(self) -> int:
         """Events that have not come so far; a late event counts until it comes."""
-        return self._closed + sum(_missing(sender) for sender in self._senders.values())
+        return self._closed + sum(sender.missing for sender in self._senders.values())
 
     def seen(self, name: str, number: int) -> None:
         """An event with this number came from this sender."""
         sender = self._senders.get(name)
         if sender is None or abs(number - sender.highest) > RESTART:
             if sender is not None:
-                self._closed += _missing(sender)
+                self._closed += sender.missing
             self._senders[name] = _Sender(number, number, 1, 1)
             self._senders.move_to_end(name)
             if len(self._senders) > self._most:
-                self._closed += _missing(self._senders.popitem(last=False)[1])
+                self._closed += self._senders.popitem(last=False)[1].missing
             return
         ahead = number - sender.highest
         if ahead > 0:
@@ -192,7 +196,3 @@ class LossCount:
             sender.window |= 1 << -ahead
             sender.came += 1
             sender.first = min(sender.first, number)
-
-
-def _missing(sender: _Sender) -> int:
-    return sender.highest - sender.first + 1 - sender.came
