@@ -35,8 +35,7 @@ from lakehouse.contract.tomlfile import duration_ms
 
 if TYPE_CHECKING:
     from lakehouse.load.loader import Load, LoaderService
-    from lakehouse.load.report import FileReport, LoadProgress
-    from lakehouse.load.worker import LoadJob
+    from lakehouse.load.worker import FileReport, LoadJob, LoadProgress
 
 log = logging.getLogger(__name__)
 
@@ -77,9 +76,9 @@ def load(
 
     Exit status: 0 every file is loaded; 1 a file is not; 4 every file is loaded, but after the deadline.
     """
-    from lakehouse.load.extensions import check_extensions
     from lakehouse.load.files import FORMATS, own_readers
     from lakehouse.load.loader import LoaderService
+    from lakehouse.load.worker import check_extensions
 
     settings, loaded = chosen_pipeline()
     _check(paths, watch, feeds, format, (*FORMATS, *own_readers()), encoding, delimiter)
@@ -207,7 +206,7 @@ class _Bars:
 
     def tell(self, message: LoadProgress | FileReport) -> None:
         """Move the bars."""
-        from lakehouse.load.report import FileReport
+        from lakehouse.load.worker import FileReport
 
         if isinstance(message, FileReport):
             self._finished += 1

@@ -127,11 +127,6 @@ class Ledger:
     def close(self) -> None:
         self._env.close()
 
-    def __len__(self) -> int:
-        with self._env.begin() as txn:
-            own = sum(txn.get(key) is not None for key in (_POSITION, _INTENT))
-            return int(txn.stat()["entries"]) - own
-
     def _position(self) -> tuple[str, int]:
         with self._env.begin() as txn:
             return _parsed(txn.get(_POSITION))

@@ -9,12 +9,12 @@ import gzip
 import io
 import os
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline.source import READERS
@@ -39,8 +39,23 @@ SUFFIXES = {
 
 @functools.cache
 def own_readers() -> Mapping[str, EntryPoint]:
-    """Readers of other formats that are installed (:mod:`lakehouse.load.extensions`), by format."""
+    """Readers of other formats that are installed (:data:`lakehouse.load.readers.Reader`), by format."""
     return {point.name: point for point in entry_points(group=READERS) if point.name not in FORMATS}
+
+
+@functools.cache
+def imported(point: EntryPoint) -> Callable[..., Any]:
+    """The function of another package. Raises ConfigError: it cannot be imported."""
+    try:
+        found: Callable[..., Any] = point.load()
+    except Exception as error:  # whatever its module raises
+        whose = point.dist.name if point.dist else "?"
+        raise ConfigError(
+            f"{point.value} of package {whose} cannot be imported: {error!r}",
+            key=f"{point.group} {point.name}",
+            remedy="Mend the package, or uninstall it",
+        ) from error
+    return found
 
 
 def format_of_suffix(suffix: str) -> str:

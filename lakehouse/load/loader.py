@@ -6,26 +6,155 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from lakehouse.contract.lake import LOADS
+import pyarrow as pa
+from deltalake import write_deltalake
+from prometheus_client import CollectorRegistry, Counter, Gauge, write_to_textfile
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from lakehouse.contract.lake import LOADS, PROPERTY_KEY, Lake
 from lakehouse.contract.pipeline.source import FeedSpec, metrics_file
 from lakehouse.errors import CommitFailed, FetchFailed
 from lakehouse.load.commit import at_table
 from lakehouse.load.fetch import FeedFetcher
 from lakehouse.load.files import FeedFile, FileMark, format_of_suffix, is_finished, mark_of
-from lakehouse.load.report import Deadline, FileReport, LoaderMetrics, LoadListener, LoadProgress, append_reports
-from lakehouse.load.worker import LoadJob, load_files
+from lakehouse.load.worker import FileReport, LoadJob, LoadListener, LoadProgress, load_files
 
 log = logging.getLogger(__name__)
 
 DONE, FAILED = "done", "failed"
 _POLL_S = 0.5
 _FILES_AT_ONCE = 5_000
+_REPORTS = pa.schema(
+    [
+        ("load", pa.string()),
+        ("source", pa.string()),
+        ("name", pa.string()),
+        ("file", pa.string()),
+        ("format", pa.string()),
+        ("bytes", pa.int64()),
+        ("rows", pa.int64()),
+        ("rejects", pa.int64()),
+        ("from_row", pa.int64()),
+        ("seconds", pa.float64()),
+        ("state", pa.string()),
+        ("reason", pa.string()),
+        ("bronze_version", pa.int64()),
+        ("started_at", pa.timestamp("us", "UTC")),
+        ("finished_at", pa.timestamp("us", "UTC")),
+        ("deadline", pa.timestamp("us", "UTC")),
+        ("late", pa.bool_()),
+    ]
+)
+
+
+@dataclass
+class Deadline:
+    """The SLA of a load.
+
+    Attributes:
+        began: start of the load, seconds since the epoch.
+        allowed_s: the longest it may take; None: no SLA.
+        total: bytes to read.
+        read: bytes read, by file.
+    """
+
+    began: float
+    allowed_s: float | None
+    total: int
+    read: dict[str, int] = field(default_factory=dict)
+    now: Callable[[], float] = time.time
+
+    @property
+    def at(self) -> float | None:
+        """The deadline, seconds since the epoch."""
+        return None if self.allowed_s is None else self.began + self.allowed_s
+
+    def expected(self) -> float | None:
+        """The expected end at the pace up to now, seconds since the epoch; None before the first byte."""
+        read = sum(self.read.values())
+        if not read:
+            return None
+        return self.began + (self.now() - self.began) * max(1.0, self.total / read)
+
+    @property
+    def in_danger(self) -> bool:
+        """Whether it is late, or will be at this pace."""
+        if self.at is None:
+            return False
+        expected = self.expected()
+        return self.now() > self.at or (expected is not None and expected > self.at)
+
+    def is_late(self, finished_at: int) -> bool:
+        """Whether this end of a file (microseconds since the epoch) is after the deadline."""
+        return self.at is not None and finished_at > self.at * 1e6
+
+
+def append_reports(lake: Lake, load: str, source: str, reports: Sequence[FileReport], deadline: Deadline) -> None:
+    """Append the reports of the load with this id to the table ``loads``, which is created if absent."""
+    if not reports:
+        return
+    table = lake.table("silver", LOADS)
+    table.create(_REPORTS, {PROPERTY_KEY: "load,name,file"}, "Files given to the batch loader, and the result of each")
+    at = None if deadline.at is None else int(deadline.at * 1e6)
+    rows = [
+        {name: getattr(report, name, None) for name in _REPORTS.names}
+        | {"load": load, "source": source, "deadline": at, "late": deadline.is_late(report.finished_at)}
+        for report in reports
+    ]
+    plain = pa.schema([f.with_type(pa.int64()) if pa.types.is_timestamp(f.type) else f for f in _REPORTS])
+    write_deltalake(str(table.path), pa.Table.from_pylist(rows, schema=plain).cast(_REPORTS), mode="append")
+
+
+class LoaderMetrics(Collector):
+    """Metrics of one loader process, in a registry of their own; also a file for node_exporter's textfile collector."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(f"millrace_loader_{name}", text, ["source", *labels], registry=self.registry)
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(f"millrace_loader_{name}", text, ["source"], registry=self.registry)
+
+        self._files = counter("files", "Files by state of their report", "state")
+        self._rows = counter("rows", "Rows brought into bronze")
+        self._rejects = counter("rejects", "Refused rows among them")
+        self._late = counter("late", "Loads that ended after their deadline")
+        self._left = gauge("seconds_left", "Time from the expected end of the current load to its deadline")
+        self._last = gauge("last_load_seconds", "Duration of the last load")
+
+    def file(self, source: str, report: FileReport) -> None:
+        self._files.labels(source, report.state).inc()
+        self._rows.labels(source).inc(report.new_rows)
+        if report.state != "already":
+            self._rejects.labels(source).inc(report.rejects)
+
+    def deadline(self, source: str, deadline: Deadline) -> None:
+        """Set the time that the current load has left."""
+        expected = deadline.expected()
+        if deadline.at is not None and expected is not None:
+            self._left.labels(source).set(deadline.at - expected)
+
+    def ended(self, source: str, seconds: float, late: bool) -> None:
+        self._last.labels(source).set(seconds)
+        if late:
+            self._late.labels(source).inc()
+
+    def collect(self) -> Iterable[Metric]:
+        """All metric families, for a served registry."""
+        return self.registry.collect()
+
+    def write(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_to_textfile(str(path), self.registry)
 
 
 @dataclass(frozen=True, slots=True)

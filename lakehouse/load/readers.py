@@ -10,8 +10,9 @@ from __future__ import annotations
 import csv
 import functools
 import io
+import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import duckdb
@@ -23,9 +24,10 @@ import pyarrow.parquet as pq
 from lakehouse.contract.pipeline import Source
 from lakehouse.contract.sql.ddl import parse_ddl
 from lakehouse.errors import BadFile
-from lakehouse.load.extensions import read_with
-from lakehouse.load.files import BLOCK, OpenFile, own_readers, read_lines
+from lakehouse.load.files import BLOCK, OpenFile, imported, own_readers, read_lines
 from lakehouse.load.rows import FilePosition, Segment
+
+log = logging.getLogger(__name__)
 
 _BATCH = 20_000  # rows of a Parquet file at a time
 _INTEGERS = ("TINYINT", "BYTE", "SMALLINT", "SHORT", "INT", "INTEGER", "BIGINT", "LONG")
@@ -33,6 +35,13 @@ _NUMBERS = ("FLOAT", "REAL", "DOUBLE")  # a decimal stays text: exact, and Spark
 _PLAIN_INTEGER = "0|-?[1-9][0-9]{0,17}"
 _JSON_NUMBER = r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?"
 _NESTED = ("STRUCT", "ARRAY", "MAP")
+
+Reader = Callable[[OpenFile, Source, int], Iterator[Segment]]
+"""A reader of one's own: a function that another package names in the metadata of its distribution, group
+``millrace.readers``: ``FORMAT = "module:function"``. The format is also the suffix of its files.
+
+It gives a file's segments from a place on: 0, or the ``offset`` of a segment that it gave. The last one has ``ended``
+set. It raises :class:`~lakehouse.errors.BadFile` for a file that it cannot read to its end."""
 
 _local = threading.local()  # one connection a thread: a load may have thousands of files
 
@@ -42,13 +51,14 @@ def read(opened: OpenFile, source: Source, position: FilePosition) -> Iterator[S
 
     Raises:
         BadFile: the file cannot be read, or not to its end.
+        ConfigError: a reader of one's own cannot be imported.
     """
     if opened.format == "parquet":
         return _parquet(opened, position.rows)
     if opened.format in own_readers():
-        reader = own_readers()[opened.format]
-        return _after(read_with(reader, opened, source, max(0, position.offset)), position)
-    segments = _json_lines if opened.format == "jsonl" else read_csv
+        segments: Reader = _by_own_reader
+    else:
+        segments = _json_lines if opened.format == "jsonl" else read_csv
     return _after(segments(opened, source, max(0, position.offset)), position)
 
 
@@ -65,6 +75,23 @@ def _after(segments: Iterator[Segment], position: FilePosition) -> Iterator[Segm
             segment = Segment(segment.payloads[skip:], refused, segment.offset, segment.ended)
             skip = 0
         yield segment
+
+
+def _by_own_reader(opened: OpenFile, source: Source, offset: int) -> Iterator[Segment]:
+    point = own_readers()[opened.format]
+    reader: Reader = imported(point)
+    ended = False
+    try:
+        for segment in reader(opened, source, offset):
+            ended = segment.ended
+            yield segment
+    except BadFile:
+        raise
+    except Exception as error:  # other files can be read
+        log.warning("reader %s of %s failed", point.name, opened.name, exc_info=True)
+        raise BadFile(opened.name, f"reader {point.name!r} ({point.value}) failed: {error!r}") from error
+    if not ended:
+        raise BadFile(opened.name, f"reader {point.name!r} ({point.value}) gave no last segment, one with ended=True")
 
 
 def _json_lines(opened: OpenFile, source: Source, offset: int) -> Iterator[Segment]:

@@ -8,17 +8,18 @@ work on the same files. That rows count once does not depend on claims (lakehous
 from __future__ import annotations
 
 import fcntl
+import logging
 import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 from multiprocessing.queues import Queue
 from queue import Empty
-from types import TracebackType
 from typing import IO
 
 import pyarrow as pa
@@ -29,11 +30,11 @@ from lakehouse.contract.pipeline import Source
 from lakehouse.contract.pipeline.source import LOADER
 from lakehouse.errors import BadFile, FileTaken, LoaderDied
 from lakehouse.load.commit import Committer, at_table
-from lakehouse.load.extensions import failed_gate
-from lakehouse.load.files import FeedFile, FileMark, OpenFile, fingerprint_of, format_of, mark_of
+from lakehouse.load.files import FeedFile, FileMark, OpenFile, fingerprint_of, format_of, imported, mark_of, own_readers
 from lakehouse.load.readers import read
-from lakehouse.load.report import FileReport, LoadListener, LoadProgress
 from lakehouse.load.rows import FilePosition, SealedSegment, Sealer
+
+log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 1 << 25
 GROUP_BYTES = 1 << 24
@@ -42,6 +43,18 @@ _SHARE_FROM = 100  # rows, before the share of refused rows can refuse a file
 _QUEUE_SIZE = 1_000  # messages of the worker processes
 _POLL_S = 0.05
 _LAST_MESSAGES_S = 10.0
+_GATES = "millrace.gates"
+
+Gate = Callable[[Source, pa.Table], str]
+"""A gate of one's own: a function that another package names in the metadata of its distribution, group
+``millrace.gates``. It judges a batch of a file's rows, in bronze's columns, where the load checks expectations: why the
+file is refused, or an empty text."""
+
+
+def check_extensions(*, gates: bool) -> None:
+    """Import readers and gates of one's own before the first file. Raises ConfigError: one cannot be imported."""
+    for point in (*own_readers().values(), *(entry_points(group=_GATES) if gates else ())):
+        imported(point)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +83,65 @@ class LoadJob:
     gate: bool = False
     chunk_rows: int = 100_000
     trial: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FileReport:
+    """The result of loading one file.
+
+    Attributes:
+        name: path, as found.
+        file: fingerprint of its content; empty if it could not be read at all.
+        format: ``csv``, ``tsv``, ``jsonl`` or ``parquet``; empty if unknown.
+        rows: its rows in bronze, of this and earlier loads.
+        rejects: refused rows among them.
+        from_row: first row of this load; not 0 for a file that an earlier load had begun.
+        seconds: from its opening to its last commit.
+        state: ``loaded``; ``already`` (an earlier load or another file brought the rows); ``failed`` (it cannot be
+            read to its end); ``refused`` (too many bad rows); ``would load`` (a dry run).
+        reason: of a failure or refusal.
+        bronze_version: bronze version with its last row of this load; -1 for none.
+        started_at, finished_at: microseconds since the epoch.
+        mark: of the file that was read, which another may have replaced since; None if it could not be opened.
+    """
+
+    name: str
+    file: str
+    format: str
+    bytes: int
+    rows: int
+    rejects: int
+    from_row: int
+    seconds: float
+    state: str
+    reason: str = ""
+    bronze_version: int = -1
+    started_at: int = 0
+    finished_at: int = 0
+    mark: FileMark | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the whole file is in."""
+        return self.state in ("loaded", "already", "would load")
+
+    @property
+    def new_rows(self) -> int:
+        """Rows that this load brought into bronze."""
+        return 0 if self.state == "already" else max(0, self.rows - self.from_row)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress:
+    """Progress in one file: its path, its size and the bytes read, and the rows read in this load."""
+
+    name: str
+    size: int
+    read: int
+    rows: int
+
+
+LoadListener = Callable[[LoadProgress | FileReport], None]
 
 
 class FileClaims:
@@ -136,9 +208,7 @@ class FileLoader:
     def __enter__(self) -> FileLoader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._writer.shutdown(cancel_futures=True)
         self._claims.close()
         if self._committer is not None:
@@ -234,7 +304,18 @@ class FileLoader:
                 rows = rows.append_column(column, pa.nulls(rows.num_rows, column.type))
         rows = rows.select(COLUMNS.names)
         result = gate(rows, self._job.source)
-        return f"quality gate: {result}" if not result.passed else failed_gate(self._job.source, rows)
+        if not result.passed:
+            return f"quality gate: {result}"
+        for point in sorted(entry_points(group=_GATES)):
+            own: Gate = imported(point)
+            try:
+                why = own(self._job.source, rows)
+            except Exception as error:  # what cannot be judged is not let in
+                log.warning("gate %s failed", point.name, exc_info=True)
+                why = repr(error)
+            if why:
+                return f"gate {point.name!r}: {why}"
+        return ""
 
     def _add(self, part: SealedSegment) -> None:
         self._chunk.append(part)
@@ -362,9 +443,10 @@ def load_files(
     else:
         _in_processes(job, groups, min(workers, len(groups)), received)
     known = {report.name for report in reports}
+    why = "the worker that had it has not reported it; load it again to see whether it is in"
     for file in files:
         if str(file.path) not in known:
-            received(_unreported(file))
+            received(FileReport(str(file.path), "", "", file.size, 0, 0, 0, 0.0, "failed", why))
     order = {str(file.path): number for number, file in enumerate(files)}
     return sorted(reports, key=lambda report: order.get(report.name, -1))
 
@@ -382,66 +464,45 @@ def grouped(files: Sequence[FeedFile]) -> list[list[FeedFile]]:
     return groups
 
 
-def _unreported(file: FeedFile) -> FileReport:
-    reason = "the worker that had it has not reported it; load it again to see whether it is in"
-    return FileReport(str(file.path), "", "", file.size, 0, 0, 0, 0.0, "failed", reason)
-
-
 def _in_processes(job: LoadJob, groups: list[list[FeedFile]], workers: int, notify: LoadListener) -> None:
     context = multiprocessing.get_context("spawn")  # a fork would share delta-rs's threads, which is unsafe
     messages: Queue[LoadProgress | FileReport] = context.Queue(_QUEUE_SIZE)
-    listener = _Listener(messages, notify)
+    ended = threading.Event()
+    errors: list[BaseException] = []
+
+    def listen() -> None:
+        """Receive the workers' messages. A thread of its own does so, lest a worker waits for ever if another fails."""
+        while True:
+            try:
+                message = messages.get(timeout=_POLL_S)
+            except Empty:
+                if ended.is_set():
+                    return
+                continue
+            if not errors:
+                try:
+                    notify(message)
+                except BaseException as error:  # noqa: BLE001 - raised below
+                    errors.append(error)
+
+    listener = threading.Thread(target=listen, name="load-listen", daemon=True)
+    listener.start()
     pool = ProcessPoolExecutor(workers, context, _start, (job, messages, os.getpid()))
     try:
         running: set[Future[None]] = {pool.submit(_load, group) for group in groups}
-        while running:
+        while running and not errors:
             done, running = wait(running, timeout=_POLL_S, return_when=FIRST_COMPLETED)
-            listener.check()
             for one in done:
                 one.result()
     except BrokenProcessPool:
         raise LoaderDied from None
     finally:
         pool.shutdown(cancel_futures=True)
-        listener.finish()
+        ended.set()
+        listener.join(_LAST_MESSAGES_S)  # a killed worker may have left half a message
         messages.close()
-    listener.check()
-
-
-class _Listener:
-    """Receives the workers' messages in a thread of its own, so that no worker has to wait if another one fails."""
-
-    def __init__(self, messages: Queue[LoadProgress | FileReport], notify: LoadListener) -> None:
-        self._messages = messages
-        self._notify = notify
-        self._error: BaseException | None = None
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._listen, name="load-listen", daemon=True)
-        self._thread.start()
-
-    def check(self) -> None:
-        """Raise the error that ``notify`` raised."""
-        if self._error is not None:
-            raise self._error
-
-    def finish(self) -> None:
-        """Receive the last messages of the ended workers. A killed one may have left half a message."""
-        self._ended.set()
-        self._thread.join(_LAST_MESSAGES_S)
-
-    def _listen(self) -> None:
-        while True:
-            try:
-                message = self._messages.get(timeout=_POLL_S)
-            except Empty:
-                if self._ended.is_set():
-                    return
-                continue
-            if self._error is None:
-                try:
-                    self._notify(message)
-                except BaseException as error:  # noqa: BLE001 - raised by check()
-                    self._error = error
+    if errors:
+        raise errors[0]
 
 
 def _start(job: LoadJob, messages: Queue[LoadProgress | FileReport], parent: int) -> None:

@@ -29,7 +29,8 @@ from lakehouse.declaration import DedupeDeclaration, product_declaration, source
 from lakehouse.errors import TableBusy
 from lakehouse.gold.mark import BatchMark
 from lakehouse.gold.store import ProductStore
-from lakehouse.load.report import Deadline, FileReport, append_reports
+from lakehouse.load.loader import Deadline, append_reports
+from lakehouse.load.worker import FileReport
 from lakehouse.lock import WriterLocks
 from lakehouse.maintain import care as maintenance_care
 from lakehouse.maintain.backlog import RETENTION_SHARE, WATCH_EVERY_S, Backlog

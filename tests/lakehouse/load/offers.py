@@ -15,8 +15,7 @@ from ingest.simulate.scenes import offer
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Source
 from lakehouse.load.files import find
-from lakehouse.load.report import FileReport
-from lakehouse.load.worker import LoadJob, load_files
+from lakehouse.load.worker import FileReport, LoadJob, load_files
 
 SOURCE = Source(
     topic="offers",

@@ -18,7 +18,8 @@ import pytest
 
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline.source import FeedSpec
-from lakehouse.load import extensions, files
+from lakehouse.load import files
+from lakehouse.load.worker import check_extensions
 from tests.lakehouse.load.offers import bronze, job, run
 
 ROOT = Path(__file__).parents[3]
@@ -62,7 +63,7 @@ def install(folder: Path, name: str, points: dict[str, dict[str, str]]) -> None:
 def forget() -> None:
     importlib.invalidate_caches()
     files.own_readers.cache_clear()
-    extensions._imported.cache_clear()
+    files.imported.cache_clear()
 
 
 def lines(count: int, merchant: int = 1, cents: int = 150) -> bytes:
@@ -133,7 +134,7 @@ def test_what_cannot_be_used_is_told_before_the_first_file(site: Path, tmp_path:
     install(site, "broken-feeds", {"millrace.readers": {"odd": "no_such_module:read"}})
     forget()
     with pytest.raises(ConfigError, match="no_such_module:read of package broken-feeds cannot be imported"):
-        extensions.check_extensions(gates=False)
+        check_extensions(gates=False)
 
 
 def test_a_reader_without_a_last_segment(site: Path, tmp_path: Path) -> None:

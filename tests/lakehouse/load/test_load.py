@@ -25,9 +25,8 @@ from lakehouse.contract.lake import Lake
 from lakehouse.contract.storage import lake_path
 from lakehouse.errors import CommitFailed
 from lakehouse.load.files import FeedFile, find
-from lakehouse.load.loader import load
-from lakehouse.load.report import Deadline, FileReport, LoadProgress
-from lakehouse.load.worker import GROUP_FILES, FileLoader, grouped, load_files
+from lakehouse.load.loader import Deadline, load
+from lakehouse.load.worker import GROUP_FILES, FileLoader, FileReport, LoadProgress, grouped, load_files
 from tests.lakehouse.load.offers import SOURCE, bronze, ids, job, offers, payloads, run, write_jsonl
 
 ROOT = Path(__file__).parents[3]

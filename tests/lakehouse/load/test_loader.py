@@ -16,9 +16,8 @@ from deltalake import DeltaTable
 from lakehouse.contract.lake import Lake
 from lakehouse.errors import CommitFailed
 from lakehouse.load.commit import Ledger
-from lakehouse.load.loader import Inbox, Load, LoaderService
-from lakehouse.load.report import FileReport, LoaderMetrics
-from lakehouse.load.worker import LoadJob
+from lakehouse.load.loader import Inbox, Load, LoaderMetrics, LoaderService
+from lakehouse.load.worker import FileReport, LoadJob
 from tests.lakehouse.load.offers import bronze, ids, job, offers, write_jsonl
 
 
@@ -98,7 +97,7 @@ def test_a_disk_that_stays_full_is_said_so(tmp_path: Path, monkeypatch: pytest.M
     write_jsonl(tmp_path / "in/a.jsonl", offers(5))
     (tmp_path / "in/b.parquet").write_bytes(b"no")
     monkeypatch.setattr(pq.ParquetWriter, "write_table", full)
-    monkeypatch.setattr("lakehouse.load.report.write_deltalake", full)
+    monkeypatch.setattr("lakehouse.load.loader.write_deltalake", full)
     with pytest.raises(CommitFailed, match="table offers takes no rows"):
         list(watch(job(tmp_path), Inbox(tmp_path / "in", 0.0)))
     assert sorted(path.name for path in (tmp_path / "in").iterdir()) == ["a.jsonl", "b.parquet"]

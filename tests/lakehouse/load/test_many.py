@@ -13,7 +13,7 @@ from deltalake import DeltaTable
 from ingest.simulate.scenes import MERCHANTS, feed_rows, write_feeds
 from lakehouse.load.files import find
 from lakehouse.load.loader import load
-from lakehouse.load.report import FileReport, LoadProgress
+from lakehouse.load.worker import FileReport, LoadProgress
 from tests.lakehouse.load.offers import START_MS, bronze, ids, job
 
 pytestmark = pytest.mark.soak
