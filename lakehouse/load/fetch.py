@@ -41,7 +41,7 @@ _RETRYABLE = {408, 425, 429, 500, 502, 503, 504}
 
 @dataclass(frozen=True, slots=True)
 class FeedState:
-    """The stored state of a feed.
+    """What is stored of a feed.
 
     Attributes:
         looked_at: last check, seconds since the epoch; 0: never.
@@ -74,14 +74,10 @@ class Download:
 
 
 class Cutoff:
-    """Shuts the connections of one download when its time is up; a context manager.
+    """Shuts the connections of one download after ``allowed_s`` or at ``stop``; a context manager.
 
     httpx limits each wait of a download, but not the whole: a server that sends a byte now and then, in the body or in
     the headers, never exceeds a wait. So a thread shuts the connections.
-
-    Args:
-        allowed_s: seconds for the download.
-        stop: ends it at once.
 
     Attributes:
         shut: whether it has shut them; errors of the connection mean nothing then.
@@ -137,8 +133,6 @@ class FeedFetcher:
     """Fetches the files of one source's feeds.
 
     Args:
-        lake: stores their state.
-        source: name of the source.
         now: seconds since the epoch.
         sleep: waits between two tries.
         stop: ends a download, and the wait for another try.
@@ -205,21 +199,20 @@ class FeedFetcher:
         elif state.modified:
             headers["If-Modified-Since"] = state.modified
         timeout = httpx.Timeout(min(_STALL_S, max(cutoff.left_s, 0.1)), pool=None)
-        with httpx.Client(timeout=timeout, trust_env=not feed.private) as client:
-            response = _open(client, feed, headers, cutoff)
-            try:
-                if response.status_code == 304:
-                    self._keep(feed, replace(state, looked_at=self._now(), met_at=0.0))
-                    return None
-                if response.status_code == 416:  # nothing follows the stored part: begin again
-                    part.unlink(missing_ok=True)
-                    raise FetchFailed(feed.name, "the file has become shorter while it was fetched")
-                if response.status_code not in (200, 206):
-                    retryable = response.status_code in _RETRYABLE
-                    raise FetchFailed(feed.name, f"the server answers {response.status_code}", retryable=retryable)
-                return self._take(feed, response, part, have, cutoff)
-            finally:
-                response.close()
+        with (
+            httpx.Client(timeout=timeout, trust_env=not feed.private) as client,
+            contextlib.closing(_open(client, feed, headers, cutoff)) as response,
+        ):
+            if response.status_code == 304:
+                self._keep(feed, replace(state, looked_at=self._now(), met_at=0.0))
+                return None
+            if response.status_code == 416:  # nothing follows the stored part: begin again
+                part.unlink(missing_ok=True)
+                raise FetchFailed(feed.name, "the file has become shorter while it was fetched")
+            if response.status_code not in (200, 206):
+                retryable = response.status_code in _RETRYABLE
+                raise FetchFailed(feed.name, f"the server answers {response.status_code}", retryable=retryable)
+            return self._take(feed, response, part, have, cutoff)
 
     def _take(self, feed: FeedSpec, response: httpx.Response, part: Path, have: int, cutoff: Cutoff) -> Download:
         state = self._state(feed)
@@ -231,14 +224,16 @@ class FeedFetcher:
             self._keep(feed, state)
         length = response.headers.get("content-length", "")
         total = have + int(length) if length.isdigit() else None
+        problem = f"the file has more than the {feed.max_bytes} bytes allowed"
+        too_large = FetchFailed(feed.name, problem, retryable=False)
         if total is not None and total > feed.max_bytes:
-            raise _too_large(feed)
+            raise too_large
         with part.open("r+b" if have else "wb") as file:
             file.seek(have)
             for block in response.iter_raw():  # as received: with larger blocks a slow server takes hours to fill one
                 have += len(block)
                 if have > feed.max_bytes:
-                    raise _too_large(feed)
+                    raise too_large
                 if cutoff.shut:
                     break
                 file.write(block)
@@ -260,49 +255,31 @@ class FeedFetcher:
         write_whole(self._folder / f"{feed.name}.json", json.dumps(asdict(state)).encode())
 
 
-def _too_large(feed: FeedSpec) -> FetchFailed:
-    return FetchFailed(feed.name, f"the file has more than the {feed.max_bytes} bytes allowed", retryable=False)
-
-
 def _open(client: httpx.Client, feed: FeedSpec, headers: dict[str, str], cutoff: Cutoff) -> httpx.Response:
     """The response after all redirects; its body is unread."""
     url = httpx.URL(feed.url)
     for _ in range(_HOPS):
         if url.scheme not in ("http", "https"):
             raise FetchFailed(feed.name, f"it leads to {url.scheme}:, which is not fetched", retryable=False)
-        if not feed.private:
-            _check_host(feed, url)
+        guarded = not feed.private and not _proxied(url)  # a proxy makes the connection and applies its own rules
+        if guarded:
+            try:
+                found = socket.getaddrinfo(url.host, url.port or 0, type=socket.SOCK_STREAM)
+            except OSError as error:
+                raise FetchFailed(feed.name, f"the host {url.host} is not known: {error}") from None
+            for entry in found:
+                _check_address(feed, str(entry[4][0]), url.host)
         request = client.build_request("GET", url, headers=headers, extensions={"trace": cutoff.trace})
         response = client.send(request, stream=True)
-        if not feed.private:
-            _check_peer(feed, response, url)
+        stream: Any = response.extensions.get("network_stream")
+        peer = stream.get_extra_info("server_addr") if stream is not None else None
+        if guarded and peer:
+            _check_address(feed, str(peer[0]), url.host)
         if not response.has_redirect_location:
             return response
         response.close()
         url = url.join(response.headers["location"])
     raise FetchFailed(feed.name, f"more than {_HOPS} redirects", retryable=False)
-
-
-def _check_host(feed: FeedSpec, url: httpx.URL) -> None:
-    if _proxied(url):
-        return  # the proxy makes the connection and applies its own rules
-    try:
-        found = socket.getaddrinfo(url.host, url.port or 0, type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise FetchFailed(feed.name, f"the host {url.host} is not known: {error}") from None
-    for address in {str(entry[4][0]) for entry in found}:
-        _check_address(feed, address, url.host)
-
-
-def _check_peer(feed: FeedSpec, response: httpx.Response, url: httpx.URL) -> None:
-    stream: Any = response.extensions.get("network_stream")
-    peer = stream.get_extra_info("server_addr") if stream is not None else None
-    if peer and not _proxied(url):
-        try:
-            _check_address(feed, str(peer[0]), url.host)
-        except FetchFailed:
-            response.close()
-            raise
 
 
 def _check_address(feed: FeedSpec, address: str, host: str) -> None:

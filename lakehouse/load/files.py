@@ -26,7 +26,7 @@ FileMark = tuple[int, int, int]
 """Size, time of change (ns) and inode of a file: differs after a write or a replacement."""
 _GZIP, _PARQUET = b"\x1f\x8b", b"PAR1"
 _UNFINISHED = (".part", ".tmp", ".crdownload", ".filepart")
-SUFFIXES = {
+_SUFFIXES = {
     ".csv": "csv",
     ".tsv": "tsv",
     ".jsonl": "jsonl",
@@ -59,8 +59,8 @@ def imported(point: EntryPoint) -> Callable[..., Any]:
 
 
 def format_of_suffix(suffix: str) -> str:
-    """The format of files with this suffix; empty if it is unknown."""
-    return SUFFIXES.get(suffix, suffix[1:] if suffix[1:] in own_readers() else "")
+    """The format of files with this suffix; empty if unknown."""
+    return _SUFFIXES.get(suffix, suffix[1:] if suffix[1:] in own_readers() else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,10 +94,8 @@ class OpenFile:
 
 
 class TextStream(Protocol):
-    """Unpacked text of a file, read forward in blocks."""
-
     def read(self, size: int, /) -> bytes:
-        """Up to ``size`` bytes; none at the end."""
+        """Up to ``size`` bytes of unpacked text; none at the end."""
 
 
 def is_finished(path: Path) -> bool:
@@ -196,9 +194,8 @@ class _Gunzipped:
         try:
             return self._unzip.read(size)
         except EOFError:
-            raise BadFile(
-                self._name, f"the gzip stream is cut off after {self._unzip.tell():,} bytes of text"
-            ) from None
+            problem = f"the gzip stream is cut off after {self._unzip.tell():,} bytes of text"
+            raise BadFile(self._name, problem) from None
         except (OSError, zlib.error) as error:
             raise BadFile(self._name, f"damaged gzip: {error}") from None
 
