@@ -85,15 +85,15 @@ class Fold:
             relation: name of the partials, quoted where it needs to be.
             types: of the columns; sums are cast back to them (a sum of BIGINT is HUGEINT).
         """
-        group = ", ".join(map(_quoted, self.key))
+        group = ", ".join(map(quoted, self.key))
         if self.by_row:
-            order = ", ".join(f"{_quoted(name)} DESC NULLS LAST" for name in self.order)
+            order = ", ".join(f"{quoted(name)} DESC NULLS LAST" for name in self.order)
             return (
-                f"SELECT {', '.join(map(_quoted, columns))} FROM {relation} "  # noqa: S608 - names are quoted
+                f"SELECT {', '.join(map(quoted, columns))} FROM {relation} "  # noqa: S608 - names are quoted
                 f"QUALIFY row_number() OVER (PARTITION BY {group} ORDER BY {order}) = 1"
             )
         folded = [
-            _quoted(name) if name in self.key else self._sql_column(name, (types or {}).get(name)) for name in columns
+            quoted(name) if name in self.key else self._sql_column(name, (types or {}).get(name)) for name in columns
         ]
         return f"SELECT {', '.join(folded)} FROM {relation} GROUP BY {group}"  # noqa: S608 - names are quoted
 
@@ -154,8 +154,8 @@ class Fold:
         return rows.take(order.take(last["millrace.place_max"].combine_chunks()))
 
     def _sql_column(self, name: str, kind: str | None) -> str:
-        folded = f"{self.how.get(name, 'any_value')}({_quoted(name)})"
-        return f"CAST({folded} AS {kind}) AS {_quoted(name)}" if kind else f"{folded} AS {_quoted(name)}"
+        folded = f"{self.how.get(name, 'any_value')}({quoted(name)})"
+        return f"CAST({folded} AS {kind}) AS {quoted(name)}" if kind else f"{folded} AS {quoted(name)}"
 
 
 class UnknownColumn(MillraceError):
@@ -262,5 +262,6 @@ def _is_binary(kind: pa.DataType) -> bool:
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 
-def _quoted(name: str) -> str:
+def quoted(name: str) -> str:
+    """A name in DuckDB's SQL."""
     return '"' + name.replace('"', '""') + '"'

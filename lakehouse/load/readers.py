@@ -22,6 +22,7 @@ import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 
 from lakehouse.contract.pipeline import Source
+from lakehouse.contract.rows import quoted
 from lakehouse.contract.sql.ddl import parse_ddl
 from lakehouse.errors import BadFile
 from lakehouse.load.files import BLOCK, OpenFile, imported, own_readers, read_lines
@@ -347,30 +348,25 @@ def _text(name: str) -> str:
     return "'" + name.replace("'", "''") + "'"
 
 
-def _column(name: str) -> str:
-    return f'r."{name.replace(chr(34), chr(34) * 2)}"'
-
-
 def _quick_json_of(name: str, kind: str) -> str:
     """The value of :func:`_json_of` as text, with a shortcut for values in JSON's own notation."""
-    column = _column(name)
-    careful = f"coalesce(({_json_of(name, kind)})::VARCHAR, 'null')"
+    column = f"r.{quoted(name)}"
+    careful = f"coalesce(({_json_of(column, kind)})::VARCHAR, 'null')"
     if kind == "BOOLEAN":
         return f"CASE WHEN {column} IN ('true', 'false') THEN {column} ELSE {careful} END"
     plain = {**dict.fromkeys(_INTEGERS, _PLAIN_INTEGER), **dict.fromkeys(_NUMBERS, _JSON_NUMBER)}.get(kind)
     return f"CASE WHEN regexp_full_match({column}, '{plain}') THEN {column} ELSE {careful} END" if plain else careful
 
 
-def _json_of(name: str, kind: str) -> str:
+def _json_of(column: str, kind: str) -> str:
     """SQL of a text column's value as JSON of the declared type, or as text if it has another type."""
-    column = _column(name)
     empty = f"WHEN {column} = '' THEN NULL"
     text = f"to_json({column})"
     if kind in _INTEGERS:
-        fits = _matches(column, "[-+]?[0-9]{1,18}")
+        fits = f"regexp_full_match(trim({column}), '[-+]?[0-9]{{1,18}}')"
         return f"CASE {empty} WHEN {fits} THEN to_json(TRY_CAST({column} AS BIGINT)) ELSE {text} END"
     if kind in _NUMBERS:
-        fits = _matches(column, _JSON_NUMBER)
+        fits = f"regexp_full_match(trim({column}), '{_JSON_NUMBER}')"
         return f"CASE {empty} WHEN {fits} THEN trim({column})::JSON ELSE {text} END"
     if kind == "BOOLEAN":
         low = f"lower(trim({column}))"
@@ -378,7 +374,3 @@ def _json_of(name: str, kind: str) -> str:
     if kind in _NESTED:
         return f"CASE {empty} WHEN json_valid({column}) THEN {column}::JSON ELSE {text} END"
     return f"CASE {empty} ELSE {text} END"
-
-
-def _matches(column: str, pattern: str) -> str:
-    return f"regexp_full_match(trim({column}), '{pattern}')"

@@ -19,7 +19,7 @@ from lakehouse.contract.errors import ConfigError, QueryRefused
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Pipeline
 from lakehouse.contract.pipeline.folder import Staging
-from lakehouse.contract.rows import Fold
+from lakehouse.contract.rows import Fold, quoted
 from lakehouse.contract.sql.spark import parse_condition
 from lakehouse.contract.storage import table_rows
 from lakehouse.errors import StagingError
@@ -91,7 +91,7 @@ def _copy(product: DeltaTable, record: TableRef, target: TableRef, staging: Stag
         fold = Fold.from_properties(configuration)
         source = fold.sql("partials", dataset.schema.names) if fold else "SELECT * FROM partials"
         where = f" WHERE {_condition(staging)}" if staging.where else ""
-        picked = ", ".join(_quoted(name) for name in columns)
+        picked = ", ".join(quoted(name) for name in columns)
         found = connection.sql(f"SELECT {picked} FROM ({source}){where}")  # noqa: S608 - names are quoted, the rest parsed
         schema = pa.schema([dataset.schema.field(name) for name in columns])
         batches = (batch.cast(schema) for batch in found.to_arrow_reader(_BATCH_ROWS))
@@ -129,7 +129,3 @@ def _condition(staging: Staging) -> str:
         return str(parse_condition(staging.where).sql(dialect="duckdb"))
     except QueryRefused as error:
         raise ConfigError(error.problem, key=f"staging.{staging.name}.where", remedy=error.remedy) from None
-
-
-def _quoted(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'

@@ -11,6 +11,7 @@ from sqlglot import exp
 
 from lakehouse.contract.pipeline import Source
 from lakehouse.contract.pipeline.source import column_of
+from lakehouse.contract.rows import quoted
 from lakehouse.contract.sql.ddl import Field, parse_ddl
 
 EVENTS = "__events"
@@ -86,11 +87,11 @@ def events_sql(relation: str, columns: Collection[str], schema: PayloadSchema) -
 
 
 def _column(name: str, field: Field) -> str:
-    value = f"__parsed.{_quoted(name)}"
+    value = f"__parsed.{quoted(name)}"
     if fits := _FITS.get(field.declared):
         kinds = ", ".join(map(_text, fits))
         value = f"CASE WHEN json_type(__fields, {_pointer(name)}) IN ({kinds}) THEN {value} END"
-    return f"{value} AS {_quoted(column_of(name))}"
+    return f"{value} AS {quoted(column_of(name))}"
 
 
 def _structure(field: Field) -> Any:
@@ -111,7 +112,3 @@ def _pointer(*steps: str) -> str:
 
 def _text(text: str) -> str:
     return exp.Literal.string(text).sql(dialect="duckdb")
-
-
-def _quoted(name: str) -> str:
-    return exp.to_identifier(name, quoted=True).sql(dialect="duckdb")

@@ -37,7 +37,7 @@ from sqlglot.errors import SqlglotError
 from lakehouse.contract.deltalog import TableGone, TableUnreadable
 from lakehouse.contract.errors import MillraceError
 from lakehouse.contract.lake import Lake, UnknownTable
-from lakehouse.contract.rows import Fold
+from lakehouse.contract.rows import Fold, quoted
 from lakehouse.contract.sql import locked_connection
 from lakehouse.contract.sql.closures import Columns
 from lakehouse.contract.sql.filters import parse_condition
@@ -304,7 +304,7 @@ def _open(
     guard = statement.principal.condition(name)
     raw = "__source" if guard else alias if fold is None and events is None else alias + PARTIALS
     connection.register(raw, rows)
-    source, shown = _quoted(raw), ""
+    source, shown = quoted(raw), ""
     if events is not None:
         shown = events_sql(source, rows.schema.names, events)
         columns = connection.sql(f"{shown} LIMIT 0").to_arrow_table().schema
@@ -319,10 +319,10 @@ def _open(
             raise SqlError(f"the condition of this key does not fit {name!r}: {error}") from None
         kept = "" if condition is None else f" WHERE {condition.sql('duckdb')}"
         select = f"SELECT * FROM {f'({shown})' if shown else source}{kept}"  # noqa: S608 - parsed, quoted
-        connection.execute(f"CREATE TABLE {_quoted(alias)} AS {select}")
+        connection.execute(f"CREATE TABLE {quoted(alias)} AS {select}")
         connection.unregister(raw)
     elif shown:
-        connection.execute(f"CREATE VIEW {_quoted(alias)} AS {shown}")
+        connection.execute(f"CREATE VIEW {quoted(alias)} AS {shown}")
     return int(table.version())
 
 
@@ -376,10 +376,6 @@ def _rows(batch: pa.RecordBatch | pa.Table) -> Any:
         for column in batch.columns
     ]
     return zip(*columns, strict=True)
-
-
-def _quoted(name: str) -> str:
-    return exp.to_identifier(name, quoted=True).sql(dialect="duckdb")
 
 
 def main() -> None:
