@@ -1,5 +1,6 @@
 """What the control plane can be asked to do: one function an operation, run in a thread, in one transaction.
 
+An operation returns a page, or the row that its answer shows; with a new key also the text of it, or nothing.
 A key of a tenant sees and changes that tenant only. Whatever else there is does not exist for it.
 """
 
@@ -7,10 +8,9 @@ from __future__ import annotations
 
 import secrets
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlencode
@@ -103,10 +103,10 @@ class ControlCall:
 def list_tenants(call: ControlCall) -> types.Page[types.TenantEntry]:
     """Tenants: ``?after=&limit=``"""
     own = call.actor.tenant
-    return _page(call, TenantRow.name, partial(_entry, types.TenantEntry), *([TenantRow.name == own] if own else []))
+    return _page(call, TenantRow.name, types.TenantEntry, *([TenantRow.name == own] if own else []))
 
 
-def add_tenant(call: ControlCall) -> tuple[types.TenantEntry, TenantRow]:
+def add_tenant(call: ControlCall) -> TenantRow:
     """Add a tenant. The name of one that is gone is not given again, because its events are still in the tables"""
     call.operator()
     new: types.NewTenant = call.body
@@ -117,13 +117,12 @@ def add_tenant(call: ControlCall) -> tuple[types.TenantEntry, TenantRow]:
     row = TenantRow(name=new.name, title=new.title, created=change.now, revision=change.revision)
     call.session.add(row)
     change.log("tenant.add", new.name, new.name)
-    return _entry(types.TenantEntry, row), row
+    return row
 
 
-def show_tenant(call: ControlCall) -> tuple[types.TenantEntry, TenantRow]:
+def show_tenant(call: ControlCall) -> TenantRow:
     """A tenant"""
-    row = _tenant_row(call, call.path["tenant"])
-    return _entry(types.TenantEntry, row), row
+    return _tenant_row(call, call.path["tenant"])
 
 
 def remove_tenant(call: ControlCall) -> None:
@@ -151,10 +150,10 @@ def _tenant_row(call: ControlCall, name: str) -> TenantRow:
 def list_apps(call: ControlCall) -> types.Page[types.AppEntry]:
     """Apps of a tenant: ``?after=&limit=``"""
     tenant = _tenant_row(call, call.path["tenant"]).name
-    return _page(call, AppRow.name, partial(_entry, types.AppEntry), AppRow.tenant == tenant)
+    return _page(call, AppRow.name, types.AppEntry, AppRow.tenant == tenant)
 
 
-def add_app(call: ControlCall) -> tuple[types.AppEntry, AppRow]:
+def add_app(call: ControlCall) -> AppRow:
     """Add an app to a tenant"""
     new: types.NewApp = call.body
     change, tenant = call.changing, _tenant_row(call, call.path["tenant"]).name
@@ -172,16 +171,15 @@ def add_app(call: ControlCall) -> tuple[types.AppEntry, AppRow]:
     call.session.add(row)
     change.back("apps", f"{tenant}/{new.name}")
     change.log("app.add", new.name, tenant, ends=_text(row.ends))
-    return _entry(types.AppEntry, row), row
+    return row
 
 
-def show_app(call: ControlCall) -> tuple[types.AppEntry, AppRow]:
+def show_app(call: ControlCall) -> AppRow:
     """An app"""
-    row = _app_row(call, call.path["tenant"], call.path["app"])
-    return _entry(types.AppEntry, row), row
+    return _app_row(call, call.path["tenant"], call.path["app"])
 
 
-def change_app(call: ControlCall) -> tuple[types.AppEntry, AppRow]:
+def change_app(call: ControlCall) -> AppRow:
     """Set or clear the end of life of an app, after which none of its keys is good"""
     row = call.matches(_app_row(call, call.path["tenant"], call.path["app"]))
     change, ends = call.changing, call.body.ends
@@ -190,7 +188,7 @@ def change_app(call: ControlCall) -> tuple[types.AppEntry, AppRow]:
         update(KeyRow).where(KeyRow.tenant == row.tenant, KeyRow.app == row.name).values(revision=change.revision)
     )
     change.log("app.change", row.name, row.tenant, ends=_text(row.ends))
-    return _entry(types.AppEntry, row), row
+    return row
 
 
 def remove_app(call: ControlCall) -> None:
@@ -218,16 +216,16 @@ def _app_row(call: ControlCall, tenant: str, name: str) -> AppRow:
 
 def list_keys(call: ControlCall) -> types.Page[types.KeyEntry]:
     """Keys, of one tenant or app if asked: ``?tenant=&app=&after=&limit=``"""
-    return _page(call, KeyRow.id, partial(_key, call, types.KeyEntry), *_owned(call, KeyRow))
+    return _page(call, KeyRow.id, types.KeyEntry, *_owned(call, KeyRow))
 
 
-def add_key(call: ControlCall) -> tuple[types.MadeKey, KeyRow]:
+def add_key(call: ControlCall) -> tuple[KeyRow, str]:
     """Make a key; it is shown in this answer only"""
     name = new_key_id()
     text = new_key(name)
     row = _new_key(call, call.body, name, key_hash(text))
     call.changing.log("key.add", row.id, row.tenant, name=row.name, app=row.app, actions=row.actions)
-    return _key(call, types.MadeKey, row, key=text), row
+    return row, text
 
 
 def import_keys(call: ControlCall) -> types.Imported:
@@ -245,13 +243,12 @@ def import_keys(call: ControlCall) -> types.Imported:
     return types.Imported(added, known)
 
 
-def show_key(call: ControlCall) -> tuple[types.KeyEntry, KeyRow]:
+def show_key(call: ControlCall) -> KeyRow:
     """A key, without its secret"""
-    row = _row(call, KeyRow, call.path["id"])
-    return _key(call, types.KeyEntry, row), row
+    return _row(call, KeyRow, call.path["id"])
 
 
-def rotate_key(call: ControlCall) -> tuple[types.MadeKey, KeyRow]:
+def rotate_key(call: ControlCall) -> tuple[KeyRow, str]:
     """Replace a key by a new one with the same rights: the new one is good at once, the old one for the stated grace"""
     old, change = call.matches(_row(call, KeyRow, call.path["id"])), call.changing
     root = old.id.partition("-")[0]
@@ -270,7 +267,7 @@ def rotate_key(call: ControlCall) -> tuple[types.MadeKey, KeyRow]:
     else:
         change.drop_keys([old])
     change.log("key.rotate", old.id, old.tenant, name=old.name, by=name, grace_s=grace_s)
-    return _key(call, types.MadeKey, row, key=text), row
+    return row, text
 
 
 def revoke_key(call: ControlCall) -> None:
@@ -315,27 +312,21 @@ def _actions(new: types.NewKey) -> list[str]:
     return sorted({*new.actions, *(("read",) if "queries" in new.actions else ())})
 
 
-def _key(call: ControlCall, kind: type[_E], row: KeyRow, **more: Any) -> _E:
-    app = call.session.get(AppRow, (row.tenant, row.app)) if row.app else None
-    return _entry(kind, row, until=_moment(_sooner(row.until, app.ends if app else None)), **more)
-
-
 # --- sources
 
 
 def list_sources(call: ControlCall) -> types.Page[types.SourceEntry]:
     """Sources of the run time: ``?after=&limit=``"""
     call.operator()
-    return _page(call, SourceRow.name, partial(_entry, types.SourceEntry))
+    return _page(call, SourceRow.name, types.SourceEntry)
 
 
-def show_source(call: ControlCall) -> tuple[types.SourceEntry, SourceRow]:
+def show_source(call: ControlCall) -> SourceRow:
     """A source of the run time"""
-    row = _source_row(call)
-    return _entry(types.SourceEntry, row), row
+    return _source_row(call)
 
 
-def put_source(call: ControlCall) -> tuple[types.SourceEntry, SourceRow]:
+def put_source(call: ControlCall) -> SourceRow:
     """Declare a source, or change its declaration: what a pipeline.toml has below [sources.NAME], and its products"""
     call.operator()
     change, name = call.changing, call.path["name"]
@@ -350,7 +341,7 @@ def put_source(call: ControlCall) -> tuple[types.SourceEntry, SourceRow]:
         call.matches(row)
         row.declaration, row.revision = declaration, change.revision
     change.log("source.put", name, "", declaration=declaration)
-    return _entry(types.SourceEntry, row), row
+    return row
 
 
 def remove_source(call: ControlCall) -> None:
@@ -391,11 +382,10 @@ def _source_row(call: ControlCall) -> SourceRow:
 
 def list_subscriptions(call: ControlCall) -> types.Page[types.SubscriptionEntry]:
     """Subscriptions, of one tenant or app if asked: ``?tenant=&app=&after=&limit=``"""
-    shown = partial(_subscription, call, types.SubscriptionEntry)
-    return _page(call, SubscriptionRow.id, shown, *_owned(call, SubscriptionRow))
+    return _page(call, SubscriptionRow.id, types.SubscriptionEntry, *_owned(call, SubscriptionRow))
 
 
-def add_subscription(call: ControlCall) -> tuple[types.MadeSubscription, SubscriptionRow]:
+def add_subscription(call: ControlCall) -> tuple[SubscriptionRow, str]:
     """Make a subscription: its channels, and a key for them that is good at once"""
     new: types.NewSubscription = call.body
     change = call.changing
@@ -426,13 +416,12 @@ def add_subscription(call: ControlCall) -> tuple[types.MadeSubscription, Subscri
     )
     call.session.add(row)
     change.log("subscription.add", name, new.tenant, app=new.app, table=new.table, where=new.where, key=made)
-    return _subscription(call, types.MadeSubscription, row, key=text), row
+    return row, text
 
 
-def show_subscription(call: ControlCall) -> tuple[types.SubscriptionEntry, SubscriptionRow]:
+def show_subscription(call: ControlCall) -> SubscriptionRow:
     """A subscription"""
-    row = _row(call, SubscriptionRow, call.path["id"])
-    return _subscription(call, types.SubscriptionEntry, row), row
+    return _row(call, SubscriptionRow, call.path["id"])
 
 
 def remove_subscription(call: ControlCall) -> None:
@@ -445,18 +434,6 @@ def remove_subscription(call: ControlCall) -> None:
     change.drop_keys(call.session.scalars(keys).all())
 
 
-def _subscription(call: ControlCall, kind: type[_E], row: SubscriptionRow, **more: Any) -> _E:
-    base = call.serve_url
-    asked = urlencode({"table": row.table} | ({"columns": ",".join(row.columns)} if row.columns else {}))
-    channels = types.Channels(
-        websocket=f"ws{base.removeprefix('http')}/v1/subscribe?{asked}",
-        events=f"{base}/v1/subscribe?{asked}",
-        poll=f"{base}/v1/poll?{asked}",
-        rows=f"{base}/v1/tables/{row.table}",
-    )
-    return _entry(kind, row, channels=channels, key_id=row.key, **more)
-
-
 # --- audit and state
 
 
@@ -466,8 +443,8 @@ def list_audit(call: ControlCall) -> types.Page[types.AuditEntry]:
     if "after" in call.query:
         rows = rows.where(AuditRow.id < whole_number(call.query["after"], "after", 0, 999_999_999))
     found = call.session.scalars(rows.limit(limit)).all()
-    shown = [_entry(types.AuditEntry, row) for row in found]
-    return types.Page(shown, str(found[-1].id) if len(found) == limit else None)
+    entries = [shown(call, types.AuditEntry, row) for row in found]
+    return types.Page(entries, str(found[-1].id) if len(found) == limit else None)
 
 
 def state_since(session: Session, since: int | None) -> tuple[int, types.SharedState | None]:
@@ -514,7 +491,7 @@ def _shared_key(key: Mapping[Any, Any], until: int | None) -> dict[str, Any]:
 # --- helpers
 
 
-def _page(call: ControlCall, name: Any, shown: Callable[[Any], Any], *where: Any) -> types.Page[Any]:
+def _page(call: ControlCall, name: Any, kind: type[_E], *where: Any) -> types.Page[_E]:
     """Rows that fulfil the conditions, by ``name``, the column of their key."""
     limit = _limit(call)
     rows = select(name.class_).where(*where).order_by(name)
@@ -523,7 +500,9 @@ def _page(call: ControlCall, name: Any, shown: Callable[[Any], Any], *where: Any
             raise invalid("bad_request", "after is what next said")
         rows = rows.where(name > after)
     found = call.session.scalars(rows.limit(limit)).all()
-    return types.Page([shown(row) for row in found], getattr(found[-1], name.key) if len(found) == limit else None)
+    return types.Page(
+        [shown(call, kind, row) for row in found], getattr(found[-1], name.key) if len(found) == limit else None
+    )
 
 
 def _owned(call: ControlCall, kind: Any) -> list[Any]:
@@ -550,10 +529,22 @@ def _sooner(one: int | None, other: int | None) -> int | None:
     return min((each for each in (one, other) if each is not None), default=None)
 
 
-def _entry(kind: type[_E], row: Any, **more: Any) -> _E:
-    """A row as answers show it, with what ``more`` says beside it or instead."""
-    shown = {name: getattr(row, name) for name in kind.__struct_fields__ if name not in more}
-    return kind(**{name: _moment(value) if name in _MOMENTS else value for name, value in shown.items()}, **more)
+def shown(call: ControlCall, kind: type[_E], row: Any, **more: Any) -> _E:
+    """A row as answers of a kind show it, with what ``more`` says beside it or instead."""
+    if isinstance(row, KeyRow):
+        app = call.session.get(AppRow, (row.tenant, row.app)) if row.app else None
+        more["until"] = _moment(_sooner(row.until, app.ends if app else None))
+    elif isinstance(row, SubscriptionRow):
+        asked = urlencode({"table": row.table} | ({"columns": ",".join(row.columns)} if row.columns else {}))
+        more["key_id"] = row.key
+        more["channels"] = types.Channels(
+            websocket=f"ws{call.serve_url.removeprefix('http')}/v1/subscribe?{asked}",
+            events=f"{call.serve_url}/v1/subscribe?{asked}",
+            poll=f"{call.serve_url}/v1/poll?{asked}",
+            rows=f"{call.serve_url}/v1/tables/{row.table}",
+        )
+    values = {name: getattr(row, name) for name in kind.__struct_fields__ if name not in more}
+    return kind(**{name: _moment(value) if name in _MOMENTS else value for name, value in values.items()}, **more)
 
 
 def _moment(ms: int | None) -> datetime | None:

@@ -218,12 +218,10 @@ def _endpoint(operations: Mapping[str, Operation]) -> Callable[[Request], Awaita
             asked = request.path_params, query, decoded, request.headers.get("if-match", ""), context.serve_url
             if not operation.changes:
                 with context.store.reading() as session:
-                    result = operation.run(act.ControlCall(actor, session, *asked))
-                    return _answer(operation, result, request.headers), None
+                    return _answer(operation, act.ControlCall(actor, session, *asked), request.headers), None
             with context.store.changing(actor) as change:
-                result = operation.run(act.ControlCall(actor, change.session, *asked, change))
-                change.session.flush()
-                return _answer(operation, result, request.headers), change.revision
+                call = act.ControlCall(actor, change.session, *asked, change)
+                return _answer(operation, call, request.headers), change.revision
 
         response, revision = await asyncio.to_thread(run)
         if revision is not None:
@@ -235,16 +233,19 @@ def _endpoint(operations: Mapping[str, Operation]) -> Callable[[Request], Awaita
     return endpoint
 
 
-def _answer(operation: Operation, result: Any, headers: Mapping[str, str]) -> Response:
-    entry, row = result if isinstance(result, tuple) else (result, None)
+def _answer(operation: Operation, call: act.ControlCall, headers: Mapping[str, str]) -> Response:
+    result = operation.run(call)
+    call.session.flush()
     sent = {"Cache-Control": "no-store"}
-    if row is not None:
+    row, more = (result[0], {"key": result[1]}) if isinstance(result, tuple) else (result, {})
+    if hasattr(row, "revision"):
         sent["ETag"] = f'"{row.revision}"'
         if not operation.changes and headers.get("if-none-match") == sent["ETag"]:
             return Response(None, 304, sent)
-    if entry is None:
+        result = act.shown(call, operation.answer, row, **more)
+    if result is None:
         return Response(None, operation.status, sent)
-    return Response(msgspec.json.encode(entry), operation.status, sent, _JSON)
+    return Response(msgspec.json.encode(result), operation.status, sent, _JSON)
 
 
 def _decoded(request: Request, body: bytes, kind: Any) -> Any:
