@@ -232,17 +232,13 @@ class Channel:
         """The table with the columns that subscribers may see."""
         return visible(self.state.table, self.spec)
 
-    @property
-    def whole(self) -> ViewStream:
-        return self.streams[WHOLE]
-
     def view(self, request: SubscribeRequest, guard: str) -> SubscriberView:
         """The view for a request under the condition ``guard``; requests that ask alike share it.
 
         Raises FilterError.
         """
         if not (request.where or request.columns or request.select or guard or self.spec.narrows):
-            return self.whole.view
+            return self.streams[WHOLE].view
         table = self.state.table
         wanted = (table.columns, request.where, request.columns, request.select, guard)
         view = self._views.get(wanted)

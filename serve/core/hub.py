@@ -279,7 +279,7 @@ class Hub:
                 data = self._from_snapshot(subscriber, wire_channel)
             elif subscriber.replaying or (subscriber.stream is not None and subscriber in subscriber.stream.waiting):
                 return b""
-            elif subscriber.room != 0 and not wire_channel.ring.holds(subscriber.cursor):
+            elif subscriber.room != 0 and subscriber.cursor < wire_channel.ring.first:
                 lost = wire_channel.ring.first - subscriber.cursor
                 self._start_over(subscriber, "lagged", f"{lost} messages behind what the server keeps")
                 data = b""

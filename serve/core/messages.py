@@ -13,7 +13,7 @@ import base64
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Protocol
 
@@ -79,14 +79,10 @@ def change_messages(change: TableChange, seal: Seal, view: bytes) -> list[Messag
         position = start.at(change.version) if last else start.at(change.version - 1, number)
         after = start.at(change.version - 1, number - 1)
         head = _change_head(table, seal, position, after, last) | facts
-        gone = change.deletes[down]
-        messages.append(
-            _with_rows(
-                head,
-                (upserts[up], deletes[down]),
-                Message("change", b"", head, position, after, table, change.upserts[up], gone, _among(gone, change)),
-            )
-        )
+        rows, gone = change.upserts[up], change.deletes[down]
+        left = change.left and change.left.intersection(gone)
+        body = _change_body(head, upserts[up], gone, deletes[down], left)
+        messages.append(Message("change", body, head, position, after, table, rows, gone, left))
     return messages
 
 
@@ -122,10 +118,9 @@ def merged(messages: Sequence[Message], seal: Seal) -> Message:
         facts |= {name: pick(times)} if times else {}
     head = _change_head(table, seal, final.position, first.after, final.head["last"]) | facts
     head["merged"] = len(messages)
-    shell = Message(
-        "change", b"", head, final.position, first.after, table, rows, deletes, frozenset(left.intersection(deletes))
-    )
-    return _with_rows(head, (encode_rows(table.columns, rows), encode_rows(table.key, deletes)), shell)
+    still = frozenset(left.intersection(deletes))
+    body = _change_body(head, encode_rows(table.columns, rows), deletes, encode_rows(table.key, deletes), still)
+    return Message("change", body, head, final.position, first.after, table, rows, deletes, still)
 
 
 def snapshot_messages(
@@ -189,15 +184,16 @@ def _message(content: Mapping[str, Any], position: Position | None = None) -> Me
     return Message(content["type"], to_json(content), content, position)
 
 
-def _with_rows(head: Mapping[str, Any], rows: tuple[list[bytes], list[bytes]], shell: Message) -> Message:
-    upserts, deletes = rows
+def _change_body(
+    head: Mapping[str, Any], upserts: list[bytes], deletes: Sequence[Key], texts: list[bytes], left: frozenset[Key]
+) -> bytes:
+    """The JSON text of a change. ``upserts`` and ``texts``, which are ``deletes``, are encoded already."""
     content = dict(head)
     content["upserts"] = [orjson.Fragment(row) for row in upserts]
-    content["deletes"] = [orjson.Fragment(key) for key in deletes]
-    if shell.left:
-        gone = zip(shell.deletes, content["deletes"], strict=True)
-        content["leaves"] = [text for key, text in gone if key in shell.left]
-    return replace(shell, body=to_json(content))
+    content["deletes"] = gone = [orjson.Fragment(key) for key in texts]
+    if left:
+        content["leaves"] = [text for key, text in zip(deletes, gone, strict=True) if key in left]
+    return to_json(content)
 
 
 def _change_head(table: TableInfo, seal: Seal, position: Position, after: Position, last: bool) -> dict[str, Any]:
@@ -213,10 +209,6 @@ def _table_head(table: TableInfo, position: Position, seal: Seal) -> dict[str, A
         "position": seal.token(position),
         "position_lives_ms": table.retention_ms,
     }
-
-
-def _among(keys: Sequence[Key], change: TableChange) -> frozenset[Key]:
-    return change.left.intersection(keys) if change.left else change.left
 
 
 def _parts(upserts: Sequence[int], deletes: Sequence[int]) -> Iterator[tuple[slice, slice]]:

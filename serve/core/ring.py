@@ -63,7 +63,7 @@ class Ring:
         self._frames: deque[RingFrame] = deque()
         self._max_frames = max_frames
         self._max_bytes = max_bytes
-        self._start = start
+        self.start = start  # oldest position that can be served from here
         self.bytes = 0
         self.first = 0
 
@@ -75,12 +75,7 @@ class Ring:
     @property
     def head(self) -> Position:
         """Position of a subscriber that has everything."""
-        return self._frames[-1].position if self._frames else self._start
-
-    @property
-    def start(self) -> Position:
-        """Oldest position that can be served from here."""
-        return self._start
+        return self._frames[-1].position if self._frames else self.start
 
     @property
     def full(self) -> bool:
@@ -94,7 +89,7 @@ class Ring:
         while len(self._frames) > 1 and (len(self._frames) > self._max_frames or self.bytes > self._max_bytes):
             dropped = self._frames.popleft()
             self.bytes -= len(dropped.data)
-            self._start = dropped.position
+            self.start = dropped.position
             self.first += 1
 
     def prepend(self, start: Position, frames: Sequence[RingFrame]) -> int:
@@ -107,7 +102,7 @@ class Ring:
         Returns:
             How many were taken, counted from the end.
         """
-        if not frames or frames[-1].position != self._start:
+        if not frames or frames[-1].position != self.start:
             return 0
         taken = 0
         for frame in reversed(frames):
@@ -118,18 +113,14 @@ class Ring:
             self.first -= 1
             taken += 1
         if taken:
-            self._start = frames[-taken - 1].position if taken < len(frames) else start
+            self.start = frames[-taken - 1].position if taken < len(frames) else start
         return taken
 
     def find(self, position: Position) -> int | None:
         """Cursor of a subscriber at this position; None if the position is older than the ring or ahead of it."""
-        if not self._start <= position <= self.head:
+        if not self.start <= position <= self.head:
             return None
         return self.first + bisect_right(self._frames, position, key=lambda frame: frame.position)
-
-    def holds(self, cursor: int) -> bool:
-        """Whether a subscriber at the cursor has missed nothing."""
-        return cursor >= self.first
 
     def frame(self, cursor: int) -> RingFrame:
         """The frame with this number, which must be held."""
@@ -196,69 +187,39 @@ class Link(Protocol):
         """Return when the socket takes more or is gone. For replays, which make data at its pace."""
 
 
+@dataclass(eq=False, repr=False, slots=True)
 class Subscriber:
     """A cursor into the ring of a wire channel.
 
     It is *live* when everything has been written to it: a new frame goes straight to its socket. Otherwise it
     *trails*: its backlog is sent first, then the ring from its cursor on, as its socket drains. A subscriber with a
-    window is never
-    live: when it has everything it is *idle*, and is woken. One that leaves a ping unanswered is *silent*: it trails
-    and is handed nothing.
-
-    Args:
-        link: its transport; the hub only hands it back.
+    window is never live: when it has everything it is *idle*, and is woken. One that leaves a ping unanswered is
+    *silent*: it trails and is handed nothing until it shows a sign of reading.
     """
 
-    __slots__ = (
-        "acked",
-        "asked_at",
-        "at",
-        "backlog",
-        "codec",
-        "conflate",
-        "cursor",
-        "idle",
-        "label",
-        "link",
-        "live",
-        "parts",
-        "paused",
-        "principal",
-        "replaying",
-        "silent",
-        "snapshot",
-        "stream",
-        "told_slow",
-        "unacked",
-        "waiting_since",
-        "window",
-        "wire_channel",
-    )
-
-    def __init__(self, link: Link, codec: Codec, label: str = "", principal: Principal = OPEN) -> None:
-        self.link = link
-        self.codec = codec
-        self.label = label
-        self.principal = principal
-        self.stream: ViewStream | None = None
-        self.wire_channel: WireChannel | None = None
-        self.cursor = 0
-        self.at: Position | None = None  # position after the bytes handed out so far, while it is not live
-        self.backlog: list[tuple[bytes, Position | None]] = []  # goes out before anything else
-        self.snapshot: SharedSnapshot | None = None  # goes out after the backlog
-        self.parts = 0  # of the snapshot, sent so far
-        self.live = False
-        self.idle = False  # has everything, and a window
-        self.paused = False
-        self.silent = False  # it left a ping unanswered: it gets nothing until it shows a sign of reading
-        self.replaying = False
-        self.told_slow = False
-        self.conflate = False
-        self.window = 0
-        self.unacked: list[Position] = []  # changes sent and not acknowledged, if it has a window
-        self.waiting_since: float | None = None  # no sign of reading since then, ms
-        self.asked_at = 0  # the ring's next number when it was pinged
-        self.acked: int | None = None  # cursor after the last acknowledged message
+    link: Link
+    codec: Codec
+    label: str = ""
+    principal: Principal = OPEN
+    stream: ViewStream | None = None
+    wire_channel: WireChannel | None = None
+    cursor: int = 0
+    at: Position | None = None  # position after the bytes handed out so far, while it is not live
+    backlog: list[tuple[bytes, Position | None]] = field(default_factory=list)  # goes out before anything else
+    snapshot: SharedSnapshot | None = None  # goes out after the backlog
+    parts: int = 0  # of the snapshot, sent so far
+    live: bool = False
+    idle: bool = False
+    paused: bool = False
+    silent: bool = False
+    replaying: bool = False
+    told_slow: bool = False
+    conflate: bool = False
+    window: int = 0
+    unacked: list[Position] = field(default_factory=list)  # changes sent and not acknowledged, if it has a window
+    waiting_since: float | None = None  # no sign of reading since then, ms
+    asked_at: int = 0  # the ring's next number when it was pinged
+    acked: int | None = None  # cursor after the last acknowledged message
 
     @property
     def room(self) -> int | None:
@@ -322,19 +283,14 @@ def deliver(deliveries: Iterable[Outgoing]) -> None:
                 subscriber.link.write(delivery.data)
         if delivery.wake:
             for subscriber in delivery.to:
-                _woken(subscriber)
+                try:
+                    subscriber.link.pump()
+                except Exception:  # it does not affect the others
+                    log.exception("%s: the subscription failed", subscriber.label)
+                    subscriber.link.close(RequestError.FAILED, "the server failed; its log says how")
         if delivery.close:
             for subscriber in delivery.to:
                 subscriber.link.close(delivery.close, delivery.reason)
-
-
-def _woken(subscriber: Subscriber) -> None:
-    """Pump one subscriber. Its failure does not affect the others."""
-    try:
-        subscriber.link.pump()
-    except Exception:
-        log.exception("%s: the subscription failed", subscriber.label)
-        subscriber.link.close(RequestError.FAILED, "the server failed; its log says how")
 
 
 class WireChannel:

@@ -183,10 +183,10 @@ def test_a_snapshot_is_shared_and_the_ring_goes_on_from_it() -> None:
     world = World(ServeSettings(ring_frames=100))
     world.commit("x" * 10_000)
     world.join()
-    snapshot = world.hub.channels["t"].whole.snapshot
+    snapshot = world.hub.channels["t"].streams[WHOLE].snapshot
     world.commit(2)
     _, socket, _ = world.join()
-    assert world.hub.channels["t"].whole.snapshot is snapshot
+    assert world.hub.channels["t"].streams[WHOLE].snapshot is snapshot
     assert socket.kinds() == ["snapshot", "change"]
     world.commit("y" * 10_000)
     _, socket, _ = world.join()
