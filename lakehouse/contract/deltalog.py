@@ -32,6 +32,17 @@ _FOLDER = "_delta_log"
 _COMMIT = re.compile(r"(\d{20})\.json")
 _CHECKPOINT = re.compile(r"(\d{20})\.checkpoint\..*parquet")
 _WRITER_VERSION = 2  # of the protocol: appended commits need nothing of a later one
+_DAY_MS = 86_400_000
+_KEPT_MS = {"logRetentionDuration": 30 * _DAY_MS, "deletedFileRetentionDuration": 7 * _DAY_MS}  # Delta's defaults
+_UNITS_MS = {
+    "microsecond": 0.001,
+    "millisecond": 1.0,
+    "second": 1_000.0,
+    "minute": 60_000.0,
+    "hour": 3_600_000.0,
+    "day": float(_DAY_MS),
+    "week": 7.0 * _DAY_MS,
+}
 
 
 class TableGone(MillraceError):
@@ -117,6 +128,19 @@ class Commit:
     removed: tuple[RemovedFile, ...]
     info: Mapping[str, Any]
     metadata: Mapping[str, Any] | None = None
+
+
+def kept_ms(configuration: Mapping[str, str | None], what: str) -> int:
+    """A table's ``logRetentionDuration`` or ``deletedFileRetentionDuration``, such as ``interval 6 hours``, in
+    milliseconds; Delta's default if the table does not say, or in a form not known here.
+    """
+    words = (configuration.get(f"delta.{what}") or "").lower().removeprefix("interval").split()
+    total = 0.0
+    for number, unit in zip(words[::2], words[1::2], strict=False):
+        if not number.replace(".", "", 1).isdecimal() or unit.rstrip("s") not in _UNITS_MS:
+            return _KEPT_MS[what]
+        total += float(number) * _UNITS_MS[unit.rstrip("s")]
+    return int(total) if words and len(words) % 2 == 0 else _KEPT_MS[what]
 
 
 class DeltaLog:

@@ -26,7 +26,7 @@ from deltalake import ColumnProperties, CommitProperties, DeltaTable, WriterProp
 from lakehouse.bronze.clock import BronzeClock
 from lakehouse.bronze.readers import readers_of, unread_since
 from lakehouse.bronze.table import UNLIKE, progress
-from lakehouse.contract.deltalog import DeltaLog
+from lakehouse.contract.deltalog import DeltaLog, kept_ms
 from lakehouse.contract.errors import crash_point
 from lakehouse.contract.lake import LOADS, QUALITY, QUARANTINE, WARNINGS, Lake, TableRef
 from lakehouse.contract.pipeline import Source
@@ -56,8 +56,6 @@ _BRONZE_FILES = WriterProperties(
 )
 _WORTH = 0.7  # a fold that leaves more of the rows than this share is not worth its commit
 _DATE = re.compile(r"(?:^|/)date=(\d{4}-\d{2}-\d{2})/")
-_INTERVAL = re.compile(r"(?:interval\s+)?(.+)", re.IGNORECASE)
-_DAY_MS = 86_400_000
 # Several writers append to these and retry: commits of care do not conflict with theirs.
 _SHARED = (QUARANTINE, WARNINGS, QUALITY, LOADS)
 _looks: dict[LakePath, float] = {}  # last look of this process at a lake
@@ -212,20 +210,11 @@ def checkpoint_log(lake: Lake, table: TableRef, *, every: int = CHECKPOINT_EVERY
         return ""
     delta = DeltaTable(str(table.path))
     delta.create_checkpoint()
-    if table.layer == "bronze" and not may_clean(lake, table, kept_ms(delta, "logRetentionDuration") / 1000):
+    kept_s = kept_ms(delta.metadata().configuration, "logRetentionDuration") / 1000
+    if table.layer == "bronze" and not may_clean(lake, table, kept_s):
         return "log checkpoint (old versions stay: a query has still to read them)"
     delta.cleanup_metadata()
     return "log checkpoint"
-
-
-def kept_ms(delta: DeltaTable, what: str) -> int:
-    """The table's ``logRetentionDuration`` or ``deletedFileRetentionDuration`` in milliseconds."""
-    text = delta.metadata().configuration.get(f"delta.{what}", "")
-    match = _INTERVAL.fullmatch(text.strip())
-    try:
-        return duration_ms(match[1] if match else "")
-    except ValueError:
-        return 30 * _DAY_MS if what == "logRetentionDuration" else 7 * _DAY_MS
 
 
 def vacuum_table(lake: Lake, table: TableRef, *, locked: bool = False) -> int:
@@ -236,8 +225,8 @@ def vacuum_table(lake: Lake, table: TableRef, *, locked: bool = False) -> int:
     """
     delta = DeltaTable(str(table.path))
     if table.layer == "bronze":
-        cleanable = may_clean(lake, table, kept_ms(delta, "deletedFileRetentionDuration") / 1000)
-        if not cleanable or not delta.vacuum(dry_run=True):
+        kept_s = kept_ms(delta.metadata().configuration, "deletedFileRetentionDuration") / 1000
+        if not may_clean(lake, table, kept_s) or not delta.vacuum(dry_run=True):
             return 0
         with _bronze_turn(lake, table) as properties:
             return len(DeltaTable(str(table.path)).vacuum(dry_run=False, commit_properties=properties))

@@ -12,12 +12,12 @@ from deltalake.exceptions import DeltaError
 from lakehouse.bronze.readers import readers_of, too_late, unread_since
 from lakehouse.bronze.table import progress
 from lakehouse.contract import lake as names
-from lakehouse.contract.deltalog import DeltaLog
+from lakehouse.contract.deltalog import DeltaLog, kept_ms
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Pipeline, Source
 from lakehouse.gold.mark import versions_of
 from lakehouse.maintain.backlog import ALARM, OK, WARN, Ask, health_of, span
-from lakehouse.maintain.care import SMALL, kept_ms
+from lakehouse.maintain.care import SMALL
 from lakehouse.quality.notes import noted_unknown_fields
 
 MANY_SMALL = 1_000
@@ -100,7 +100,7 @@ class _Report:
             files=len(sizes),
             small=sum(size < SMALL for size in sizes),
             bytes=sum(sizes),
-            log_s=kept_ms(delta, "logRetentionDuration") / 1000,
+            log_s=kept_ms(delta.metadata().configuration, "logRetentionDuration") / 1000,
             keeps=source.bronze_retention if source else "",
             committed=log.written_at(delta.version()) or 0.0,
             too_late=too_late(self._lake, table) if source else {},

@@ -329,7 +329,7 @@ def _open(
 def _described(path: LakePath, table: DeltaTable, schema: pa.Schema) -> tuple[TableInfo, Fold | None]:
     """Description for filters. Bronze, for one, has no key."""
     try:
-        info = describe(path.name, metadata_of(table)).info
+        info = describe(path.name, metadata_of(table))
     except TableUnreadable:
         return TableInfo(path.name, "", tuple(schema.names), (), types=tuple(schema.types)), None
     whole = TableInfo(path.name, info.table_id, tuple(schema.names), info.key, types=tuple(schema.types))

@@ -22,24 +22,15 @@ import pyarrow.compute as pc
 from deltalake import DeltaTable, Schema
 from deltalake.exceptions import DeltaError, TableNotFoundError
 
-from lakehouse.contract.deltalog import AddedFile, Commit, DeltaLog, TableGone, TableUnreadable
+from lakehouse.contract.deltalog import AddedFile, Commit, DeltaLog, TableGone, TableUnreadable, kept_ms
 from lakehouse.contract.lake import PROPERTY_FOLD, PROPERTY_KEY, PROPERTY_ORDER, CommitFacts
 from lakehouse.contract.rows import Fold, Key, Row, names_in
 from lakehouse.contract.storage import LakePath, is_away, parquet_file
 from serve.core.messages import is_binary, rows_of
-from serve.core.model import DEFAULT_RETENTION_MS, TableChange, TableInfo, in_order
+from serve.core.model import TableChange, TableInfo, in_order
 from serve.core.position import WHOLE, Position
 from serve.errors import PositionExpired, SqlError
 
-_UNITS = {
-    "microsecond": 0.001,
-    "millisecond": 1.0,
-    "second": 1_000.0,
-    "minute": 60_000.0,
-    "hour": 3_600_000.0,
-    "day": 86_400_000.0,
-    "week": 604_800_000.0,
-}
 _FACTS_BACK = 200  # commits searched backwards for the last `through`
 _VERSION = re.compile(r"\d{1,18}")
 _SAME_SUM = 1e-12  # float sums in another order may differ by this much
@@ -103,10 +94,6 @@ class StateStep:
     files_removed: tuple[str, ...] = ()
 
 
-class NeedsLoad(Exception):
-    """The commit alone does not tell the rows: load the version and :func:`compare`."""
-
-
 def carried(before: CommitFacts, after: CommitFacts) -> CommitFacts:
     """``after``, with gaps filled from ``before``: maintenance commits say nothing of events."""
     return replace(
@@ -116,16 +103,12 @@ def carried(before: CommitFacts, after: CommitFacts) -> CommitFacts:
     )
 
 
-def step_of(state: TableState, commit: Commit, read: Callable[[AddedFile], list[Row]]) -> StateStep:
-    """What the commit changes.
+def step_of(state: TableState, commit: Commit, read: Callable[[AddedFile], list[Row]]) -> StateStep | None:
+    """What the next commit changes; None if it alone does not tell the rows: load its version and :func:`compare`.
 
     Args:
         state: before the commit; only read.
-        commit: the next version.
         read: returns rows of a data file in the table's columns.
-
-    Raises:
-        NeedsLoad: see :func:`compare`.
     """
     if state.table.folded:
         return _fold_step(state, commit, read)
@@ -154,9 +137,9 @@ def compare(state: TableState, loaded: TableState, facts: CommitFacts) -> StateS
     )
 
 
-def _fold_step(state: TableState, commit: Commit, read: Callable[[AddedFile], list[Row]]) -> StateStep:
+def _fold_step(state: TableState, commit: Commit, read: Callable[[AddedFile], list[Row]]) -> StateStep | None:
     if any(file.data_change for file in commit.removed):
-        raise NeedsLoad
+        return None
     partials = [row for file in commit.added if file.data_change for row in read(file)]
     table = state.table
     totals = table.folding.rows(table.columns, partials, state.rows)
@@ -164,9 +147,9 @@ def _fold_step(state: TableState, commit: Commit, read: Callable[[AddedFile], li
     return StateStep(table, commit.version, CommitFacts.of(table.name, commit), changed)
 
 
-def _upsert_step(state: TableState, commit: Commit, read: Callable[[AddedFile], list[Row]]) -> StateStep:
+def _upsert_step(state: TableState, commit: Commit, read: Callable[[AddedFile], list[Row]]) -> StateStep | None:
     if any(file.path not in state.files for file in commit.removed):
-        raise NeedsLoad
+        return None
     table = state.table
     new: dict[Key, Row] = {}
     files_added: dict[str, frozenset[Key]] = {}
@@ -183,7 +166,7 @@ def _upsert_step(state: TableState, commit: Commit, read: Callable[[AddedFile], 
     deletes = frozenset().union(*gone) - new.keys() if gone else frozenset()
     removed = tuple(file.path for file in commit.removed)
     if deletes and any(deletes & keys for path, keys in state.files.items() if path not in removed):
-        raise NeedsLoad  # a key in two files breaks the contract; the answer must be right all the same
+        return None  # a key in two files breaks the contract; the answer must be right all the same
     changed = {key: row for key, row in new.items() if state.rows.get(key) != row}
     facts = CommitFacts.of(table.name, commit)
     return StateStep(table, commit.version, facts, changed, tuple(deletes), files_added, removed)
@@ -199,21 +182,7 @@ def _same(table: TableInfo, old: Row, new: Row) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
-    """A table's description, and the Arrow types that its files are read to.
-
-    Attributes:
-        schema: types of ``info.columns``.
-        partitions: partition columns; their values are in the log, not in the files.
-    """
-
-    info: TableInfo
-    schema: pa.Schema
-    partitions: frozenset[str]
-
-
-def describe(name: str, metadata: Mapping[str, Any]) -> Described:
+def describe(name: str, metadata: Mapping[str, Any]) -> TableInfo:
     """The description in a metaData action. Raises TableUnreadable: no key, or a key or fold that does not fit."""
     configuration: Mapping[str, str] = metadata.get("configuration") or {}
     if configuration.get("delta.columnMapping.mode", "none") != "none":
@@ -226,7 +195,7 @@ def describe(name: str, metadata: Mapping[str, Any]) -> Described:
     if missing := [column for column in key if column not in schema.names]:
         raise TableUnreadable(name, f"{PROPERTY_KEY} names columns that it lacks: {', '.join(missing)}")
     fold = _fold_of(name, configuration, schema)
-    info = TableInfo(
+    return TableInfo(
         name,
         metadata["id"],
         tuple(schema.names),
@@ -236,7 +205,6 @@ def describe(name: str, metadata: Mapping[str, Any]) -> Described:
         retention_ms=retention_ms(configuration),
         order=fold.order if fold else (),
     )
-    return Described(info, schema, frozenset(metadata.get("partitionColumns") or ()))
 
 
 def metadata_of(table: DeltaTable) -> dict[str, Any]:
@@ -266,21 +234,7 @@ def _fold_of(name: str, configuration: Mapping[str, str], schema: pa.Schema) -> 
 
 def retention_ms(configuration: Mapping[str, str]) -> int:
     """For how long a version can be read: its log entries and data files must exist."""
-    return min(
-        _interval_ms(configuration.get("delta.logRetentionDuration", ""), 30 * 86_400_000),
-        _interval_ms(configuration.get("delta.deletedFileRetentionDuration", ""), DEFAULT_RETENTION_MS),
-    )
-
-
-def _interval_ms(text: str, default: int) -> int:
-    """Milliseconds of Delta's ``interval 6 hours``; the default for a form not known here."""
-    words = text.lower().removeprefix("interval").split()
-    total = 0.0
-    for number, unit in zip(words[::2], words[1::2], strict=False):
-        if not number.replace(".", "", 1).isdecimal() or unit.rstrip("s") not in _UNITS:
-            return default
-        total += float(number) * _UNITS[unit.rstrip("s")]
-    return int(total) if words and len(words) % 2 == 0 else default
+    return min(kept_ms(configuration, "logRetentionDuration"), kept_ms(configuration, "deletedFileRetentionDuration"))
 
 
 class TableReader:
@@ -288,12 +242,13 @@ class TableReader:
 
     def __init__(self, folder: LakePath) -> None:
         self.folder = folder
-        self._described: Described | None = None
+        self._described: TableInfo | None = None
+        self._partitions: frozenset[str] = frozenset()  # columns whose values are in the log, not in the files
 
     def info(self) -> TableInfo:
         """The table's newest description. Raises TableGone and TableUnreadable."""
         try:
-            return describe(self.folder.name, metadata_of(DeltaTable(str(self.folder)))).info
+            return describe(self.folder.name, metadata_of(DeltaTable(str(self.folder))))
         except (DeltaError, OSError) as error:
             raise TableGone(self.folder.name, f"there is no table: {str(error).splitlines()[0]}") from None
 
@@ -315,20 +270,17 @@ class TableReader:
             if is_away(error):  # the table is as it was
                 raise OSError(errno.EIO, str(error).splitlines()[0]) from error
             raise TableGone(name, f"version {version} cannot be loaded: {str(error).splitlines()[0]}") from error
-        described = describe(name, metadata)
-        self._described = described
-        files = [
-            AddedFile(add["path"], _texts(add.get("partition")), True)
-            for add in adds.select([c for c in ("path", "partition") if c in adds.column_names]).to_pylist()
-        ]
-        state = TableState(described.info, table.version(), self._facts(table.version()), {})
-        fold = described.info.folding
-        for file in files:
+        info = self._described = describe(name, metadata)
+        self._partitions = frozenset(metadata["partitionColumns"])
+        state = TableState(info, table.version(), self._facts(table.version()), {})
+        fold = info.folding
+        for add in adds.select([c for c in ("path", "partition") if c in adds.column_names]).to_pylist():
+            file = AddedFile(add["path"], _texts(add.get("partition")), True)
             rows = self.rows(file)
-            if described.info.folded:
-                state.rows.update(fold.rows(described.info.columns, rows, state.rows))
+            if info.folded:
+                state.rows.update(fold.rows(info.columns, rows, state.rows))
             else:
-                keyed = {described.info.key_of(row): row for row in rows}
+                keyed = {info.key_of(row): row for row in rows}
                 state.files[file.path] = frozenset(keyed)
                 state.rows.update(keyed)
         return state
@@ -337,14 +289,14 @@ class TableReader:
         """Rows of a data file in the described columns. Raises TableGone if it has been cleaned up."""
         described = self._described
         assert described is not None, "load() comes first"
-        wanted = [column.name for column in described.schema if column.name not in described.partitions]
+        wanted = [name for name in described.columns if name not in self._partitions]
         try:
             with parquet_file(file.located(self.folder)) as parquet:
                 present = set(parquet.schema_arrow.names)
                 table = parquet.read(columns=[name for name in wanted if name in present], use_threads=False)
         except FileNotFoundError:
             raise TableGone(self.folder.name, f"data file {file.path} has been cleaned up") from None
-        return rows_of(_shaped(table, described, file))
+        return rows_of(self._shaped(table, described, file))
 
     def advance(self, state: TableState, commit: Commit) -> TableChange:
         """Apply the next commit. Use :func:`prepare` to do so beside a state that others read."""
@@ -358,16 +310,30 @@ class TableReader:
             TableUnreadable: it can no longer be pushed.
         """
         if commit.metadata is not None:
-            described = describe(self.folder.name, commit.metadata)
-            if described.info.table_id != state.table.table_id or described.info.key != state.table.key:
+            info = describe(self.folder.name, commit.metadata)
+            if info.table_id != state.table.table_id or info.key != state.table.key:
                 raise TableGone(self.folder.name, "the table was replaced")
-            if described.info != state.table:
-                return compare(state, self.load(commit.version), CommitFacts.of(self.folder.name, commit))
-            self._described = described
-        try:
-            return step_of(state, commit, self.rows)
-        except NeedsLoad:
-            return compare(state, self.load(commit.version), CommitFacts.of(self.folder.name, commit))
+            if info != state.table:
+                return self._compared(state, commit)
+            self._partitions = frozenset(commit.metadata.get("partitionColumns") or ())
+        return step_of(state, commit, self.rows) or self._compared(state, commit)
+
+    def _compared(self, state: TableState, commit: Commit) -> StateStep:
+        return compare(state, self.load(commit.version), CommitFacts.of(self.folder.name, commit))
+
+    def _shaped(self, table: pa.Table, described: TableInfo, file: AddedFile) -> pa.Table:
+        """A data file's columns as the table is described."""
+        columns = []
+        for name, kind in zip(described.columns, described.types, strict=True):
+            if name in self._partitions:
+                text = file.partition.get(name) or None
+                values = pa.array([text] * table.num_rows, pa.string())
+                columns.append(pa.chunked_array([_cast_text(values, kind)]))
+            elif name in table.column_names:
+                columns.append(table.column(name).cast(kind, safe=False))
+            else:  # the column was added after the file
+                columns.append(pa.chunked_array([pa.nulls(table.num_rows, kind)]))
+        return pa.table(columns, names=described.columns)
 
     def _facts(self, version: int) -> CommitFacts:
         """Facts of a version; what it does not say comes from earlier commits."""
@@ -385,20 +351,6 @@ class TableReader:
 
 def _texts(partition: Mapping[str, Any] | None) -> dict[str, str | None]:
     return {name: None if value is None else str(value) for name, value in (partition or {}).items()}
-
-
-def _shaped(table: pa.Table, described: Described, file: AddedFile) -> pa.Table:
-    columns = []
-    for column in described.schema:
-        if column.name in described.partitions:
-            text = file.partition.get(column.name) or None
-            values = pa.array([text] * table.num_rows, pa.string())
-            columns.append(pa.chunked_array([_cast_text(values, column.type)]))
-        elif column.name in table.column_names:
-            columns.append(table.column(column.name).cast(column.type, safe=False))
-        else:  # the column was added after the file
-            columns.append(pa.chunked_array([pa.nulls(table.num_rows, column.type)]))
-    return pa.table(columns, names=described.schema.names)
 
 
 def _cast_text(values: pa.Array, kind: pa.DataType) -> pa.Array:

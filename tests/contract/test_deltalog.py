@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from deltalake import DeltaTable
 
-from lakehouse.contract.deltalog import AddedFile, DeltaLog, LogFollower, TableGone, TableUnreadable
+from lakehouse.contract.deltalog import AddedFile, DeltaLog, LogFollower, TableGone, TableUnreadable, kept_ms
 from lakehouse.contract.lake import CommitFacts
 from lakehouse.contract.storage import Stamp
 from tests.serve.lakes import Product, top_topics, topics, window
@@ -34,6 +34,22 @@ def test_a_product_commit(product: Product) -> None:
     assert (facts.through, facts.events) == ({"rsvps/0": 20}, 10)
     assert (facts.oldest_at, facts.newest_at) == (1_767_225_600_002, 1_767_225_600_502)
     assert facts.committed_at > 1_700_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("text", "hours"),
+    [
+        ("interval 6 hours", 6),
+        ("INTERVAL 1 day 12 hours", 36),
+        ("interval 2 weeks", 336),
+        ("1 month", 168),
+        ("", 168),
+        (None, 168),
+    ],
+)
+def test_retention_is_read_as_delta_writes_it(text: str | None, hours: int) -> None:
+    configuration = {"delta.deletedFileRetentionDuration": text}
+    assert kept_ms(configuration, "deletedFileRetentionDuration") == hours * 3_600_000
 
 
 def test_versions_and_infos(product: Product) -> None:

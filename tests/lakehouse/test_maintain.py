@@ -21,7 +21,7 @@ from deltalake import CommitProperties, DeltaTable, write_deltalake
 
 from lakehouse.bronze.readers import note_reader, reader_file, readers_of, unread_since
 from lakehouse.bronze.table import Progress, create, progress
-from lakehouse.contract.deltalog import DeltaLog
+from lakehouse.contract.deltalog import DeltaLog, kept_ms
 from lakehouse.contract.lake import LOADS, PROPERTY_POSITIONS, Lake, TableRef
 from lakehouse.contract.pipeline import Product, Source
 from lakehouse.contract.storage import LakePath, StorePath, write_whole
@@ -46,7 +46,6 @@ from lakehouse.maintain.care import (
     compact_product,
     end_retention,
     fold,
-    kept_ms,
     leading,
     may_clean,
     vacuum_product,
@@ -166,8 +165,10 @@ def test_a_writer_that_is_killed_in_its_care_goes_on(lake: Lake, point: str, pro
 def test_a_product_says_how_long_a_position_lives_and_keeps_it(lake: Lake) -> None:
     store = store_with(lake, TOTALS, 4)
     delta = DeltaTable(str(store.table.path))
-    assert delta.metadata().configuration[PROPERTY_POSITIONS] == "1800000"
-    assert kept_ms(delta, "logRetentionDuration") == kept_ms(delta, "deletedFileRetentionDuration") == 1_800_000
+    properties = delta.metadata().configuration
+    assert properties[PROPERTY_POSITIONS] == "1800000"
+    for what in ("logRetentionDuration", "deletedFileRetentionDuration"):
+        assert kept_ms(properties, what) == 1_800_000
     version = delta.version()
     assert vacuum_product(store) == 0  # all of it is promised
     assert DeltaTable(str(store.table.path)).version() == version  # and no commit was made for nothing

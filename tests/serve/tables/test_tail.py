@@ -318,7 +318,7 @@ async def test_every_prefix_and_every_resume(
             if folded
             else rows_view(opened.state.table, "count > 1", ["item"], "rank < 3")
         )
-        live, seen = live_view(view, opened.state), [b""]
+        live, seen = live_view(view, opened.state.table), [b""]
         if isinstance(live, AggregateView):
             assert not list(live.opening(opened.state.rows.values()))
         for operation in operations:
