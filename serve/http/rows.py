@@ -544,7 +544,7 @@ def _page(reader: TableReader, span: _Span, seal: Seal, limit: int) -> tuple[lis
     size, reached = 0, span.start
     last = min(span.until, span.start.version + MAX_VERSIONS)
     while reached.version < last:
-        for message in replay.next_chunk(last).messages:
+        for message in replay.next_chunk(last):
             assert message.position is not None
             reached = message.position
             if message.rows or message.deletes:

@@ -22,7 +22,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TypeVar
 
 from lakehouse.contract.avro import SCHEMAS
@@ -75,44 +74,29 @@ _AT_ONCE_S = 1.0  # how long a subscriber may keep its slot while it takes what 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The table is there, or was replaced.
+    """The table is there, or was replaced."""
 
-    Attributes:
-        state: rows at the version where following starts; the tail changes it.
-        detail: why earlier positions are void; empty the first time.
-    """
-
-    state: TableState
-    detail: str = ""
+    state: TableState  # at the version where following starts; the tail changes it
+    detail: str  # why earlier positions are void; empty the first time
 
 
 class Tail:
-    """Follows the table in ``folder``.
+    """Follows a table, which need not exist yet.
 
     Args:
-        folder: need not exist yet.
         poll_ms: pause between two looks for a next version.
         warm: how many versions before the newest to start from, if the log has them: a process that just started then
             has the last changes for those who resume.
         executor: where files are read.
-        reader: of the table; None: of a product's.
     """
 
-    def __init__(
-        self,
-        folder: LakePath,
-        *,
-        poll_ms: int,
-        warm: int = 0,
-        executor: Executor | None = None,
-        reader: TableReader | None = None,
-    ) -> None:
-        self.folder = folder
+    def __init__(self, reader: TableReader, *, poll_ms: int, warm: int = 0, executor: Executor | None = None) -> None:
+        self._reader = reader
+        self._name = reader.folder.name
         self._poll = poll_ms / 1000
         self._warm = warm
         self._executor = executor
-        self._reader = reader or TableReader(folder)
-        self._follower = LogFollower(folder)
+        self._follower = LogFollower(reader.folder)
         self._seen_at = 0.0
 
     async def follow(self) -> AsyncIterator[Opened | TableChange]:
@@ -153,10 +137,7 @@ class Tail:
         return self._reader.load()
 
     async def _next_step(self, state: TableState) -> StateStep:
-        """Wait for the next commit.
-
-        Transient errors of the operating system, such as too many open files, are retried.
-        """
+        """Wait for the next commit. Errors of the operating system, such as too many open files, are retried."""
         while True:
             try:
                 commit = await self._next_commit(state.version + 1)
@@ -181,7 +162,7 @@ class Tail:
                 except ValueError:  # some file systems show a file before all of it is written
                     tries += 1
                     if tries > _HALF_WRITTEN_TRIES:
-                        raise TableGone(self.folder.name, f"version {version} in the log is not JSON") from None
+                        raise TableGone(self._name, f"version {version} in the log is not JSON") from None
             follower.check()
             await asyncio.sleep(self._pause(loop.time()))
             if loop.time() > look_at:
@@ -195,7 +176,7 @@ class Tail:
         return min(_REMOTE_MOST_S, max(_REMOTE_LEAST_S, _REMOTE_SHARE * (now - self._seen_at)))
 
     def _say_later(self, what: str, error: OSError) -> None:
-        log.log(logging.DEBUG if is_away(error) else logging.WARNING, "%s: %s: %s", self.folder.name, what, error)
+        log.log(logging.DEBUG if is_away(error) else logging.WARNING, "%s: %s: %s", self._name, what, error)
 
     async def _call(self, function: Callable[..., _T], *arguments: object) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
@@ -210,25 +191,11 @@ def to_next_beat(now: float, pause: float) -> float:
     return left if left > 0.2 * pause else left + pause
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Consecutive messages.
-
-    Attributes:
-        start: the position before the first.
-        messages: each has a position.
-    """
-
-    start: Position
-    messages: Sequence[Message]
-
-
 class Replay:
     """Rebuilds the messages after a position, for a view. It blocks: not for the event loop."""
 
     def __init__(self, reader: TableReader, position: Position, view: SubscriberView, seal: Seal) -> None:
-        self.folder = reader.folder
-        self.position = position
+        self.position = position  # after the messages made so far
         self._view = view
         self._seal = seal
         self._reader = reader
@@ -236,8 +203,10 @@ class Replay:
         self._state: TableState | None = None
         self._live: LiveView | None = None
 
-    def next_chunk(self, until: int) -> Chunk:
+    def next_chunk(self, until: int) -> Sequence[Message]:
         """The next messages, up to version ``until`` and about :data:`CHUNK_BYTES`; none at ``until``.
+
+        Each has a position.
 
         Raises:
             PositionExpired: log or data files have been cleaned up, the table was replaced, or the view did not fit
@@ -258,24 +227,20 @@ class Replay:
                         messages.append(message)
                         size += len(message.body)
         except (TableGone, TableUnreadable, FilterError) as gone:
-            raise PositionExpired(self.folder.name, start.version, str(gone)) from gone
+            raise PositionExpired(self._reader.folder.name, start.version, str(gone)) from gone
         if messages:
             assert messages[-1].position is not None
             self.position = messages[-1].position
-        return Chunk(start, messages)
+        return messages
 
     def _opened(self) -> tuple[TableState, LiveView]:
         if self._state is None or self._live is None:
-            self._state = self._load()
+            self._state = self._reader.load(self.position.version)
+            if self._state.table.table_id != self.position.table_id:
+                raise TableGone(self._reader.folder.name, "the position is of another table of this name")
             with filter_errors(self._view):
                 self._live = finished(opened_view(self._view, self._state))
         return self._state, self._live
-
-    def _load(self) -> TableState:
-        state = self._reader.load(self.position.version)
-        if state.table.table_id != self.position.table_id:
-            raise TableGone(self.folder.name, "the position is of another table of this name")
-        return state
 
 
 def clock_ms() -> float:
@@ -314,8 +279,8 @@ class Tables:
         hub: Hub,
         border: TenantBorder,
         deliver: Callable[[Iterable[Outgoing]], None],
-        declared: Callable[[], Declarations | None] = lambda: None,
-        sources: Mapping[str, Source] = MappingProxyType({}),
+        declared: Callable[[], Declarations | None],
+        sources: Mapping[str, Source],
     ) -> None:
         self.lake = lake
         self.sources = sources
@@ -356,7 +321,6 @@ class Tables:
             self._replays.shutdown(wait=False, cancel_futures=True)
 
     def reader(self, folder: LakePath) -> TableReader:
-        """The reader of a table."""
         source = self.sources.get(folder.name) if folder.parent.name == BRONZE else None
         return TableReader(folder) if source is None else EventReader(folder, source, self.lake.shared / SCHEMAS)
 
@@ -366,10 +330,7 @@ class Tables:
         return self.scanned.is_set() and self._tails.keys() <= self._hub.channels.keys() | self.problems.keys()
 
     async def wait_for(self, name: str) -> None:
-        """Wait a little for a table that exists but is not in memory yet.
-
-        Raises RequestError if the lake is unreadable.
-        """
+        """Wait a little for a table that exists but is not in memory yet. Raises RequestError: no lake to be read."""
         if name in self.sources:
             self._used[name] = clock_ms()
         if name in self._hub.channels or not NAME_PATTERN.fullmatch(name):
@@ -433,13 +394,14 @@ class Tables:
         while subscriber.replaying:
             try:
                 until = stream.channel.state.version
-                chunk = await loop.run_in_executor(self._replays, replay.next_chunk, until)
+                start = replay.position
+                rebuilt = await loop.run_in_executor(self._replays, replay.next_chunk, until)
             except PositionExpired as expired:
                 if subscriber.replaying:
                     self._hub.replay_failed(subscriber, expired.detail)
                 break
             if subscriber.replaying:
-                self._hub.replay_received(subscriber, chunk.start, chunk.messages, clock_ms())
+                self._hub.replay_received(subscriber, start, rebuilt, clock_ms())
                 try:
                     async with asyncio.timeout(_AT_ONCE_S):
                         await self._taken(subscriber)
@@ -537,13 +499,8 @@ class Tables:
     async def _follow(self, table: TableRef) -> None:
         warm = WARM_VERSIONS
         while True:
-            tail = Tail(
-                table.path,
-                poll_ms=self._settings.poll_ms,
-                warm=warm,
-                executor=self._executor,
-                reader=self.reader(table.path),
-            )
+            reader = self.reader(table.path)
+            tail = Tail(reader, poll_ms=self._settings.poll_ms, warm=warm, executor=self._executor)
             pause = _FAILED_RETRY_S
             try:
                 async for event in tail.follow():

@@ -30,6 +30,7 @@ import numpy as np
 from ingest.broker import EmbeddedBroker
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.storage import LakePath, lake_path
+from serve.tables.state import TableReader
 from serve.tables.tables import Opened, Tail
 from tests.bench import bench_lakehouse
 from tests.bench.bench_latency import ROOT, Code, measure_millrace
@@ -88,7 +89,7 @@ async def notice(lake: LakePath, commits: int) -> dict[str, float]:
     """Milliseconds from the end of a commit to its change, by a tail as a server has it."""
     chance, product = random.Random(1), top_topics(lake)
     took = []
-    events = Tail(product.folder, poll_ms=20).follow()
+    events = Tail(TableReader(product.folder), poll_ms=20).follow()
     assert isinstance(await anext(events), Opened)
     for number in range(commits):
         change = asyncio.ensure_future(anext(events))

@@ -126,7 +126,7 @@ class Following:
         self._loop.close()
 
     async def _follow(self) -> None:
-        async for found in Tail(self.table.path, poll_ms=50).follow():
+        async for found in Tail(TableReader(self.table.path), poll_ms=50).follow():
             if isinstance(found, Opened):
                 state = found.state
                 self.breaks += [found.detail] if found.detail else []

@@ -36,7 +36,7 @@ QUICK = settings(max_examples=12, deadline=None, suppress_health_check=list(Heal
 
 @contextlib.asynccontextmanager
 async def following(folder: Path, *, warm: int = 0) -> AsyncIterator[AsyncIterator[Opened | TableChange]]:
-    events = Tail(folder, poll_ms=1, warm=warm).follow()
+    events = Tail(TableReader(folder), poll_ms=1, warm=warm).follow()
     try:
         yield events
     finally:
@@ -334,11 +334,11 @@ async def test_every_prefix_and_every_resume(
             assert held(opened.state.rows, opened.state.table.columns) == content(product.folder)
     for index, position in enumerate(tokens):
         chunk = Replay(TableReader(product.folder), position, SubscriberView(), SEAL).next_chunk(product.version)
-        assert [message.body for message in chunk.messages] == bodies[index + 1 :]
+        assert [message.body for message in chunk] == bodies[index + 1 :]
         viewed = Replay(TableReader(product.folder), replace(position, view=view.id), view, SEAL).next_chunk(
             product.version
         )
-        assert [message.body for message in viewed.messages] == seen[index + 1 :], "a view is resumed as it was live"
+        assert [message.body for message in viewed] == seen[index + 1 :], "a view is resumed as it was live"
     assert len(tokens) == product.version + 1
     rows = dict(states[0])
     for number, body in enumerate(bodies[1:], 1):  # a subscriber that applies the messages holds the same keys
@@ -359,15 +359,12 @@ def test_a_position_inside_of_a_commit_is_resumed_with_the_rest_of_it(
     product = top_topics(root)
     product.overwrite(topics(0, [1] * 10), [window(0)])
     product.overwrite(topics(0, [2] * 10), [window(0)])
-    whole = (
-        Replay(TableReader(product.folder), Position(str(product.table.metadata().id), 1), SubscriberView(), SEAL)
-        .next_chunk(2)
-        .messages
-    )
+    start = Position(str(product.table.metadata().id), 1)
+    whole = Replay(TableReader(product.folder), start, SubscriberView(), SEAL).next_chunk(2)
     assert len(whole) > 3
     assert [message.position.ordinal for message in whole if message.position] == [*range(1, len(whole)), 0]
     assert whole[1].position is not None
-    rest = Replay(TableReader(product.folder), whole[1].position, SubscriberView(), SEAL).next_chunk(2).messages
+    rest = Replay(TableReader(product.folder), whole[1].position, SubscriberView(), SEAL).next_chunk(2)
     assert [message.body for message in rest] == [message.body for message in whole[2:]]
 
 
