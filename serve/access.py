@@ -176,9 +176,8 @@ class ReaderGate:
         return self._keys.required
 
     def admit(self, headers: Mapping[str, str], query: str) -> Principal:
-        """The caller's principal; names of headers are in lower case.
-
-        Raises RequestError: 4403 a foreign page, 4401 no good key or ticket, 4429 too often.
+        """The caller's principal; names of headers are in lower case. Raises RequestError: 4403 a foreign page, 4401 no
+        good key or ticket, 4429 too often.
         """
         self._check_page(headers)
         if not self._keys.required:
@@ -287,10 +286,8 @@ def is_local_name(host: str) -> bool:
 def make_gate(
     settings: Settings, seal: Seal, border: TenantBorder = UNDECLARED, manager: StateManager | None = None
 ) -> ReaderGate:
-    """The gate of a process; with a state manager the control plane says who may read, without one a key file.
-
-    Raises:
-        ConfigError: everybody could read everything, or keys or origins are unusable.
+    """The gate of a process; with a state manager the control plane says who may read, without one a key file. Raises
+    ConfigError: everybody could read everything, or keys or origins are unusable.
     """
     serve = settings.serve
     keys = KeyRing(reader_keys(settings) if manager is None else manager.keys(ReaderKey, "read"))

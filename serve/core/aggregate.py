@@ -252,6 +252,7 @@ class AggregateView:
         names = [known.resolve(node.name) for node in (grouped.expressions if grouped else [])]
         self._by = [known.at[name][0] for name in names]
         self._items = [_item(node, names, table, known) for node in select.expressions]
+        self._aggregated = [item for item in self._items if item.group is None]
         listed = [item.name for item in self._items]
         if len(set(listed)) != len(listed):
             raise FilterError("two columns have the same name", "Name them with AS")
@@ -274,10 +275,10 @@ class AggregateView:
         if group is None:
             if len(self._groups) >= MAX_GROUPS:
                 raise FilterError(f"it has more than {MAX_GROUPS} groups", "Make it a product of the pipeline")
-            group = self._groups[at] = _Group(0, [item.new() for item in self._items if item.group is None])
+            group = self._groups[at] = _Group(0, [item.new() for item in self._aggregated])
         group.rows += 1 if add else -1
         touched.add(at)
-        for part, item in zip(group.parts, [item for item in self._items if item.group is None], strict=True):
+        for part, item in zip(group.parts, self._aggregated, strict=True):
             value = row if item.value is None else item.value(row)
             if value is not None:
                 (part.add if add else part.remove)(value)
@@ -298,7 +299,7 @@ class AggregateView:
         return upserts, deletes
 
     def _result(self, at: Key, group: _Group | None) -> Row:
-        parts = iter(group.parts if group else [item.new() for item in self._items if item.group is None])
+        parts = iter(group.parts if group else [item.new() for item in self._aggregated])
         return tuple([next(parts).result() if item.group is None else at[item.group] for item in self._items])
 
     def _rebound(self, change: TableChange) -> TableChange:
@@ -390,12 +391,11 @@ def parse_select(sql: str, table: TableInfo) -> exp.Select:
     inner, grouped = tree.args.get("where"), tree.args.get("group")
     if inner is not None:
         check(inner.this)
-    if grouped is not None:
-        if any(value for name, value in grouped.args.items() if name != "expressions"):
-            raise FilterError("GROUP BY takes columns only")
-        if not all(isinstance(node, exp.Column) for node in grouped.expressions):
-            raise FilterError("GROUP BY takes columns only")
-    for node in [*tree.expressions, *(grouped.expressions if grouped else [])]:
+    by = [] if grouped is None else grouped.expressions
+    extra = grouped is not None and any(value for name, value in grouped.args.items() if name != "expressions")
+    if extra or not all(isinstance(node, exp.Column) for node in by):
+        raise FilterError("GROUP BY takes columns only")
+    for node in [*tree.expressions, *by]:
         _check_item(node)
     normalised = normal(tree, known)
     assert isinstance(normalised, exp.Select)
@@ -424,10 +424,8 @@ def _statement(sql: str, table: TableInfo) -> exp.Select:
 
 
 def _join_references(tree: exp.Select, table: TableInfo) -> None:
-    """Replace joins of a source with its references by the references' columns, and drop the source's alias.
-
-    Raises:
-        FilterError: a reference is joined in another way than it is declared, or has no such field.
+    """Replace joins of a source with its references by the references' columns, and drop the source's alias. Raises
+    FilterError: a reference is joined in another way than it is declared, or has no such field.
     """
     source = tree.args.get("from_") or tree.args.get("from")
     if not table.references or source is None:

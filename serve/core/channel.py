@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from itertools import islice
 from typing import TypeVar
@@ -45,9 +44,8 @@ _RATE_MS = 10_000
 
 
 class ViewStream:
-    """A view of one table at work, evaluated once for all who share it.
-
-    Raises FilterError if it does not fit the table.
+    """A view of one table at work, evaluated once for all who share it. Raises FilterError if it does not fit the
+    table.
     """
 
     def __init__(self, view: SubscriberView, channel: Channel) -> None:
@@ -93,10 +91,8 @@ class ViewStream:
         return wire_channel
 
     def apply_change(self, change: TableChange, now: float) -> dict[str, bytes]:
-        """Put a change into the rings; returns its bytes by name of the wire channel.
-
-        Raises:
-            FilterError: the view no longer fits the table, or fails on the change.
+        """Put a change into the rings; returns its bytes by name of the wire channel. Raises FilterError: the view no
+        longer fits the table, or fails on the change.
         """
         with filter_errors(self.view):
             messages = change_messages(self.live.advance(change), self.channel.seal, self.view.id)
@@ -233,10 +229,7 @@ class Channel:
         return visible(self.state.table, self.spec)
 
     def view(self, request: SubscribeRequest, guard: str) -> SubscriberView:
-        """The view for a request under the condition ``guard``; requests that ask alike share it.
-
-        Raises FilterError.
-        """
+        """The view for a request under the condition ``guard``; requests that ask alike share it. Raises FilterError."""
         if not (request.where or request.columns or request.select or guard or self.spec.narrows):
             return self.streams[WHOLE].view
         table = self.state.table
@@ -333,11 +326,8 @@ def _by_key(pair: tuple[Key, Row]) -> tuple[object, ...]:
 
 
 def channels_of(pipeline: Pipeline) -> dict[str, ChannelSpec]:
-    """The declared channels of products and views.
-
-    Raises:
-        ConfigError: a condition is not SQL, or not allowed in filters. Its columns are checked when the table is known
-            (:func:`visible`, :func:`view_of`).
+    """The declared channels of products and views. Raises ConfigError: a condition is not SQL, or not allowed in
+    filters. Its columns are checked when the table is known (:func:`visible`, :func:`view_of`).
     """
     found = {name: product.channel for name, product in pipeline.products.items()}
     found |= {name: view.channel for name, view in pipeline.views.items()}
@@ -361,10 +351,8 @@ def visible(table: TableInfo, spec: ChannelSpec) -> TableInfo:
     if not spec.columns:
         return table
     known = Columns.of(table)
-    chosen = {known.resolve(name) for name in spec.columns} | set(table.key)
-    at = [i for i, name in enumerate(table.columns) if name in chosen]
-    types = tuple(table.types[i] for i in at) if table.types else ()
-    return replace(table, columns=tuple(table.columns[i] for i in at), types=types)
+    seen, _ = table.narrowed({known.resolve(name) for name in spec.columns} | set(table.key))
+    return seen
 
 
 def view_of(table: TableInfo, request: SubscribeRequest, guard: str, spec: ChannelSpec = EVERYTHING) -> SubscriberView:

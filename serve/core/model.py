@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
@@ -54,6 +54,14 @@ class TableInfo:
     @property
     def folding(self) -> Fold:
         return Fold(self.key, self.fold, self.order)
+
+    def narrowed(self, names: Collection[str]) -> tuple[TableInfo, list[int]]:
+        """The table with these columns only, and where its rows have them."""
+        at = [i for i, name in enumerate(self.columns) if name in names]
+        columns = tuple([self.columns[i] for i in at])
+        types = tuple([self.types[i] for i in at]) if self.types else ()
+        fold = {name: how for name, how in self.fold.items() if name in names}
+        return replace(self, columns=columns, types=types, fold=fold), at
 
     def key_of(self, row: Row) -> Key:
         return tuple([row[self.columns.index(name)] for name in self.key])

@@ -30,10 +30,7 @@ class LiveView(Protocol):
         """The view's columns and key."""
 
     def advance(self, change: TableChange) -> TableChange:
-        """The change in the view. Call it for every commit, in order.
-
-        Raises FilterError if the columns no longer fit.
-        """
+        """The change in the view. Call it for every commit, in order. Raises FilterError if the columns no longer fit."""
 
     def source(self, rows: Mapping[Key, Row]) -> list[tuple[Key, Row]]:
         """Input of :meth:`rows`: the table's current rows, or the view's own."""
@@ -206,11 +203,7 @@ class RowsView:
         pin = None if condition is None else pin_of(condition, known)
         if not self._view.columns:
             return _Bound(table, matches, None, pin)
-        chosen = {known.resolve(name) for name in self._view.columns} | set(table.key)
-        at = [i for i, name in enumerate(table.columns) if name in chosen]
-        types = tuple(table.types[i] for i in at) if table.types else ()
-        fold = {name: how for name, how in table.fold.items() if name in chosen}
-        seen = replace(table, columns=tuple(table.columns[i] for i in at), types=types, fold=fold)
+        seen, at = table.narrowed({known.resolve(name) for name in self._view.columns} | set(table.key))
         return _Bound(seen, matches, lambda row: tuple([row[i] for i in at]), pin)
 
 

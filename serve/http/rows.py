@@ -214,10 +214,8 @@ class RowSource:
         return reader, spec
 
     async def read_log(self, read: Callable[[], _T]) -> _T:
-        """Run a function that reads a table's log, in a thread of its own.
-
-        Raises:
-            RequestError: the versions are gone, the table has no rows by key, or too many ask.
+        """Run a function that reads a table's log, in a thread of its own. Raises RequestError: the versions are gone,
+        the table has no rows by key, or too many ask.
         """
         if self._reading >= 3 * self._at_once:
             raise RequestError(RequestError.FULL, "busy", "too many older versions are being read; ask again")

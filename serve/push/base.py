@@ -33,7 +33,7 @@ def _nowhere(data: bytes) -> None:
 
 
 class SubscriberConnection(asyncio.Protocol):
-    """One connection: an asyncio protocol beneath uvicorn, and a :class:`~serve.core.ring.Link`.
+    """One connection; also its subscribers' :class:`~serve.core.ring.Link`.
 
     Args:
         server_state, app_state: as uvicorn passes them; ``app_state`` has ``hub``, ``tables`` and ``gate``.
@@ -55,7 +55,6 @@ class SubscriberConnection(asyncio.Protocol):
         self._connections: set[Any] = server_state.connections
         self._tasks: tuple[asyncio.Task[None], ...] = ()
         self._drain: asyncio.Future[None] | None = None
-        self._entered = False
 
     # asyncio.Protocol
 
@@ -81,7 +80,7 @@ class SubscriberConnection(asyncio.Protocol):
         self.lost = True
         self.shut()
         self._connections.discard(self)
-        self._left()
+        self.gate.leave(self.principal, self)
         self.unsubscribe()
         for task in self._tasks:
             task.cancel()
@@ -142,7 +141,6 @@ class SubscriberConnection(asyncio.Protocol):
         """Authenticate; the connection counts towards its key until it is gone. Raises RequestError."""
         self.principal = self.gate.admit(headers, query)
         self.gate.enter(self.principal, self)
-        self._entered = True
         return self.principal
 
     def subscribe(self, request: SubscribeRequest, accepted: Callable[[], None] | None = None) -> None:
@@ -173,11 +171,6 @@ class SubscriberConnection(asyncio.Protocol):
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s: the subscription failed", self.peer, exc_info=error)
             self.close(RequestError.FAILED, "the server failed; its log says how")
-
-    def _left(self) -> None:
-        if self._entered:
-            self._entered = False
-            self.gate.leave(self.principal, self)
 
     def _release(self) -> None:
         if self._drain is not None and not self._drain.done():

@@ -62,10 +62,8 @@ async def refused_request(_: Request, error: Exception) -> Response:
 
 
 async def json_body(request: Request, most: int, kind: type[_S]) -> _S:
-    """The object in a request's body, at most ``most`` bytes.
-
-    Raises:
-        RequestError: 415 another type, 413 too large, 400 not JSON, or not of this kind.
+    """The object in a request's body, at most ``most`` bytes. Raises RequestError: 415 another type, 413 too large, 400
+    not JSON, or not of this kind.
     """
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise RequestError(4415, "bad_request", "send application/json")

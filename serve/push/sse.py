@@ -82,10 +82,6 @@ class SseConnection(SubscriberConnection):
     def data_received(self, data: bytes) -> None:
         """Nothing is expected after the request."""
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._ended = True
-        super().connection_lost(exc)
-
     def close(self, code: int, reason: str) -> None:
         """Send the reason as the last event, then end the stream."""
         self.unsubscribe()
@@ -98,22 +94,19 @@ class SseConnection(SubscriberConnection):
         self.transport.close()
         self.loop.call_later(_CLOSE_S, self.transport.abort)
 
-    @property
-    def _cors(self) -> bytes:
-        if self._origin is None:
-            return b""
-        return b"access-control-allow-origin: %s\r\nvary: origin\r\n" % self._origin.encode("latin-1")
-
     def _head(self) -> None:
         """Send the response head. The body lasts as long as the connection."""
-        if self._ended:
+        if self.lost or self._ended:
             return
         self.opened()  # from the head to the last event
+        cors = b""
+        if self._origin is not None:
+            cors = b"access-control-allow-origin: %s\r\nvary: origin\r\n" % self._origin.encode("latin-1")
         retry = int(RETRY_MS * (0.5 + random.random()))
         self.transport.write(
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncache-control: no-store\r\n"
             b"x-accel-buffering: no\r\nx-content-type-options: nosniff\r\nconnection: close\r\n"
-            b"%s\r\nretry: %d\n\n" % (self._cors, retry)
+            b"%s\r\nretry: %d\n\n" % (cors, retry)
         )
 
     def refuse(self, error: RequestError) -> None:

@@ -139,10 +139,8 @@ class EventReader(TableReader):
         return state
 
     def prepare(self, state: TableState, commit: Commit) -> StateStep:
-        """The step of a commit: its events come, and the oldest that there were leave.
-
-        Raises:
-            TableGone: the table was replaced, files have been cleaned up, or too many events came at once.
+        """The step of a commit: its events come, and the oldest that there were leave. Raises TableGone: the table was
+        replaced, files have been cleaned up, or too many events came at once.
         """
         if commit.metadata is not None and commit.metadata["id"] != state.table.table_id:
             raise TableGone(self.folder.name, "the table was replaced")
