@@ -229,7 +229,7 @@ class Channel:
         return visible(self.state.table, self.spec)
 
     def view(self, request: SubscribeRequest, guard: str) -> SubscriberView:
-        """The view for a request under the condition ``guard``; requests that ask alike share it. Raises FilterError."""
+        """The view for a request under the condition ``guard``, shared by all that ask alike. Raises FilterError."""
         if not (request.where or request.columns or request.select or guard or self.spec.narrows):
             return self.streams[WHOLE].view
         table = self.state.table

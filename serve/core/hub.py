@@ -177,7 +177,7 @@ class Hub:
         return self._begins(subscriber, stream, request.position)
 
     def refiltered(self, subscriber: Subscriber, request: SubscribeRequest, now: float) -> None:
-        """It wants other rows or columns: ``expired``, then a snapshot. Raises RequestError; then the old filter stays."""
+        """It wants other rows or columns: ``expired``, then a snapshot. Raises RequestError; the old filter stays."""
         self._now = now
         stream = subscriber.stream
         if stream is None:

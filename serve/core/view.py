@@ -30,7 +30,7 @@ class LiveView(Protocol):
         """The view's columns and key."""
 
     def advance(self, change: TableChange) -> TableChange:
-        """The change in the view. Call it for every commit, in order. Raises FilterError if the columns no longer fit."""
+        """The change in the view. Call it for every commit, in order. Raises FilterError: the columns no longer fit."""
 
     def source(self, rows: Mapping[Key, Row]) -> list[tuple[Key, Row]]:
         """Input of :meth:`rows`: the table's current rows, or the view's own."""
