@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ingest.broker import EmbeddedBroker
@@ -30,8 +31,6 @@ from lakehouse.contract.storage import write_whole
 GIB = 1 << 30
 MEMORY_BYTES = 4 * GIB  # Spark driver 2.5, broker 0.5, the Python processes together 0.5, and air
 DISK_BYTES = 5 * GIB  # Kafka's and the collector's logs are bounded to a few GiB
-PLAYER_PORT = 8402
-_PLAYER = "port for simulating"
 _PACKAGES = {
     "ingest": ("kafka", "deltalake", "pyarrow", "sqlglot", "starlette", "uvicorn", "websockets"),
     "serve": ("datasketches", "deltalake", "duckdb", "sqlglot", "starlette", "uvicorn", "websockets"),
@@ -62,16 +61,21 @@ def checks(load: Callable[[], Settings] = load_settings) -> list[MachineCheck]:
     Args:
         load: reads the settings.
     """
-    found = [_python(), _attempt("Java", _java), *_packages(), *_configuration(load)]
-    found += [_jars(set_name) for set_name in JAR_SETS]
     try:
         settings = load()
     except MillraceError:
-        settings = Settings()  # said already, by _configuration
-    found += [_memory(), _disk(settings.work_folder()), *_ports(settings)]
+        settings = Settings()  # _configuration says it
+    found = [_attempt("Python", _python), _attempt("Java", _java)]
+    found += [_attempt(f"packages for {extra}", partial(_packages, extra)) for extra in _PACKAGES]
+    found += _configuration(load)
+    found += [_attempt(f"jars for {name}", partial(_jars, name), optional=True) for name in JAR_SETS]
+    found.append(_attempt("memory", _memory, optional=True))
+    disk = _attempt("disk", lambda: str(_writable(settings.work_folder())))
+    found.append(_attempt("disk", partial(_disk, settings.work_folder()), optional=True) if disk.ok else disk)
+    found += _ports(settings)
     if settings.kafka.bootstrap:
-        found.append(_kafka(settings.kafka.bootstrap))
-    return [*found, _browser()]
+        found.append(_attempt("Kafka", partial(_reach_kafka, settings.kafka.bootstrap)))
+    return found
 
 
 def before_start(
@@ -93,9 +97,11 @@ def before_start(
             found += pipeline_problems(load_pipeline(settings.pipeline_folder()))
         except ConfigError as error:
             found.append(error)
-        found += [*_raised(_lake_writable, settings), *_raised(_jar_locks)]
+        found += _raised(_lake_writable, settings)
+        for set_name in JAR_SETS:
+            found += _raised(locked_jars, set_name)
         for check in _ports(settings) if ports else ():
-            if not check.ok and check.name != _PLAYER and not _is_ours(settings, check.detail.split()[0]):
+            if not check.ok and not _is_ours(settings, check.detail.split()[0]):
                 found.append(EnvironmentProblem(f"the {check.name}, {check.detail}", check.remedy))
         return [*found, *java.result(), *broker.result()]
 
@@ -106,11 +112,6 @@ def _raised(look: Callable[..., object], *arguments: object) -> list[ConfigError
     except (ConfigError, EnvironmentProblem) as error:
         return [error]
     return []
-
-
-def _jar_locks() -> None:
-    for set_name in JAR_SETS:
-        locked_jars(set_name)
 
 
 def _lake_writable(settings: Settings) -> None:
@@ -156,20 +157,21 @@ def _is_ours(settings: Settings, address: str) -> bool:
     return any(part.running and part.address.endswith(f"//{address}") for part in parts(Lake.of(settings)))
 
 
-def _attempt(name: str, look: Callable[[], str]) -> MachineCheck:
+def _attempt(name: str, look: Callable[[], str], *, optional: bool = False) -> MachineCheck:
     """The check of something that says its problem by raising."""
     try:
-        return MachineCheck(name, True, look())
+        return MachineCheck(name, True, look(), optional=optional)
     except EnvironmentProblem as error:
-        return MachineCheck(name, False, error.problem, error.remedy)
+        return MachineCheck(name, False, error.problem, error.remedy, optional)
     except MillraceError as error:
         return MachineCheck(name, False, str(error), "Correct the file")
 
 
-def _python() -> MachineCheck:
+def _python() -> str:
     version = ".".join(map(str, sys.version_info[:3]))
-    ok = (3, 11) <= sys.version_info[:2] < (3, 13)
-    return MachineCheck("Python", ok, version, "" if ok else "Use Python 3.11 or 3.12")
+    if not (3, 11) <= sys.version_info[:2] < (3, 13):
+        raise EnvironmentProblem(version, "Use Python 3.11 or 3.12")
+    return version
 
 
 def _java() -> str:
@@ -177,12 +179,11 @@ def _java() -> str:
     return f"{java.major} ({java.path})"
 
 
-def _packages() -> Iterator[MachineCheck]:
-    for extra, names in _PACKAGES.items():
-        missing = [name for name in names if importlib.util.find_spec(name) is None]
-        detail = f"missing: {', '.join(missing)}" if missing else f"{len(names)} found"
-        remedy = install_extra(extra) if missing else ""
-        yield MachineCheck(f"packages for {extra}", not missing, detail, remedy)
+def _packages(extra: str) -> str:
+    names = _PACKAGES[extra]
+    if missing := [name for name in names if importlib.util.find_spec(name) is None]:
+        raise EnvironmentProblem(f"missing: {', '.join(missing)}", install_extra(extra))
+    return f"{len(names)} found"
 
 
 def _configuration(load: Callable[[], Settings]) -> Iterator[MachineCheck]:
@@ -198,7 +199,7 @@ def _configuration(load: Callable[[], Settings]) -> Iterator[MachineCheck]:
     except ConfigError:
         return  # the settings said so
     for folder in sorted(folders):
-        yield _attempt(f"pipeline {folder.name}", lambda folder=folder: _pipeline(folder))  # type: ignore[misc]
+        yield _attempt(f"pipeline {folder.name}", partial(_pipeline, folder))
 
 
 def _pipeline(folder: Path) -> str:
@@ -210,25 +211,22 @@ def _pipeline(folder: Path) -> str:
     return f"sources: {', '.join(pipeline.sources)}; products: {', '.join(pipeline.products) or 'none'}"
 
 
-def _jars(set_name: str) -> MachineCheck:
-    name = f"jars for {set_name}"
-    try:
-        missing, total = missing_jars(set_name), len(locked_jars(set_name))
-    except ConfigError as error:
-        return MachineCheck(name, False, str(error), "Correct the file")
-    if not missing:
-        return MachineCheck(name, True, f"{total} in {jars_dir()}")
-    remedy = "They are fetched on first use; or now: millrace prepare"
-    return MachineCheck(name, False, f"{len(missing)} of {total} are not in {jars_dir()}", remedy, optional=True)
+def _jars(set_name: str) -> str:
+    missing, total = missing_jars(set_name), len(locked_jars(set_name))
+    if missing:
+        remedy = "They are fetched on first use; or now: millrace prepare"
+        raise EnvironmentProblem(f"{len(missing)} of {total} are not in {jars_dir()}", remedy)
+    return f"{total} in {jars_dir()}"
 
 
-def _memory() -> MachineCheck:
+def _memory() -> str:
     free = _free_memory()
     if free is None:
-        return MachineCheck("memory", True, "cannot be told on this system")
-    ok = free >= MEMORY_BYTES
-    remedy = "" if ok else f"Have {MEMORY_BYTES / GIB:.0f} GiB free, or lower MILLRACE_SPARK_DRIVER_MEMORY"
-    return MachineCheck("memory", ok, f"{free / GIB:.1f} GiB free", remedy, optional=True)
+        return "cannot be told on this system"
+    if free < MEMORY_BYTES:
+        remedy = f"Have {MEMORY_BYTES / GIB:.0f} GiB free, or lower MILLRACE_SPARK_DRIVER_MEMORY"
+        raise EnvironmentProblem(f"{free / GIB:.1f} GiB free", remedy)
+    return f"{free / GIB:.1f} GiB free"
 
 
 def _free_memory() -> int | None:
@@ -246,26 +244,24 @@ def _free_memory() -> int | None:
         return free  # no limit
 
 
-def _disk(lake: Path) -> MachineCheck:
-    try:
-        free = shutil.disk_usage(_writable(lake)).free
-    except EnvironmentProblem as error:
-        return MachineCheck("disk", False, error.problem, error.remedy)
-    low = free < DISK_BYTES
-    remedy = f"Have {DISK_BYTES / GIB:.0f} GiB free, or set MILLRACE_LAKE to a folder on another disk" if low else ""
-    return MachineCheck("disk", not low, f"{free / GIB:.1f} GiB free for {lake.absolute()}", remedy, optional=True)
+def _disk(lake: Path) -> str:
+    free = shutil.disk_usage(_writable(lake)).free
+    detail = f"{free / GIB:.1f} GiB free for {lake.absolute()}"
+    if free < DISK_BYTES:
+        remedy = f"Have {DISK_BYTES / GIB:.0f} GiB free, or set MILLRACE_LAKE to a folder on another disk"
+        raise EnvironmentProblem(detail, remedy)
+    return detail
 
 
 def _ports(settings: Settings) -> Iterator[MachineCheck]:
-    serve, collect, stop = settings.serve, settings.collect, "or stop what listens there"
-    for what, host, port, remedy in (
-        ("port for serving", serve.host, serve.port, f"Set MILLRACE_SERVE_PORT, {stop}"),
-        ("port for collecting", collect.host, collect.port, f"Set MILLRACE_COLLECT_PORT, {stop}"),
-        (_PLAYER, "127.0.0.1", PLAYER_PORT, f"Use simulate --port, {stop}"),
+    for what, host, port, variable in (
+        ("port for serving", settings.serve.host, settings.serve.port, "MILLRACE_SERVE_PORT"),
+        ("port for collecting", settings.collect.host, settings.collect.port, "MILLRACE_COLLECT_PORT"),
     ):
         free = port == 0 or is_free(host, port)
         detail = f"{host}:{port} is {'free' if free else 'taken, perhaps by Millrace itself'}"
-        yield MachineCheck(what, free, detail, "" if free else remedy, optional=True)
+        remedy = "" if free else f"Set {variable}, or stop what listens there"
+        yield MachineCheck(what, free, detail, remedy, optional=True)
 
 
 def is_free(host: str, port: int) -> bool:
@@ -279,54 +275,19 @@ def is_free(host: str, port: int) -> bool:
     return True
 
 
-def _kafka(bootstrap: str) -> MachineCheck:
-    return next(
-        (MachineCheck("Kafka", False, found.problem, found.remedy) for found in _raised(_reach_kafka, bootstrap)),
-        MachineCheck("Kafka", True, f"{bootstrap} answers"),
-    )
-
-
-def _reach_kafka(bootstrap: str) -> None:
-    """Connect to the first broker that answers; nothing to do if none is named.
-
-    Raises:
-        EnvironmentProblem: none answers.
-    """
+def _reach_kafka(bootstrap: str) -> str:
+    """Connect to the first broker that answers; nothing if none is named. Raises EnvironmentProblem: none answers."""
     reason = ""
     for address in filter(None, bootstrap.split(",")):
         host, _, port = address.strip().rpartition(":")
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=3).close()
-            return
+            return f"{bootstrap} answers"
         except (OSError, ValueError) as error:
             reason = f"Kafka does not answer at {bootstrap}: {error}"
     if reason:
         raise EnvironmentProblem(reason, "Start it, or unset MILLRACE_KAFKA to use the embedded broker")
-
-
-def _browser() -> MachineCheck:
-    name = "Chromium for browser tests"
-    for command in ("chromium", "chromium-browser", "google-chrome"):
-        if path := shutil.which(command):
-            return MachineCheck(name, True, path, optional=True)
-    installed = _playwright_browser()
-    if installed is not None and installed.exists():
-        return MachineCheck(name, True, str(installed), optional=True)
-    return MachineCheck(
-        name, False, "not found", "apt-get install chromium, or: playwright install chromium", optional=True
-    )
-
-
-def _playwright_browser() -> Path | None:
-    if importlib.util.find_spec("playwright") is None:
-        return None
-    from playwright.sync_api import Error, sync_playwright
-
-    try:
-        with sync_playwright() as playwright:
-            return Path(playwright.chromium.executable_path)
-    except Error:
-        return None
+    return ""
 
 
 logger = logging.getLogger(__name__)
