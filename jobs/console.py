@@ -10,7 +10,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,6 +29,9 @@ from lakehouse.contract.settings import Settings, load_settings
 from lakehouse.contract.storage import is_away
 
 if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+    from rich.status import Status
+
     from lakehouse.contract.pipeline import Pipeline
 
 _WHOLE = 100_000  # columns: nothing is cut or wrapped where no terminal is to be fitted
@@ -89,6 +93,19 @@ def chosen_pipeline() -> tuple[Settings, Pipeline]:
 
     settings = chosen_settings()
     return settings, declared_pipeline(settings)
+
+
+@contextmanager
+def spark_session(settings: Settings, name: str) -> Iterator[tuple[SparkSession, Status]]:
+    """A Spark session of its own, and the line of the terminal that says what it does."""
+    from lakehouse.session import build_session
+
+    with err.status("starting Spark …") as status:
+        spark = build_session(settings, name)
+        try:
+            yield spark, status
+        finally:
+            spark.stop()
 
 
 def print_json(value: Any) -> None:

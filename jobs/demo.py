@@ -318,7 +318,7 @@ def _played(pipeline: Pipeline, options: DemoOptions) -> list[str]:
 
 def _stats(stack: Stack) -> dict[str, Any]:
     """What the collector says of each source; empty while it is away."""
-    document = get_json(f"{stack.address.collect}/v1/stats")
+    document = get_json(f"{stack.where['collect']}/v1/stats")
     return dict(document["sources"]) if document else {}
 
 
@@ -400,7 +400,7 @@ class Show:
         lake, stack = Lake.of(self.settings), self.stack
         since_us = int(time.time() * 1e6)
         self.before = {name: source_counts(stack, name) for name in self.sources}
-        url = f"{stack.address.serve}/"
+        url = f"{stack.where['serve']}/"
         self.console.print(f"Dashboard [bold link={url}]{url}[/]   lake {self.settings.lake}")
         board = Board(self.console, self.shown, url, quiet=self.options.quiet)
         readers = [asyncio.create_task(self._follow(name, board)) for name in {p.name for p in self.watched.values()}]
@@ -485,7 +485,7 @@ class Show:
     async def _follow(self, table: str, board: Board) -> None:
         pushes = self.pushes.setdefault(table, [])
         options = ClientOptions(wait_for_table=True, longest_s=RETRY_S)
-        async with subscribe(self.stack.address.serve, table, options=options) as subscription:
+        async with subscribe(self.stack.where["serve"], table, options=options) as subscription:
             async for message in subscription.reader():
                 now = time.time() * 1000
                 pushes.append(Push(now, dict(message.through or {})))
@@ -530,7 +530,7 @@ class Show:
         while time.monotonic() < deadline and not self.stopping:
             await asyncio.to_thread(self.stack.tend)
             if await self._at_rest():
-                ends = await asyncio.to_thread(end_offsets, self.stack.address.kafka, topics, self.stack.security())
+                ends = await asyncio.to_thread(end_offsets, self.stack.where["broker"], topics, self.stack.security())
                 through = ends is not None and await asyncio.to_thread(tables_through, lake, self.pipeline, ends)
                 if ends is not None and through and self._pushed(ends):
                     return True

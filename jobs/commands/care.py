@@ -26,6 +26,7 @@ from jobs.console import (
     out,
     print_json,
     print_table,
+    spark_session,
     stopped_by_signals,
 )
 from lakehouse.contract.errors import ConfigError
@@ -321,15 +322,12 @@ def quality(
 
     settings, loaded = chosen_pipeline()
     with ExitStack() as held:
-        status = held.enter_context(err.status("checking …"))
         spark = None
         if engine is Engine.SPARK:
-            from lakehouse.session import build_session
-
-            status.update("starting Spark …")
-            spark = build_session(settings, "millrace-quality")
-            held.callback(spark.stop)
+            spark, status = held.enter_context(spark_session(settings, "millrace-quality"))
             status.update("checking …")
+        else:
+            held.enter_context(err.status("checking …"))
         lake = Lake.of(settings)
         if report is None and history:
             report = lake.data_docs
@@ -424,21 +422,18 @@ def replay(
         raise ConfigError("say what to do", key="replay", remedy="millrace replay --verify")
     from jobs.lineage import replay_step, told
     from lakehouse.replay import verify as compare
-    from lakehouse.session import build_session
 
     settings, loaded = chosen_pipeline()
     lake = Lake.of(settings)
     if not any(lake.bronze(source).exists() for source in loaded.sources):
         problem = f"no source of pipeline {loaded.name} has events in lake {settings.lake}"
         raise ConfigError(problem, key="replay", remedy="Name the lake with --lake, and its pipeline with --pipeline")
-    with err.status("starting Spark …") as status:
-        spark = build_session(settings, "millrace-replay")
-        try:
-            with told(settings, [replay_step(lake, loaded)]) as problems:
-                found = list(compare(spark, settings, loaded, step=lambda text: status.update(text + " …")))
-                problems += [f"{item.table} differs from what bronze gives" for item in found if not item.equal]
-        finally:
-            spark.stop()
+    with (
+        spark_session(settings, "millrace-replay") as (spark, status),
+        told(settings, [replay_step(lake, loaded)]) as problems,
+    ):
+        found = list(compare(spark, settings, loaded, step=lambda text: status.update(text + " …")))
+        problems += [f"{item.table} differs from what bronze gives" for item in found if not item.equal]
     if as_json:
         print_json([{**dataclasses.asdict(item), "equal": item.equal} for item in found])
     else:

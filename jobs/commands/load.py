@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
@@ -78,102 +78,103 @@ def load(
     """
     from lakehouse.load.files import FORMATS, own_readers
     from lakehouse.load.loader import LoaderService
-    from lakehouse.load.worker import check_extensions
+    from lakehouse.load.worker import LoadJob, check_extensions
 
-    settings, loaded = chosen_pipeline()
+    settings, pipeline = chosen_pipeline()
     _check(paths, watch, feeds, format, (*FORMATS, *own_readers()), encoding, delimiter)
     check_extensions(gates=gate)
     log_to_stderr()
-    options = {"kind": format, "encoding": encoding, "delimiter": delimiter, "node": node, "trial": dry_run}
-    make = _Jobs(settings, {**options, "max_rejects": max_rejects, "gate": gate})
+    jobs = [
+        LoadJob(
+            Lake.of(settings),
+            one,
+            tenant=settings.tenant,
+            kind=format,
+            encoding=encoding,
+            delimiter=delimiter,
+            node=node,
+            trial=dry_run,
+            max_rejects=max_rejects,
+            gate=gate,
+        )
+        for one in (_fed(pipeline, source) if feeds else [_source(pipeline, source)])
+    ]
     allowed_s = _seconds(sla) if sla else None
     if paths:
-        _load_now(make, _source(loaded, source), paths, workers, allowed_s, as_json=as_json)
+        raise typer.Exit(_load_now(settings, jobs[0], paths, workers, allowed_s, as_json=as_json))
     if dry_run:
         raise ConfigError("a dry run takes files", key="--dry-run", remedy="Give paths instead of --watch or --feeds")
     service = LoaderService(stopped_by_signals(), workers=workers, allowed_s=allowed_s, once=once)
     with metrics_server(settings.metrics_port, service.metrics) as url:
         log.info("metrics at %s", url)
         if watch is not None:
-            status = _serve_inbox(service, make, _source(loaded, source), watch, settle, as_json=as_json)
+            status = _serve_inbox(settings, service, jobs[0], watch, settle, as_json=as_json)
         else:
-            status = _serve_feeds(service, make, loaded, source, as_json=as_json)
+            status = _serve_feeds(settings, service, jobs, as_json=as_json)
     raise typer.Exit(status if once else 0)
 
 
 def _load_now(
-    make: _Jobs, source: Source, paths: Sequence[str], workers: int, allowed_s: float | None, *, as_json: bool
-) -> None:
+    settings: Settings, job: LoadJob, paths: Sequence[str], workers: int, allowed_s: float | None, *, as_json: bool
+) -> int:
     from lakehouse.load.files import find
     from lakehouse.load.loader import load as run
 
-    files, job = find(paths), make.job(source)
+    files = find(paths)
     step = _step(job, *(Path(file.path) for file in files))
     with (
         _Bars(sum(file.size for file in files), len(files), quiet=as_json) as bars,
-        told(make.settings, [step]) as problems,
+        told(settings, [step]) as problems,
     ):
         done = run(job, files, workers=workers, allowed_s=allowed_s, notify=bars.tell)
         problems += [f"{report.name}: {report.reason}" for report in done.reports if not report.ok]
     _say(done, as_json)
-    raise typer.Exit(status_of([done]))
+    return status_of(done)
 
 
 def _serve_inbox(
-    service: LoaderService, make: _Jobs, source: Source, folder: Path, settle_s: float, *, as_json: bool
+    settings: Settings, service: LoaderService, job: LoadJob, folder: Path, settle_s: float, *, as_json: bool
 ) -> int:
     from lakehouse.load.loader import Inbox
 
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}", key="--watch", remedy="Make it, or name another")
     err.print(f"watching {folder}; done files go to {folder}/done, others to {folder}/failed")
-    statuses, job = [], make.job(source)
-    with told(make.settings, [_step(job, folder)], streaming=True):
+    statuses = {0}
+    with told(settings, [_step(job, folder)], streaming=True):
         for done in service.watch(job, Inbox(folder, settle_s)):
             _say(done, as_json)
-            statuses.append(status_of([done]))
-    return max(statuses, default=0)
+            statuses.add(status_of(done))
+    return worst(statuses)
 
 
-def _serve_feeds(service: LoaderService, make: _Jobs, pipeline: Pipeline, only: str | None, *, as_json: bool) -> int:
-    sources = [_source(pipeline, only)] if only else [s for s in pipeline.sources.values() if s.feeds]
-    if not any(source.feeds for source in sources):
-        raise ConfigError("no source has feeds", key="feeds", remedy="Add [[sources.NAME.feeds]] to the pipeline")
-    failures = 0
-    statuses = []
-    jobs = [make.job(source) for source in sources]
+def _serve_feeds(settings: Settings, service: LoaderService, jobs: Sequence[LoadJob], *, as_json: bool) -> int:
+    statuses = {0}
     steps = [_step(job, *(feed.url for feed in job.source.feeds)) for job in jobs]
-    with told(make.settings, steps, streaming=True):
+    with told(settings, steps, streaming=True):
         for found in service.fetch(jobs):
             if found.load is not None:
                 _say(found.load, as_json)
-                statuses.append(status_of([found.load]))
-            failures += bool(found.problem)
-    return 1 if failures else max(statuses, default=0)
+                statuses.add(status_of(found.load))
+            if found.problem:
+                statuses.add(1)
+    return worst(statuses)
 
 
 def _step(job: LoadJob, *inputs: Path | str) -> LineageStep:
     return LineageStep(f"load.{job.source.name}", inputs, (job.lake.bronze(job.source.name),))
 
 
-def status_of(loads: Sequence[Load]) -> int:
+def status_of(load: Load) -> int:
     """Exit status: 0 all is in, 1 a file is not, 4 all is in but late."""
-    if not all(load.ok for load in loads):
+    if not load.ok:
         return 1
-    return LATE if any(load.late for load in loads) else 0
+    return LATE if load.late else 0
 
 
-class _Jobs:
-    """Makes the job of a source out of the command's options."""
-
-    def __init__(self, settings: Settings, options: dict[str, Any]) -> None:
-        self.settings = settings
-        self._options = options
-
-    def job(self, source: Source) -> LoadJob:
-        from lakehouse.load.worker import LoadJob
-
-        return LoadJob(Lake.of(self.settings), source, tenant=self.settings.tenant, **self._options)
+def worst(statuses: Collection[int]) -> int:
+    """The status of several loads: a file that is not in counts more than a deadline."""
+    return 1 if 1 in statuses else max(statuses)
 
 
 class _Bars:
@@ -296,6 +297,14 @@ def _seconds(sla: str) -> float:
         return duration_ms(sla) / 1000
     except ValueError as error:
         raise ConfigError(str(error), key="--sla") from None
+
+
+def _fed(pipeline: Pipeline, only: str | None) -> list[Source]:
+    """The sources that have feeds, or the one that is named."""
+    sources = [_source(pipeline, only)] if only else [s for s in pipeline.sources.values() if s.feeds]
+    if not any(source.feeds for source in sources):
+        raise ConfigError("no source has feeds", key="feeds", remedy="Add [[sources.NAME.feeds]] to the pipeline")
+    return sources
 
 
 def _source(pipeline: Pipeline, name: str | None) -> Source:

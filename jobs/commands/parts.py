@@ -71,8 +71,9 @@ def up(
             stack.tend()
             if not announced and not stack.waiting_for():
                 announced = True
-                err.print(f"ready: dashboard {stack.address.serve}/, collector {stack.address.collect}, ", end="")
-                err.print(f"Kafka {stack.address.kafka}, logs {stack.log_file('serve').parent}")
+                where, logs = stack.where, stack.log_file("serve").parent
+                err.print(f"ready: dashboard {where['serve']}/, collector {where['collect']}, ", end="")
+                err.print(f"Kafka {where['broker']}, logs {logs}")
             stop.wait(0.25)
     finally:
         stack.stop(lambda name: err.print(f"stopping {name} …"))

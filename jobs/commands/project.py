@@ -23,6 +23,7 @@ from jobs.console import (
     print_json,
     print_problems,
     print_table,
+    spark_session,
 )
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.lake import NAME_PATTERN
@@ -155,21 +156,15 @@ def test(
         print_problems(problems)
         raise typer.Exit(1)
     from jobs.local.fixtures import read_fixtures, run_fixture
-    from lakehouse.session import build_session
 
-    fixtures = read_fixtures(loaded)
-    with err.status("starting Spark …") as status:
-        spark = build_session(settings, f"millrace test {loaded.name}")
-        try:
-            found = []
-            for fixture in fixtures:
-                status.update(f"{fixture.folder.name} …")
-                for result in run_fixture(spark, loaded, fixture):
-                    found.append(result)
-                    if not as_json:
-                        _show_result(result)
-        finally:
-            spark.stop()
+    fixtures, found = read_fixtures(loaded), []
+    with spark_session(settings, f"millrace test {loaded.name}") as (spark, status):
+        for fixture in fixtures:
+            status.update(f"{fixture.folder.name} …")
+            for result in run_fixture(spark, loaded, fixture):
+                found.append(result)
+                if not as_json:
+                    _show_result(result)
     if as_json:
         print_json([dataclasses.asdict(result) for result in found])
     raise typer.Exit(1 if any(result.differences for result in found) else 0)

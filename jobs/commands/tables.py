@@ -35,6 +35,7 @@ from jobs.console import (
     print_rows,
     print_table,
     run_async,
+    spark_session,
 )
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.lake import Lake, UnknownTable
@@ -114,17 +115,12 @@ def _by_spark(settings: Settings, sources: Mapping[str, Source], query: str) -> 
     """
     from pyspark.logger import PySparkLogger
 
-    from lakehouse.session import build_session
-
     PySparkLogger.getLogger("SQLQueryContextLogger").setLevel(logging.CRITICAL)  # the errors say the same
     lake = Lake.of(settings)
     names = named_tables(lake, sources, query)
-    with err.status("starting Spark …"):
-        spark = build_session(settings, "millrace-sql")
-    try:
+    with spark_session(settings, "millrace-sql") as (spark, status):
+        status.update("asking …")
         return spark_rows(spark, lake, sources, names, query)
-    finally:
-        spark.stop()
 
 
 def named_tables(lake: Lake, sources: Mapping[str, Source], query: str) -> dict[str, str]:
@@ -514,21 +510,16 @@ def _confirmed(answers: list[Answer], table: SketchTable, span: Span) -> list[An
     return found
 
 
-def _in_bronze(settings: Any, table: str, item: str, span: Span) -> bool:
-    from lakehouse.contract.pipeline.folder import declared_pipeline
-    from lakehouse.session import build_session
+def _in_bronze(settings: Settings, table: str, item: str, span: Span) -> bool:
     from lakehouse.sketches.tables import is_in_bronze
 
     pipeline = declared_pipeline(settings)
     if table not in pipeline.products:
         raise ConfigError(f"the pipeline has no product {table!r}", key="--pipeline", remedy="Name the one that has it")
-    with err.status("looking it up in bronze …"):
-        spark = build_session(settings, "millrace-confirm")
-        try:
-            product = pipeline.products[table]
-            return is_in_bronze(spark, Lake.of(settings), pipeline.sources[product.source], product, item, span)
-        finally:
-            spark.stop()
+    product = pipeline.products[table]
+    with spark_session(settings, "millrace-confirm") as (spark, status):
+        status.update("looking it up in bronze …")
+        return is_in_bronze(spark, Lake.of(settings), pipeline.sources[product.source], product, item, span)
 
 
 def _say(table: str, operator: str, span: Span, answers: list[Answer], as_json: bool) -> None:

@@ -149,19 +149,6 @@ log = logging.getLogger(__name__)
 _PORTS = range(20_000, 32_000)  # below those that Linux takes for outgoing connections
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
-    """Where the parts listen.
-
-    Attributes:
-        kafka: ``host:port`` of the broker.
-    """
-
-    serve: str
-    collect: str
-    kafka: str
-
-
 class Stack:
     """The parts of one lake, started together and stopped together.
 
@@ -169,6 +156,9 @@ class Stack:
         upstreams: URL that is read instead of the pipeline's, by source.
         feeds: fetch the feeds that the pipeline declares.
         inboxes: folders whose files are loaded, by source.
+
+    Attributes:
+        where: base URL by part once they are started; of the broker ``host:port``.
     """
 
     def __init__(
@@ -194,8 +184,7 @@ class Stack:
         self.restarts_of_broker = 0
         self._parts: dict[str, int | None] = {}
         self._unnoted: dict[str, int | None] = {}
-        self._where: dict[str, str] = {}
-        self.address = Address("", "", settings.kafka.bootstrap)
+        self.where: dict[str, str] = {}
 
     def start(self) -> None:
         """Start every part; returns while they are still getting ready (:meth:`waiting_for`)."""
@@ -218,10 +207,9 @@ class Stack:
         if any(source.latest_topic for source in declared_pipeline(settings).sources.values()):
             self._measured_child("latest", ["collect", "--role", "latest"])
         self.start_loaders()
-        serve = f"http://{settings.serve.host}:{settings.serve.port}"
-        collect = f"http://{settings.collect.host}:{settings.collect.port}"
-        self.address = Address(serve, collect, settings.kafka.bootstrap)
-        self._where |= {"serve": serve, "collect": collect, "broker": settings.kafka.bootstrap}
+        self.where["serve"] = f"http://{settings.serve.host}:{settings.serve.port}"
+        self.where["collect"] = f"http://{settings.collect.host}:{settings.collect.port}"
+        self.where["broker"] = settings.kafka.bootstrap
 
     def start_control(self) -> None:
         """Start a control plane, which says who may what in the other parts; call it before :meth:`start`."""
@@ -231,7 +219,7 @@ class Stack:
         self._settings = dataclasses.replace(
             self._settings, control=dataclasses.replace(control, port=port, url=control.url or url)
         )
-        self._where[CONTROL] = url
+        self.where[CONTROL] = url
         self._child(CONTROL, [CONTROL])
 
     def start_loaders(self) -> None:
@@ -251,8 +239,8 @@ class Stack:
         """Parts that are not ready yet."""
         parts = {
             "the Spark driver": (self._lake.state / "run" / DRIVER).is_file(),
-            "the server": _ready(f"{self.address.serve}/readyz"),
-            "the collector": _ready(f"{self.address.collect}/readyz"),
+            "the server": _ready(f"{self.where['serve']}/readyz"),
+            "the collector": _ready(f"{self.where['collect']}/readyz"),
         }
         return [name for name, ready in parts.items() if not ready]
 
@@ -298,7 +286,7 @@ class Stack:
         parts["broker"] = self._broker.pid if self._broker is not None else None
         if parts != self._parts:
             try:
-                write_note(self._lake.state / "run" / ADDRESSES, self._where)
+                write_note(self._lake.state / "run" / ADDRESSES, self.where)
                 write_note(self._lake.state / "run" / PARTS, parts)
             except OSError as error:  # on a full disk the parts go on; the next call tries again
                 if parts != self._unnoted:
@@ -344,7 +332,7 @@ class Stack:
     def _measured_child(self, name: str, command: list[str]) -> None:
         """A part that has no HTTP but its metrics."""
         port = free_port()
-        self._where[name] = f"http://127.0.0.1:{port}"
+        self.where[name] = f"http://127.0.0.1:{port}"
         self._child(name, [*command, "--set", f"metrics_port={port}"])
 
     def _child(self, name: str, command: list[str]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from jobs.cli import app
+from jobs.commands.load import LATE, worst
 from lakehouse.contract.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -46,6 +47,10 @@ def test_the_exit_status(place: Path) -> None:
     (place / "in" / "x.parquet").unlink()
     assert runner.invoke(app, ["load", str(place / "in"), "--workers=1", "--sla=0 s"]).exit_code == 4
     assert runner.invoke(app, ["load", str(place / "in"), "--dry-run"]).exit_code == 0
+
+
+def test_a_file_that_is_not_in_counts_more_than_a_deadline() -> None:
+    assert [worst(statuses) for statuses in ({0}, {0, LATE}, {0, LATE, 1})] == [0, LATE, 1]
 
 
 def test_a_watched_folder(place: Path) -> None:
