@@ -26,6 +26,10 @@ from lakehouse.contract.pipeline import Pipeline, Source
 from lakehouse.contract.settings import PLAINTEXT, ClientSecurity, KafkaSettings, Settings
 from lakehouse.maintain.backlog import Ask, Backlog
 
+log = logging.getLogger(__name__)
+
+_WAIT_MS = 3_000
+
 
 def embedded(settings: Settings, *, port: int = 0, die_with_parent: bool = False) -> EmbeddedBroker:
     """The lake's own broker, whether it runs or not; ``port`` of its next start, 0: the one it had."""
@@ -63,8 +67,8 @@ def apply_topics(settings: Settings, pipeline: Pipeline, *, timeout_s: float = 6
     fronts = [front_source(source) for source in pipeline.sources.values()]
     declared = list(pipeline.sources.values())
     if found.user != "admin" or settings.kafka.user:  # a broker elsewhere, or one that asks nobody
-        return _ensure(declared, found, timeout_s)
-    remarks = _ensure(declared + fronts, found, timeout_s)
+        return ensure_topics(declared, found.bootstrap, security=found.security, timeout_s=timeout_s)
+    remarks = ensure_topics(declared + fronts, found.bootstrap, security=found.security, timeout_s=timeout_s)
     grant(found, access_rules(pipeline))
     return remarks
 
@@ -103,30 +107,20 @@ def resolve_bootstrap(settings: Settings) -> str:
 
 def ensure_topics(
     sources: Iterable[Source], bootstrap: str, *, security: ClientSecurity = PLAINTEXT, timeout_s: float = 60.0
-) -> None:
+) -> list[TopicRemark]:
     """Create the sources' topics where they are absent, waiting for the broker.
 
     Raises:
         EnvironmentProblem: the broker did not answer in time, or a topic would lose events.
     """
-    kafka = KafkaSettings(bootstrap=bootstrap).secured_by(security)
-    _ensure(list(sources), kafka, timeout_s)
-
-
-def _ensure(sources: list[Source], kafka: KafkaSettings, timeout_s: float) -> list[TopicRemark]:
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            return publish.ensure_topics(kafka.bootstrap, sources, kafka.security)
+            return publish.ensure_topics(bootstrap, list(sources), security)
         except BrokerUnavailable as error:
             if time.monotonic() > deadline:
                 raise EnvironmentProblem(str(error), "Is it running? millrace kafka status") from None
             time.sleep(0.5)
-
-
-log = logging.getLogger(__name__)
-
-_WAIT_MS = 3_000
 
 
 def asking(kafka: KafkaSettings) -> Ask:
@@ -179,7 +173,7 @@ class Topics:
         for address in self._bootstrap.split(","):
             host, _, port = address.strip().rpartition(":")
             try:
-                socket.create_connection((host, int(port)), timeout=_WAIT_MS / 1000).close()
+                socket.create_connection((host.strip("[]"), int(port)), timeout=_WAIT_MS / 1000).close()
             except (OSError, ValueError):
                 continue
             return True

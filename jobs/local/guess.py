@@ -35,8 +35,6 @@ _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LIKE_ID = re.compile(r"(^|.*_)(id|uuid|guid|key)$|.*[a-z](Id|ID|Uuid|UUID|Guid|GUID|Key)$")
 _LIKE_TIME = re.compile(r"(.*_)?(time|timestamp|ts|at|date|datetime|when|created|sent)(_.*)?|.*(Time|At|Date)$", re.I)
 
-Get = Callable[[dict[str, Any]], Any]
-
 
 @dataclass(slots=True)
 class Shape:

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ingest.broker import EmbeddedBroker
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem, MillraceError, install_extra
 from lakehouse.contract.jvm import JAR_SETS, archive, find_java, jar_paths, jars_dir, locked_jars, making, missing_jars
 from lakehouse.contract.lake import Lake
@@ -323,6 +322,8 @@ def prepare(tell: Callable[[str], None]) -> None:
 
 
 def _record_kafka(path: Path, folder: Path) -> None:
+    from ingest.broker import EmbeddedBroker
+
     embedded = EmbeddedBroker(folder / "broker", die_with_parent=True, record_classes=path)
     embedded.start()
     embedded.stop(_PATIENCE_S)

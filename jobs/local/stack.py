@@ -31,18 +31,15 @@ from lakehouse.contract.pipeline.source import metrics_file
 from lakehouse.contract.settings import ClientSecurity, Settings, child_arguments
 from lakehouse.contract.storage import write_whole
 
-PARTS = "parts.json"
-"""Process id by part, or null."""
-ADDRESSES = "addresses.json"
-"""Where the parts listen: base URLs, and the broker's ``host:port``."""
-CONTROL = "control"
-"""Name of the control plane's part, and its command."""
-FEEDS = "feeds"
-"""Name of the part that fetches feeds."""
-INBOX = "inbox-"
-"""Begins the name of a part that loads what arrives in a folder; the source's name follows."""
-DRIVER = "lakehouse.json"
-"""Of the Spark driver, written when its queries run."""
+log = logging.getLogger(__name__)
+
+PARTS = "parts.json"  # note: process id by part, or null
+ADDRESSES = "addresses.json"  # note: base URL by part, and the broker's ``host:port``
+DRIVER = "lakehouse.json"  # note of the Spark driver, written when its queries run
+CONTROL = "control"  # the control plane's part, and its command
+FEEDS = "feeds"  # the part that fetches feeds
+INBOX = "inbox-"  # begins the name of a part that loads what arrives in a folder; the source's name follows
+_PORTS = range(20_000, 32_000)  # below those that Linux takes for outgoing connections
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +103,10 @@ def _loaded(file: Path) -> str:
     except (OSError, ValueError):
         return "nothing loaded yet"
     states: Counter[str] = Counter()
-    rows = 0
     for sample in families["millrace_loader_files"].samples:
         if sample.name.endswith("_total"):
             states[sample.labels["state"]] += int(sample.value)
-    for sample in families["millrace_loader_rows"].samples:
-        rows += int(sample.value) if sample.name.endswith("_total") else 0
+    rows = sum(int(s.value) for s in families["millrace_loader_rows"].samples if s.name.endswith("_total"))
     if not states:
         return "nothing loaded yet"
     return f"files: {', '.join(f'{count} {state}' for state, count in sorted(states.items()))}; {rows:,} rows"
@@ -144,11 +139,6 @@ def _alive(pid: int) -> bool:
         return not Path("/proc/self").exists()
 
 
-log = logging.getLogger(__name__)
-
-_PORTS = range(20_000, 32_000)  # below those that Linux takes for outgoing connections
-
-
 class Stack:
     """The parts of one lake, started together and stopped together.
 
@@ -173,7 +163,6 @@ class Stack:
         self._lake = Lake.of(settings)
         self._feeds = feeds
         self._inboxes = dict(inboxes or {})
-        self._played = bool(upstreams)
         self._urls = [f"{name}={url}" for name, url in (upstreams or {}).items()]
         self._broker: EmbeddedBroker | None = None
         self._broker_due = 0.0
@@ -202,7 +191,7 @@ class Stack:
         self._child("serve", ["serve"])
         urls = [argument for url in self._urls for argument in ("--url", url)]
         # A player that is about to start on this machine is not waited for with long pauses.
-        soon = ["--set", "collect.backoff_max_s=0.3"] if self._played else []
+        soon = ["--set", "collect.backoff_max_s=0.3"] if self._urls else []
         self._child("collect", ["collect", *urls, *soon])
         if any(source.latest_topic for source in declared_pipeline(settings).sources.values()):
             self._measured_child("latest", ["collect", "--role", "latest"])
@@ -239,8 +228,8 @@ class Stack:
         """Parts that are not ready yet."""
         parts = {
             "the Spark driver": (self._lake.state / "run" / DRIVER).is_file(),
-            "the server": _ready(f"{self.where['serve']}/readyz"),
-            "the collector": _ready(f"{self.where['collect']}/readyz"),
+            "the server": _is_ready(self.where["serve"]),
+            "the collector": _is_ready(self.where["collect"]),
         }
         return [name for name, ready in parts.items() if not ready]
 
@@ -379,9 +368,9 @@ def get_json(url: str, timeout_s: float = 5.0) -> Any:
         return None
 
 
-def _ready(url: str) -> bool:
+def _is_ready(base: str) -> bool:
     try:
-        with urllib.request.urlopen(url, timeout=1.0) as answer:  # noqa: S310 - http, an address of ours
+        with urllib.request.urlopen(f"{base}/readyz", timeout=1.0) as answer:  # noqa: S310 - http, an address of ours
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,12 @@ def test_what_the_command_line_says_is_looked_at(tmp_path: Path) -> None:
     found = checks(lambda: load_settings({}, lake=lake, pipeline=str(own)))
     assert "is not a folder" in find(found, "disk").detail
     assert "topik" in find(found, "pipeline rides").detail
+
+
+def test_packages_that_may_be_missing_are_not_imported() -> None:
+    code = "import sys, jobs.cli, jobs.local.machine; print({'kafka', 'pyspark', 'lmdb'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
 
 
 def test_wrong_settings_do_not_stop_the_other_checks(monkeypatch: pytest.MonkeyPatch) -> None:
