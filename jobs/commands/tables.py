@@ -410,7 +410,7 @@ def _show_state(lake: Lake, name: str, key: Mapping[str, str], as_json: bool) ->
         if not name:
             remedy = "millrace state PRODUCT --key COLUMN=VALUE"
             raise ConfigError("a key is one of a product", key="state", remedy=remedy)
-        rows = remembered(lake, pipeline, known[name], key)
+        rows = remembered(lake, known[name], key)
     else:
         facts = [report(lake, pipeline, item) for item in known.values() if name in ("", item.name)]
         rows = [dataclasses.asdict(item) for item in facts if item is not None]

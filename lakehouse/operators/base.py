@@ -30,6 +30,7 @@ WINDOW_END = "window_end"
 TIMESTAMP = pa.timestamp("us", "UTC")
 ORDER = ("bronze_at", "topic", "partition", "offset")
 """Bronze's order of events: these columns of a row, in turn."""
+EVENT_AT = "_at"  # an event's time in rows of :func:`ordered_sql`
 
 _SELECT = re.compile(r"\s*SELECT\b", re.IGNORECASE)
 
@@ -197,7 +198,7 @@ def times(column: pa.ChunkedArray | pa.Array) -> npt.NDArray[np.int64]:
 
 
 def in_bronze_order(rows: pa.Table, ties: tuple[str, ...] = ()) -> pa.Table:
-    """Rows of :func:`ordered_input` in bronze's order; rows of one event by ``ties``."""
+    """Rows of :func:`ordered_sql` in bronze's order; rows of one event by ``ties``."""
     return rows.sort_by([(f"_{name}", "ascending") for name in ORDER] + [(name, "ascending") for name in ties])
 
 
@@ -218,11 +219,15 @@ def input_sql(product: Product) -> str:
     return product.sql.strip().rstrip(";") or f"SELECT * FROM `{product.source}`"  # noqa: S608 - a checked pipeline
 
 
-def ordered_input(product: Product) -> str:
-    """The same with the columns of :data:`ORDER`, named ``_bronze_at`` and so on.
+def ordered_sql(product: Product, values: str, where: str = "") -> str:
+    """Spark SQL of the rows that :func:`in_bronze_order` sorts: ``by``, :data:`EVENT_AT`, ``values``, bronze's order.
+
+    Args:
+        values: columns to select, each behind a comma.
+        where: further conditions, each behind ``AND``; rows without a time are left out.
 
     Raises:
-        BadProduct: the SQL is not one plain SELECT from the source.
+        BadProduct: the product's SQL is not one plain SELECT from the source.
     """
     text = input_sql(product)
     if len(re.findall(r"\bSELECT\b", text, re.IGNORECASE)) != 1 or not _SELECT.match(text):
@@ -231,7 +236,14 @@ def ordered_input(product: Product) -> str:
             f"{product.operator} needs bronze's order, so its SQL must be one plain SELECT from the source",
         )
     added = ", ".join(f"`{name}` AS `_{name}`" for name in ORDER)
-    return _SELECT.sub(f"SELECT {added},", text, count=1)
+    rows = _SELECT.sub(f"SELECT {added},", text, count=1)
+    by = "".join(f"`{name}`, " for name in product.by)
+    order = ", ".join(f"`_{name}`" for name in ORDER)
+    return in_time(
+        product,
+        f"SELECT {by}`{product.time}` AS {EVENT_AT}{values}, {order} "  # noqa: S608 - a checked pipeline
+        f"FROM ({rows}) WHERE `{product.time}` IS NOT NULL{where}",
+    )
 
 
 def windowed(product: Product, columns: str, *, where: str = "", group: Sequence[str] = (), source: str = "") -> str:

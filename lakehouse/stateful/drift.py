@@ -22,20 +22,18 @@ from lakehouse.contract.pipeline import Product
 from lakehouse.contract.pipeline.product import DETECTORS
 from lakehouse.errors import BadProduct
 from lakehouse.operators.base import (
-    ORDER,
+    EVENT_AT,
     TIMESTAMP,
     StatefulOperator,
     among,
     in_bronze_order,
-    in_time,
-    ordered_input,
+    ordered_sql,
     plain_type,
 )
 
 NUMBER, SINCE, AT, VALUES, BEFORE, AFTER, STATE = "number", "since", "at", "values", "before", "after", "state"
 RECENT = 10  # values whose mean is "after"
-_VALUE, _AT = "_value", "_at"
-_BINARY_PROTOCOL = 5
+_VALUE = "_value"
 
 
 @dataclass(slots=True)
@@ -99,15 +97,8 @@ class Drift(StatefulOperator):
         _detector(product)
 
     def partial_sql(self) -> str:
-        by = "".join(f"`{name}`, " for name in self._by)
-        order = ", ".join(f"`_{name}`" for name in ORDER)
         value = f"CAST(`{self._product.value}` AS DOUBLE)"
-        return in_time(
-            self._product,
-            f"SELECT {by}`{self._product.time}` AS {_AT}, {value} AS {_VALUE}, {order} "  # noqa: S608 - a checked pipeline
-            f"FROM ({ordered_input(self._product)}) "
-            f"WHERE `{self._product.time}` IS NOT NULL AND {value} IS NOT NULL AND NOT isnan({value})",
-        )
+        return ordered_sql(self._product, f", {value} AS {_VALUE}", f" AND {value} IS NOT NULL AND NOT isnan({value})")
 
     def describe(self, partial: pa.Schema) -> None:
         by = [pa.field(name, plain_type(partial.field(name).type)) for name in self._by]
@@ -119,19 +110,18 @@ class Drift(StatefulOperator):
         if NUMBER in partial.schema.names:  # rows of the product itself
             return partial
         self.describe(partial.schema)
-        assert self.schema is not None
         held = self.schema.empty_table() if held is None else held.select(self.schema.names).cast(self.schema)
         touched = pa.array(self.live(held, clock) & among(held, partial, self._by))
         running = {self._key(row): row for row in held.filter(touched).to_pylist()}
         alarms: list[dict[str, Any]] = []
         watches: dict[tuple[Any, ...], _Watch] = {}
-        ordered = in_bronze_order(partial, (_AT, _VALUE)).select([*self._by, _AT, _VALUE]).to_pylist()
+        ordered = in_bronze_order(partial, (EVENT_AT, _VALUE)).select([*self._by, EVENT_AT, _VALUE]).to_pylist()
         for row in ordered:
             key = self._key(row)
             if key not in watches:
                 found = running.get(key)
                 watches[key] = _load(found) if found else _Watch(_detector(self._product))
-            if watches[key].see(row[_AT], row[_VALUE]):
+            if watches[key].see(row[EVENT_AT], row[_VALUE]):
                 alarms.append({**dict(zip(self._by, key, strict=True)), **watches[key].alarm()})
         now = [
             {**dict(zip(self._by, key, strict=True)), **watch.row(0), STATE: _dump(watch)}
@@ -164,7 +154,7 @@ def _detector(product: Product) -> Any:
 
 def _dump(watch: _Watch) -> bytes:
     """What the columns of a running row do not say."""
-    return pickle.dumps((watch.detector, watch.alarms, watch.total, list(watch.recent)), protocol=_BINARY_PROTOCOL)
+    return pickle.dumps((watch.detector, watch.alarms, watch.total, list(watch.recent)), protocol=5)
 
 
 def _load(row: dict[str, Any]) -> _Watch:

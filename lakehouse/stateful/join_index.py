@@ -14,6 +14,7 @@ from pathlib import Path
 import lmdb
 import pyarrow as pa
 
+from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Product
 from lakehouse.operators.base import times
 
@@ -189,6 +190,10 @@ class JoinIndex:
         """The rows of a left event whose right ones, in order of time, have these numbers."""
         chosen: list[int | None] = list(rights[:1] if self._first else rights)
         return chosen or ([None] if self._outer else [])
+
+
+def index_folder(lake: Lake, product: str) -> Path:
+    return lake.state / "joins" / product
 
 
 def _between(cursor: lmdb.Cursor, low: bytes, high: bytes) -> Iterator[tuple[bytes, bytes]]:

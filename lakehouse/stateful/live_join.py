@@ -16,7 +16,6 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -47,7 +46,7 @@ from lakehouse.gold.state_store import store_of
 from lakehouse.maintain.care import Maintenance
 from lakehouse.operators.aggregate import VIEW, Join
 from lakehouse.silver.conform import conform, payload_columns
-from lakehouse.stateful.join_index import LEFT, RIGHT, JoinIndex, PairChange
+from lakehouse.stateful.join_index import LEFT, RIGHT, JoinIndex, PairChange, index_folder
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +58,6 @@ _PLACES = ("dedupe_key", "topic", "partition", "offset", "bronze_at", "received_
 _TIMES = ("event_time", "received_at")
 _ENTRY_BYTES = 256  # of a fetched event, about, beside its payload
 _QUIET_S = 1_800.0  # commits without rows (compaction) are noted in the product this often
-
-
-def index_folder(lake: Lake, product: str) -> Path:
-    return lake.state / "joins" / product
 
 
 class LiveJoin(BronzeFollower):
@@ -96,7 +91,7 @@ class LiveJoin(BronzeFollower):
     # --- life
 
     def _catch_up(self) -> None:
-        newest = tuple(DeltaTable(str(table.path)).version() for table in self._tables)
+        left, right = (DeltaTable(str(table.path)).version() for table in self._tables)
         held = self._held()
         if held is not None:
             try:
@@ -105,7 +100,7 @@ class LiveJoin(BronzeFollower):
                 log.warning("%s", gone)
                 held = None
         if held is None:
-            self._build((newest[0], newest[1]))
+            self._build((left, right))
         self._note_readers()
         self._follow()
 

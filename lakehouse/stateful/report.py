@@ -1,10 +1,11 @@
-"""What products remember, read without Spark while their writer runs or not."""
+"""What products remember, read without Spark, whether their writer runs or not."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -13,12 +14,11 @@ import pyarrow as pa
 from deltalake import DeltaTable
 
 from lakehouse.contract.errors import ConfigError
-from lakehouse.contract.lake import Lake
+from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Pipeline, Product
 from lakehouse.contract.pipeline.product import STATEFUL
-from lakehouse.contract.storage import LakePath
 from lakehouse.gold.state_store import StateStore, store_of
-from lakehouse.stateful.join_index import LEFT, JoinIndex
+from lakehouse.stateful.join_index import LEFT, JoinIndex, index_folder
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -54,21 +54,18 @@ def report(lake: Lake, pipeline: Pipeline, product: Product) -> StateFacts | Non
         return None
     mark = store.mark()
     micros = mark.clock if mark else None
-    clock = None if micros is None else _at(micros)
+    clock = None if micros is None else _EPOCH + timedelta(microseconds=micros)
     if isinstance(store, StateStore):
-        rows = _rows(store.table.path)
+        rows = _rows(store.table)
         live = int(store.operator.live(rows, micros).sum()) if rows.num_rows else 0
         return StateFacts(product.name, product.operator, live, rows.num_rows - live, 0, clock)
-    folder = lake.state / "joins" / product.name
-    index = JoinIndex(folder, product, readonly=True)
-    try:
+    folder = index_folder(lake, product.name)
+    with closing(JoinIndex(folder, product, readonly=True)) as index:
         size = sum(file.stat().st_blocks * 512 for file in folder.iterdir())
         return StateFacts(product.name, product.operator, len(index), 0, size, clock)
-    finally:
-        index.close()
 
 
-def remembered(lake: Lake, pipeline: Pipeline, product: Product, key: Mapping[str, str]) -> list[dict[str, Any]]:
+def remembered(lake: Lake, product: Product, key: Mapping[str, str]) -> list[dict[str, Any]]:
     """Everything that the product remembers of one key.
 
     Args:
@@ -77,27 +74,25 @@ def remembered(lake: Lake, pipeline: Pipeline, product: Product, key: Mapping[st
     Raises:
         ConfigError: a column of the key is missing, or is none.
     """
-    if product.operator != "join":
-        known = list(product.by)
-        _check(key, known, exact=False)
-        store = store_of(product, lake.table(product.layer, product.name), pipeline.name)
-        rows = _rows(store.table.path)
+    joined = product.operator == "join"
+    known = [left for left, _ in product.columns_on] if joined else list(product.by)
+    if set(key) - set(known) or (joined and set(key) != set(known)):
+        raise ConfigError(
+            f"{', '.join(key) or 'nothing'} is not its key", key="key", remedy=f"Give: {', '.join(known) or 'no key'}"
+        )
+    if not joined:
+        rows = _rows(lake.table(product.layer, product.name))
         plain = rows.select([f.name for f in rows.schema if not pa.types.is_binary(f.type)]).to_pylist()
         return [row for row in plain if all(str(row[name]) == value for name, value in key.items())]
-    _check(key, [left for left, _ in product.columns_on], exact=True)
-    values = [key[left] for left, _ in product.columns_on]
-    index = JoinIndex(lake.state / "joins" / product.name, product, readonly=True)
-    try:
+    with closing(JoinIndex(index_folder(lake, product.name), product, readonly=True)) as index:
         return [
             {
                 "side": product.source if entry.side == LEFT else product.right,
-                "at": _at(entry.at),
+                "at": _EPOCH + timedelta(microseconds=entry.at),
                 "event": json.loads(entry.body),
             }
-            for entry in index.lookup(join_key(values))
+            for entry in index.lookup(join_key([key[name] for name in known]))
         ]
-    finally:
-        index.close()
 
 
 def join_key(values: Sequence[str]) -> bytes:
@@ -106,16 +101,5 @@ def join_key(values: Sequence[str]) -> bytes:
     return hashlib.md5(text.encode(), usedforsecurity=False).digest()
 
 
-def _check(key: Mapping[str, str], known: list[str], *, exact: bool) -> None:
-    if set(key) - set(known) or (exact and set(key) != set(known)):
-        raise ConfigError(
-            f"{', '.join(key) or 'nothing'} is not its key", key="key", remedy=f"Give: {', '.join(known) or 'no key'}"
-        )
-
-
-def _rows(path: LakePath) -> pa.Table:
-    return DeltaTable(str(path)).to_pyarrow_table()
-
-
-def _at(micros: int) -> datetime:
-    return _EPOCH + timedelta(microseconds=micros)
+def _rows(table: TableRef) -> pa.Table:
+    return DeltaTable(str(table.path)).to_pyarrow_table()

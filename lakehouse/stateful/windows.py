@@ -18,7 +18,7 @@ from lakehouse.contract.rows import Fold
 from lakehouse.errors import BadProduct
 from lakehouse.operators.aggregate import fold_of
 from lakehouse.operators.base import (
-    ORDER,
+    EVENT_AT,
     TIMESTAMP,
     StatefulOperator,
     among,
@@ -26,7 +26,7 @@ from lakehouse.operators.base import (
     in_bronze_order,
     in_time,
     input_sql,
-    ordered_input,
+    ordered_sql,
     plain_fields,
     plain_type,
     times,
@@ -35,7 +35,6 @@ from lakehouse.operators.base import (
 START, END, EXPIRES, CLOSED = "session_start", "session_end", "expires_at", "closed"
 LIST = "list"  # the fold of a column of lists: the greatest elements of all
 NUMBER, FIRST, LAST, EVENTS, COMPLETE = "number", "first_at", "last_at", "events", "complete"
-_AT = "_at"
 _SESSION = "_session"
 
 
@@ -80,7 +79,6 @@ class Sessions(StatefulOperator):
     def advance(self, held: pa.Table | None, partial: pa.Table, clock: int | None) -> pa.Table:
         if CLOSED not in partial.schema.names:
             self.describe(partial.schema)
-        assert self.schema is not None
         schema = pa.schema([f for f in self.schema if f.name not in self._own])
         rows = partial.select(schema.names).cast(schema)
         untouched = schema.empty_table()
@@ -91,7 +89,6 @@ class Sessions(StatefulOperator):
         return self.at(pa.concat_tables([untouched, self._merged(rows)]), clock)
 
     def at(self, rows: pa.Table, clock: int | None) -> pa.Table:
-        assert self.schema is not None
         expires = times(rows[END]) + self._gap
         closed = np.zeros(len(expires), dtype=bool) if clock is None else expires <= clock
         own = {EXPIRES: pa.array(expires).cast(TIMESTAMP), CLOSED: pa.array(closed)}
@@ -153,22 +150,14 @@ class CountWindow(StatefulOperator):
         self._product = product
         self._aggregates = aggregates_of(product)
         self._how = {FIRST: "min", LAST: "max", EVENTS: "sum", **{a.name: a.fold for a in self._aggregates}}
-        self._by = product.by
         self.key = (*product.by, NUMBER)
         self.counts = EVENTS
 
     def partial_sql(self) -> str:
-        by = "".join(f"`{name}`, " for name in self._by)
-        rows = "".join(f", {a.row} AS `{a.name}`" for a in self._aggregates)
-        order = ", ".join(f"`_{name}`" for name in ORDER)
-        return in_time(
-            self._product,
-            f"SELECT {by}`{self._product.time}` AS {_AT}{rows}, {order} "  # noqa: S608 - a checked pipeline
-            f"FROM ({ordered_input(self._product)}) WHERE `{self._product.time}` IS NOT NULL",
-        )
+        return ordered_sql(self._product, "".join(f", {a.row} AS `{a.name}`" for a in self._aggregates))
 
     def describe(self, partial: pa.Schema) -> None:
-        by = [pa.field(name, plain_type(partial.field(name).type)) for name in self._by]
+        by = [pa.field(name, plain_type(partial.field(name).type)) for name in self._product.by]
         own = [
             pa.field(NUMBER, pa.int64()),
             pa.field(FIRST, TIMESTAMP),
@@ -183,12 +172,11 @@ class CountWindow(StatefulOperator):
         if COMPLETE in partial.schema.names:  # rows of the product itself: nothing to number
             return partial
         self.describe(partial.schema)
-        assert self.schema is not None
         held = self.schema.empty_table() if held is None else held.select(self.schema.names).cast(self.schema)
         rows = in_bronze_order(partial, tuple(a.name for a in self._aggregates))
-        numbered = rows.select([*self._by, *(a.name for a in self._aggregates)])
+        numbered = rows.select([*self._product.by, *(a.name for a in self._aggregates)])
         numbered = numbered.append_column(NUMBER, pa.array(self._numbers(held, rows)))
-        at = pc.cast(rows[_AT], TIMESTAMP)
+        at = pc.cast(rows[EVENT_AT], TIMESTAMP)
         numbered = numbered.append_column(FIRST, at).append_column(LAST, at)
         numbered = numbered.append_column(EVENTS, pa.array(np.ones(rows.num_rows, dtype=np.int64)))
         wanted = pa.schema([f for f in self.schema if f.name != COMPLETE])
@@ -200,11 +188,11 @@ class CountWindow(StatefulOperator):
 
     def _numbers(self, held: pa.Table, rows: pa.Table) -> npt.NDArray[np.int64]:
         """The window of each row, which are in bronze's order, behind the events that are held."""
-        size = self._product.size
+        size, by = self._product.size, self._product.by
         before = np.asarray(pc.add(pc.multiply(held[NUMBER], size), held[EVENTS]).to_numpy(), dtype=np.int64)
-        if self._by:
-            schema = held.select(self._by).schema
-            both = codes(pa.concat_tables([held.select(self._by), rows.select(self._by).cast(schema)]), self._by)
+        if by:
+            schema = held.select(by).schema
+            both = codes(pa.concat_tables([held.select(by), rows.select(by).cast(schema)]), by)
         else:
             both = np.zeros(held.num_rows + rows.num_rows, dtype=np.int64)
         known, keys = both[: held.num_rows], both[held.num_rows :]
@@ -219,7 +207,7 @@ class CountWindow(StatefulOperator):
 
     def live(self, rows: pa.Table, clock: int | None) -> npt.NDArray[np.bool_]:
         """The newest window of each key."""
-        keys = codes(rows, self._by)
+        keys = codes(rows, self._product.by)
         numbers = rows[NUMBER].to_numpy()
         newest = np.full(int(keys.max(initial=-1)) + 1, -1, dtype=np.int64)
         np.maximum.at(newest, keys, numbers)

@@ -21,7 +21,7 @@ from lakehouse.errors import BadProduct, QueryFailed
 from lakehouse.lock import WriterLocks
 from lakehouse.operators.aggregate import Join
 from lakehouse.stateful import live_join
-from lakehouse.stateful.join_index import JoinIndex
+from lakehouse.stateful.join_index import JoinIndex, index_folder
 from lakehouse.stateful.report import remembered
 from tests.crash_points import JOIN_BUILD_CRASH_POINTS, JOIN_CRASH_POINTS
 from tests.lakehouse.examples.play import START_MS, Event, Example
@@ -110,11 +110,11 @@ def test_aborted_at_every_step_and_with_state_lost(
         example.wait(driver)
         assert_exact(example, sent)
     product = example.pipeline.products["click_through"]
-    index = JoinIndex(live_join.index_folder(example.lake, "click_through"), product)
+    index = JoinIndex(index_folder(example.lake, "click_through"), product)
     assert len(index) == len({f"{source} {event}" for source, event in sent})
     index.close()
     clicked = next(e["impression_id"] for source, e in sent if source == "clicks")
-    found = remembered(example.lake, example.pipeline, product, {"impression_id": clicked})
+    found = remembered(example.lake, product, {"impression_id": clicked})
     assert {entry["side"] for entry in found} == {"impressions", "clicks"}  # Spark's join key is Python's
     DeltaTable(str(example.lake.table("gold", "time_to_click").path)).update({"clicks": "clicks + 1"})
     assert example.verified(spark) == {"click_through": True, "time_to_click": False}

@@ -54,11 +54,11 @@ def test_sessions(shop: Lake) -> None:
     facts = report(shop, pipeline, product)
     assert facts is not None
     assert (facts.live, facts.settled, facts.clock) == (2, 1, AT)
-    found = remembered(shop, pipeline, product, {"visitor": "u1"})
+    found = remembered(shop, product, {"visitor": "u1"})
     shown = sorted((row["session_start"], row["closed"]) for row in found)
     assert shown == [(AT - timedelta(hours=5), True), (AT, False)]
     with pytest.raises(ConfigError, match="nobody is not its key"):
-        remembered(shop, pipeline, product, {"nobody": "u1"})
+        remembered(shop, product, {"nobody": "u1"})
 
 
 def test_a_join(tmp_path: Path) -> None:
@@ -73,14 +73,14 @@ def test_a_join(tmp_path: Path) -> None:
     ]
     index.enter(pa.Table.from_pylist(rows, schema=SCHEMA), 0, "q/0")
     index.close()
-    found = remembered(lake, pipeline, product, {"impression_id": "i1"})
+    found = remembered(lake, product, {"impression_id": "i1"})
     assert [(row["side"], row["at"], row["event"]) for row in found] == [
         ("impressions", AT, {"campaign": "tea"}),
         ("clicks", AT, {"click_id": "c1"}),
     ]
-    assert remembered(lake, pipeline, product, {"impression_id": "i2"}) == []
+    assert remembered(lake, product, {"impression_id": "i2"}) == []
     with pytest.raises(ConfigError, match="nothing is not its key"):
-        remembered(lake, pipeline, product, {})
+        remembered(lake, product, {})
 
 
 def test_the_command(shop: Lake) -> None:
