@@ -2,8 +2,7 @@
 
 A query over a source is a set of products of its own (:class:`~lakehouse.live.LiveProducts`), with an index of seen
 events and a table of its own: nothing of the others has to stop for it. One over a product is a view. What fails stops
-that query only: ``millrace query ls`` shows why. A thread of its own does the starting, because building from bronze
-may take long.
+that query only: ``millrace query ls`` shows why. A thread starts them, because building from bronze may take long.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from pyspark.sql import SparkSession
 
@@ -33,11 +32,13 @@ _SCAN_S = 0.5
 _GROUP = "millrace-added-queries"
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Running:
+    """A query that was begun; closing ``ends`` stops it and lets go of its table."""
+
     spec: QuerySpec
-    locks: WriterLocks
     live: LiveProducts | None
+    ends: ExitStack
 
 
 class AddedQueries:
@@ -105,7 +106,9 @@ class AddedQueries:
             if self._stop.is_set():
                 return
             if spec.removed:
-                self._clear_away(spec)
+                with WriterLocks(self._lake, [name]):
+                    forget(self._lake, name, drop=spec.drop)
+                log.info("query %s is removed%s", name, ", with its table" if spec.drop else "")
             elif name in self._running:
                 self._look_after(self._running[name])
             elif name not in self._failed:
@@ -127,22 +130,25 @@ class AddedQueries:
             self._fail(spec, f"there is no source or product {spec.relation!r}")
             return
         log.info("query %s begins", spec.name)
-        locks = WriterLocks(self._lake, [spec.name], patience_s=2.0)
-        try:
-            locks.__enter__()
-        except MillraceError as error:
-            self._fail(spec, str(error))
-            return
-        try:
-            live = self._start(spec) if spec.relation in self._pipeline.sources else None
-            if live is None:
-                self._derivations.add(spec.view())
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is this query's alone, and is told
-            locks.__exit__(None, None, None)
-            if not self._stop.is_set() and not is_away(error):
-                self._fail(spec, said(error))
-            return
-        self._running[spec.name] = _Running(spec, locks, live)
+        with ExitStack() as ends:
+            try:
+                ends.enter_context(WriterLocks(self._lake, [spec.name], patience_s=2.0))
+            except MillraceError as error:
+                self._fail(spec, str(error))
+                return
+            live = None
+            try:
+                if spec.relation in self._pipeline.sources:
+                    live = self._start(spec)
+                    ends.callback(live.stop)
+                else:
+                    self._derivations.add(spec.view())
+                    ends.callback(self._derivations.remove, spec.name)
+            except Exception as error:  # noqa: BLE001 - whatever it is, it is this query's alone, and is told
+                if not self._stop.is_set() and not is_away(error):
+                    self._fail(spec, said(error))
+                return
+            self._running[spec.name] = _Running(spec, live, ends.pop_all())
         if live is not None:
             self._tell(spec, "running")
 
@@ -167,13 +173,16 @@ class AddedQueries:
         3. Both are noted before the query starts; a crash before that begins again, one after it goes on.
         """
         start = -1
-        seen = self._lake.state / "seen"
-        shutil.rmtree(seen / query_name(spec.name), ignore_errors=True)
-        live = self._live.get(spec.relation)
-        position = copy_index(live, seen / query_name(spec.name)) if live is not None else ""
+        copied = self._lake.state / "seen" / query_name(spec.name)
+        shutil.rmtree(copied, ignore_errors=True)
+        if (live := self._live.get(spec.relation)) is not None:
+            # It may hold more than its position says, which does no harm: an entry names the row that counts.
+            position = live.seen.copy(copied)
+            declared = live.seen.folder.with_suffix(".declaration")
+            if declared.is_file():
+                shutil.copyfile(declared, copied.with_suffix(".declaration"))
+            start = int(position or -1)
         crash_point("added.after_copy")
-        if position:
-            start = int(position)
         with BronzeClock(self._lake, self._lake.bronze(spec.relation)).turn() as now:
             self._declared.tell(spec.name, State("starting", since=now, start_version=start))
             crash_point("added.after_note")
@@ -188,19 +197,7 @@ class AddedQueries:
         self._fail(running.spec, said(error) if error is not None else "it was stopped from outside")
 
     def _end(self, name: str) -> None:
-        running = self._running.pop(name)
-        try:
-            if running.live is not None:
-                running.live.stop()
-            else:
-                self._derivations.remove(name)
-        finally:
-            running.locks.__exit__(None, None, None)
-
-    def _clear_away(self, spec: QuerySpec) -> None:
-        with WriterLocks(self._lake, [spec.name]):
-            forget(self._lake, spec.name, drop=spec.drop)
-        log.info("query %s is removed%s", spec.name, ", with its table" if spec.drop else "")
+        self._running.pop(name).ends.close()
 
     def _fail(self, spec: QuerySpec, reason: str) -> None:
         log.error("query %s failed: %s", spec.name, reason)
@@ -209,18 +206,6 @@ class AddedQueries:
 
     def _tell(self, spec: QuerySpec, state: str, reason: str = "") -> None:
         self._declared.tell(spec.name, replace(self._declared.state(spec.name), state=state, reason=reason))
-
-
-def copy_index(live: LiveProducts, target: Path) -> str:
-    """Copy a set of products' index of seen events; returns the bronze version up to which the copy is complete.
-
-    The copy may hold more than its position says, which does no harm: an entry names the row that counts, whoever asks.
-    """
-    position = live.seen.copy(target)
-    declared = live.seen.folder.with_suffix(".declaration")
-    if declared.is_file():
-        shutil.copyfile(declared, target.with_suffix(".declaration"))
-    return position
 
 
 def said(error: BaseException) -> str:

@@ -266,12 +266,7 @@ def count_min_range(levels: Sequence[datasketches.count_min_sketch], low: int, h
     Args:
         levels: sketches of the items shifted right by 0, 1, 2, … bits: a range is a sum of at most two blocks a level
             (dyadic decomposition, section 4.2 of the paper). The bound is the sum of theirs.
-
-    Raises:
-        BadSketch: there are no levels.
     """
-    if not levels:
-        raise BadSketch("it keeps no ranges: declare range_bits")
     estimate = error = 0.0
     blocks = 0
     for level, block in dyadic(max(0, low), min(high, 2 ** len(levels) - 1), len(levels)):
@@ -453,13 +448,8 @@ class BloomFilter:
         share = self.bits_set / self.bits
         return -self.bits / self.hashes * math.log1p(-share) if share < 1 else math.inf
 
-    def update(self, item: str) -> None:
-        """Add an item."""
-        first = xxh64(item.encode())
-        self.update_hashed(np.array([first], np.uint64), np.array([xxh64(item.encode(), first)], np.uint64))
-
     def update_hashed(self, first: npt.NDArray[np.uint64], second: npt.NDArray[np.uint64]) -> None:
-        """Add items by their hashes: with seed 42, and with the first hash as the seed."""
+        """Add items by their hashes (:func:`xxh64`): with seed 42, and with the first hash as the seed."""
         for number in range(1, self.hashes + 1):
             place = ((first + np.uint64(number) * second) >> np.uint64(1)) % np.uint64(self.bits)
             bit = np.uint64(1) << (place & np.uint64(63))

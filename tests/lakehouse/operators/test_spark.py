@@ -30,6 +30,7 @@ from lakehouse.silver.conform import conform
 from lakehouse.sketches.kinds import BloomFilter
 from lakehouse.sketches.tables import SketchTable, is_in_bronze
 from tests.lakehouse.lakes import bronze_rows, eventually
+from tests.lakehouse.sketches.test_bloom import put
 
 pytestmark = pytest.mark.spark
 T0 = datetime(2026, 1, 1, 12, tzinfo=UTC)
@@ -552,7 +553,7 @@ def test_javas_bloom_filter_is_the_same(spark: SparkSession) -> None:
     ours = BloomFilter(16, 7)
     theirs = java.BloomFilterBuilder.createBySize(1024, 7, 42)
     for word in words:
-        ours.update(word)
+        put(ours, word)
         theirs.update(word)
     written = bytes(theirs.toByteArray())
     assert ours.serialize()[32:] == written[32:]

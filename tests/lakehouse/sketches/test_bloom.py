@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,13 +28,19 @@ def test_xxh64(data: bytes, seed: int, expected: int) -> None:
     assert xxh64(data, seed) == expected
 
 
+def put(found: BloomFilter, word: str) -> None:
+    """Add an item as Spark hashes it."""
+    first = xxh64(word.encode())
+    found.update_hashed(np.array([first], np.uint64), np.array([xxh64(word.encode(), first)], np.uint64))
+
+
 @settings(max_examples=30)
 @given(words, words, st.integers(1, 200), st.sampled_from([0.5, 0.01, 1e-6]))
 def test_nothing_that_was_put_in_is_missing(one: list[str], other: list[str], items: int, fpp: float) -> None:
     filters = [BloomFilter.sized(items, fpp) for _ in range(2)]
     for found, some in zip(filters, (one, other), strict=True):
         for word in some:
-            found.update(word)
+            put(found, word)
     filters[0].merge(BloomFilter.deserialize(filters[1].serialize()))
     assert all(filters[0].query(word) for word in one + other)
     again = BloomFilter.deserialize(filters[0].serialize())
@@ -51,7 +58,7 @@ def test_an_empty_filter_holds_nothing() -> None:
 def test_a_full_filter_says_so() -> None:
     found = BloomFilter(1, 1)
     for number in range(2_000):
-        found.update(str(number))
+        put(found, str(number))
     assert found.bits_set == 64
     assert found.fpp == 1.0
     assert math.isinf(found.estimate)
