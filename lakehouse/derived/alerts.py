@@ -1,9 +1,9 @@
 """Alerts: a condition over a product, said once when it comes about and once when it ends.
 
 Each version of the product is looked at, in order. What an alert knows stands in table ``alerts``: a row for each key
-that was ever raised, and in each commit's metadata the product version it reaches and the streaks that have not come to
-anything yet. So one commit holds both what is said and how far was looked: after a crash the versions behind it are
-looked at again and give the same, no alert is repeated and none forgotten.
+that was ever raised, and in each commit's metadata the product version it reaches and the streaks that do not count
+yet. So one commit holds what is said and how far was looked: after a crash the versions behind it are looked at again
+and give the same; no alert is repeated and none forgotten.
 """
 
 from __future__ import annotations
@@ -33,15 +33,10 @@ from lakehouse.errors import QueryError
 
 @dataclass(frozen=True, slots=True)
 class KeyVerdict:
-    """What one version says of one key.
+    """What one version says of one key."""
 
-    Attributes:
-        when: any of its rows meets the condition.
-        clear: all of them meet the condition that clears.
-    """
-
-    when: bool
-    clear: bool
+    when: bool  # any of its rows meets the condition
+    clear: bool  # all of them meet the condition that clears
     value: float | None = None
 
 
@@ -50,15 +45,10 @@ GONE = KeyVerdict(when=False, clear=True)
 
 @dataclass(frozen=True, slots=True)
 class Streak:
-    """A condition that holds and does not count yet.
+    """A condition that holds and does not count yet."""
 
-    Attributes:
-        versions: for so many versions in a row.
-        since: since when, ms since the epoch by the product's clock.
-    """
-
-    versions: int
-    since: int
+    versions: int  # in a row
+    since: int  # ms since the epoch by the product's clock
 
 
 @dataclass(frozen=True, slots=True)

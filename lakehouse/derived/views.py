@@ -1,8 +1,8 @@
 """Views: a small table that is what its SQL gives over the newest version of another product.
 
-A view has no state of its own: it is computed anew and compared with the table, and what differs is committed, together
-with the version of the base that it was computed from. So a repeated computation commits nothing, and one that a crash
-cut off is done again; subscribers get only rows whose values changed.
+A view has no state of its own. It is computed anew and compared with the table, and what differs is committed with the
+version of its base. So a repeated computation commits nothing, one that a crash cut off is done again, and subscribers
+get only rows whose values changed.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ _LIMIT_S = 10.0
 class Follower:
     """A product's rows, one version after the other, from its log: only the files that a commit adds are read.
 
-    Attributes are those of the version that it stands at:
-        version: Delta version; -1 before :meth:`open`.
+    Attributes:
+        version: at which it stands, as all of these; -1 before :meth:`open`.
         table_id: of the Delta metadata: another one is another table.
         schema: of the rows as stored.
         facts: what commits since the last :meth:`take_facts` say of their events; ``newest_at`` never goes back.
@@ -82,11 +82,7 @@ class Follower:
         self._result: pa.Table | None = None
 
     def open(self, version: int | None = None) -> None:
-        """Stand at a version, the newest by default.
-
-        Raises:
-            QueryError: the table cannot be read, or has too many rows.
-        """
+        """Stand at a version, the newest by default. Raises QueryError: it cannot be read, or has too many rows."""
         try:
             self._follower.open()  # first: a table that replaces this one from now on is noticed
             delta = DeltaTable(str(self.table.path), version=version)
@@ -184,8 +180,8 @@ class Follower:
     def _read(self, path: str) -> None:
         rows = parquet_file(self.table.path / unquote(path)).read()
         columns = [
-            rows[name].cast(kind) if name in rows.schema.names else pa.nulls(rows.num_rows, kind)
-            for name, kind in zip(self.schema.names, self.schema.types, strict=True)
+            rows[field.name].cast(field.type) if field.name in rows.schema.names else pa.nulls(len(rows), field.type)
+            for field in self.schema
         ]
         self._files[path] = pa.table(columns, schema=self.schema)
         self._count += rows.num_rows
@@ -200,7 +196,7 @@ class Follower:
 class ViewEngine:
     """SQL over a product's rows: DuckDB over Arrow, a few milliseconds where a Spark job would take a hundred.
 
-    One connection, for one thread, with little memory and little time.
+    It is of one thread, and has little memory and little time.
     """
 
     def __init__(self) -> None:
@@ -216,7 +212,7 @@ class ViewEngine:
             Plain columns: integers and decimals of whole numbers as int64, times in microseconds UTC.
 
         Raises:
-            QueryError: it fails, takes too long, or gives a type that no table has.
+            QueryError: it fails, takes too long, or gives a value or a type that no table has.
         """
         timer = threading.Timer(_LIMIT_S, self._connection.interrupt)
         timer.daemon = True
@@ -231,19 +227,14 @@ class ViewEngine:
         finally:
             timer.cancel()
             self._connection.unregister(relation)
-        return plain(name, found)
-
-
-def plain(name: str, rows: pa.Table) -> pa.Table:
-    """The same rows in types that a Delta table and a subscriber have. Raises QueryError: there is no such type."""
-    schema = pa.schema([pa.field(field.name, _plain(name, field)) for field in rows.schema])
-    try:
-        return rows.cast(schema)
-    except pa.ArrowInvalid as error:
-        raise QueryError(name, f"a value does not fit its column: {error}") from None
+        try:
+            return found.cast(pa.schema([(field.name, _plain(name, field)) for field in found.schema]))
+        except pa.ArrowInvalid as error:
+            raise QueryError(name, f"a value does not fit its column: {error}") from None
 
 
 def _plain(name: str, field: pa.Field) -> pa.DataType:
+    """The type that a Delta table and a subscriber have. Raises QueryError: there is none."""
     kind = field.type
     if pa.types.is_decimal(kind) and kind.scale == 0:  # the sum of integers
         return pa.int64()
@@ -314,11 +305,7 @@ class ViewKeeper:
         return rows.sort_by([(column, "ascending") for column in self.key])
 
     def refresh(self, base: Follower, engine: ViewEngine) -> bool:
-        """Bring the table to the base's version; False where nothing had to be committed.
-
-        Raises:
-            QueryError: see :meth:`compute`, or the table cannot be written.
-        """
+        """Bring the table to the base's version; False where nothing had to be committed. Raises QueryError."""
         rows = self.compute(base, engine)
         try:
             return self._commit(rows, base)
@@ -384,28 +371,23 @@ def proofs(lake: Lake, pipeline: Pipeline) -> Iterator[tuple[str, int, int, pa.T
     Yields:
         name, version, base version, rows of the table, rows computed again: the base itself is proven by a replay.
     """
-    engine = ViewEngine()
-    try:
-        for view in pipeline.views.values():
-            table = lake.table(view.layer, view.name)
-            base = next((t for t in lake.tables() if t.name == view.base), None)
-            if not table.exists() or base is None:
-                continue
-            delta = DeltaTable(str(table.path))
-            found = DeltaLog(table.path).newest_info(COMMIT_BASE)
-            if found is None:
-                continue
-            keeper = ViewKeeper(view, table, pipeline.name, max_rows=10**9, max_columns=10**4)
-            with closing(Follower(base, max_rows=10**9)) as follower:
-                follower.open(json.loads(found)[1])
-                rows = keeper.compute(follower, engine)
-            yield view.name, delta.version(), follower.version, delta.to_pyarrow_table(), rows
-    finally:
-        engine.close()
+    for view in pipeline.views.values():
+        table = lake.table(view.layer, view.name)
+        base = next((t for t in lake.tables() if t.name == view.base), None)
+        if not table.exists() or base is None:
+            continue
+        delta = DeltaTable(str(table.path))
+        found = DeltaLog(table.path).newest_info(COMMIT_BASE)
+        if found is None:
+            continue
+        keeper = ViewKeeper(view, table, pipeline.name, max_rows=10**9, max_columns=10**4)
+        with closing(Follower(base, max_rows=10**9)) as follower, closing(ViewEngine()) as engine:
+            follower.open(json.loads(found)[1])
+            rows = keeper.compute(follower, engine)
+        yield view.name, delta.version(), follower.version, delta.to_pyarrow_table(), rows
 
 
 def _same(one: pa.Schema, other: pa.Schema) -> bool:
-    """Whether columns are alike, nullability and the spelling of UTC apart."""
-    return [(f.name, str(f.type).replace("large_", "")) for f in one] == [
-        (f.name, str(f.type).replace("large_", "")) for f in other
-    ]
+    """Whether columns are alike, nullability and the size of texts apart."""
+    columns = [[(field.name, str(field.type).replace("large_", "")) for field in schema] for schema in (one, other)]
+    return columns[0] == columns[1]

@@ -48,16 +48,11 @@ _INDEX = """<!doctype html>
 
 @dataclass(frozen=True, slots=True)
 class BoundCheck:
-    """One expectation for one subject.
-
-    Attributes:
-        kind: :data:`EVENT` or :data:`TABLE`.
-        blocking: whether the subject fails if it is not met.
-    """
+    """One expectation for one subject."""
 
     check: Check
-    kind: str
-    blocking: bool
+    kind: str  # EVENT or TABLE
+    blocking: bool  # the subject fails if it is not met
 
     @property
     def computed(self) -> str:
@@ -88,25 +83,17 @@ def bound_checks(checks: Sequence[Check], source: Source | None = None, *, gate:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of an expectation.
-
-    Attributes:
-        expected: predicate, or type with its arguments.
-        success: whether it is met.
-        blocking: whether the subject fails if it is not met.
-        unexpected: rows that do not meet it.
-        observed: the value found instead, or why it could not be evaluated.
-    """
+    """The result of an expectation."""
 
     expectation: str
     kind: str
-    expected: str
+    expected: str  # predicate, or type with its arguments
     action: str
     success: bool
     blocking: bool
     total: int
-    unexpected: int
-    observed: str
+    unexpected: int  # rows that do not meet it
+    observed: str  # the value found instead, or why it could not be evaluated
 
 
 class ExpectationEngine:
@@ -177,14 +164,14 @@ class ExpectationEngine:
             _make_plain(self._report, self._met)
 
     def _expectation(self, table: str, item: BoundCheck) -> Any:
-        from great_expectations import expectations
+        from great_expectations.expectations.registry import get_expectation_impl
 
         kind, arguments = _compiled(item, self._now)
-        about = {"meta": {_NAME: item.check.name}, "notes": expected_of(item.check)}
+        about: dict[str, Any] = {"meta": {_NAME: item.check.name}, "notes": _expected(item.check)}
         if item.check.action == WARN or not item.blocking:
             about["severity"] = "warning"
         try:
-            return getattr(expectations, _class_name(kind))(**arguments, **about)
+            return get_expectation_impl(kind)(**arguments, **about)
         except (ValueError, TypeError) as error:  # pydantic's errors are ValueErrors
             detail = "; ".join(line.strip() for line in str(error).splitlines()[1:] if line.strip())
             raise QualityProblem(
@@ -192,7 +179,7 @@ class ExpectationEngine:
             ) from None
 
 
-def expected_of(check: Check) -> str:
+def _expected(check: Check) -> str:
     """The expectation as text."""
     if check.sql:
         mostly = dict(check.arguments).get("mostly")
@@ -225,7 +212,7 @@ def _finding(item: BoundCheck, result: Any, rows: int) -> Finding:
     return Finding(
         item.check.name,
         item.kind,
-        expected_of(item.check),
+        _expected(item.check),
         item.check.action,
         bool(result.success),
         item.blocking,
@@ -241,11 +228,6 @@ def _why(info: Any) -> str:
         return "it could not be evaluated"
     messages = [info] if "exception_message" in info else [v for v in info.values() if isinstance(v, dict)]
     return next((str(m["exception_message"]) for m in messages if m.get("exception_message")), "not evaluated")
-
-
-def _class_name(type_name: str) -> str:
-    special = {"expect_column_pair_values_a_to_be_greater_than_b": "ExpectColumnPairValuesAToBeGreaterThanB"}
-    return special.get(type_name) or "".join(part.title() for part in type_name.split("_"))
 
 
 def _quiet() -> warnings.catch_warnings[None]:
@@ -271,10 +253,8 @@ def _make_plain(report: Path, met: Mapping[str, tuple[int, int]]) -> None:
         head = f'<link rel="stylesheet" href="{up}static/styles/{_SHEET}">{_OPEN}</head>'
         text = _REMOTE.sub("", _SCRIPT.sub("", page.read_text(encoding="utf-8")))
         page.write_text(text.replace("</head>", head, 1), encoding="utf-8")
-    pages = sorted(
-        (report / "validations").rglob("*.html"), key=lambda page: (page.parent.name, page.name), reverse=True
-    )
-    rows = "".join(_row(page, report, met) for page in pages)
+    checked = sorted((report / "validations").rglob("*.html"), key=lambda page: (page.parent.name, page.name))
+    rows = "".join(_row(page, report, met) for page in reversed(checked))
     index = _INDEX.format(sheet=f"static/styles/{_SHEET}", rows=rows)
     (report / "index.html").write_text(index, encoding="utf-8")
 
@@ -285,11 +265,5 @@ def _row(page: Path, report: Path, met: Mapping[str, tuple[int, int]]) -> str:
     good, every = met.get(title, (0, 0))
     tone = "success" if good == every else "danger"
     told = f'<span class="badge badge-{tone}">{good} of {every}</span>' if every else ""
-    return f'<tr><td><a href="{link}">{escape(title)}</a></td><td>{_when(page.parent.name)}</td><td>{told}</td></tr>'
-
-
-def _when(run: str) -> str:
-    try:
-        return f"{datetime.strptime(run, '%Y%m%dT%H%M%S.%f%z'):%Y-%m-%d %H:%M:%S} UTC"
-    except ValueError:
-        return escape(run)
+    when = datetime.strptime(page.parent.name, "%Y%m%dT%H%M%S.%f%z")
+    return f'<tr><td><a href="{link}">{escape(title)}</a></td><td>{when:%Y-%m-%d %H:%M:%S} UTC</td><td>{told}</td></tr>'

@@ -71,59 +71,38 @@ _SPARK_FUNCTIONS = (  # sqlglot leaves their names as they are
 
 @dataclass(frozen=True)
 class Subject:
-    """Rows to check.
-
-    Attributes:
-        version: of the table; -1 for rows before their commit.
-        batch: part of the table: empty for all, a version, a range of versions, or a name given by a gate.
-        query: DuckDB SQL of the columns that expectations may use.
-        types: Spark's names of their types.
-        fits: SQL condition of rows that predicates on events apply to; empty: all rows.
-    """
+    """Rows to check."""
 
     table: str
     layer: str
-    version: int
-    batch: str
+    version: int  # of the table; -1 for rows before their commit
+    batch: str  # part of the table: empty for all, a version, a range of versions, or a name given by a gate
     rows: Any
-    query: str
-    types: Mapping[str, str] = field(default_factory=dict)
-    fits: str = ""
+    query: str  # DuckDB SQL of the columns that expectations may use
+    types: Mapping[str, str]  # Spark's names of their types
+    fits: str = ""  # SQL condition of rows that predicates on events apply to; empty: all rows
     files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class QualityRun:
-    """What a run checks and where its findings go.
+    """What a run checks and where its findings go."""
 
-    Attributes:
-        names: sources and products; none: all that have expectations and exist.
-        batch: of sources: ``latest``, a version or ``FROM..TO`` instead of the whole table.
-        report: folder for the HTML report.
-        keep: whether findings go to table ``quality``.
-        spark: evaluates predicates on sources in place of DuckDB.
-        now: time of the run; None: the present.
-    """
-
-    names: Sequence[str] = ()
-    batch: str = ""
-    report: Path | None = None
-    keep: bool = True
-    spark: SparkSession | None = None
-    now: datetime | None = None
+    names: Sequence[str] = ()  # of sources and products; none: all that have expectations and exist
+    batch: str = ""  # of sources: ``latest``, a version or ``FROM..TO`` instead of the whole table
+    report: Path | None = None  # folder for the HTML report
+    keep: bool = True  # findings go to table ``quality``
+    spark: SparkSession | None = None  # evaluates predicates on sources in place of DuckDB
+    now: datetime | None = None  # of the run; None: the present
 
 
 @dataclass(frozen=True)
 class TableCheck:
-    """One table or batch and its findings.
-
-    Attributes:
-        unknown: fields of payloads that the source's schema lacks, and their number in a sample.
-    """
+    """One table or batch and its findings."""
 
     subject: Subject
     findings: tuple[Finding, ...]
-    unknown: Mapping[str, int] = field(default_factory=dict)
+    unknown: Mapping[str, int] = field(default_factory=dict)  # fields that the schema lacks: their number in a sample
 
     @property
     def failed(self) -> tuple[Finding, ...]:
@@ -148,14 +127,15 @@ def check_tables(lake: Lake, pipeline: Pipeline, run: QualityRun) -> list[TableC
         QualityProblem: a table cannot be checked.
     """
     at = run.now or datetime.now(UTC)
-    chosen = list(_chosen(lake, pipeline, run.names, whole=not run.batch))
+    chosen = _chosen(lake, pipeline, run.names, whole=not run.batch)
     engine = ExpectationEngine(run.report, at)
-    found = [
-        _check_source(lake, pipeline.sources[name], run, engine)
-        if name in pipeline.sources
-        else _check_product(lake, pipeline, name, engine)
-        for name in chosen
-    ]
+    found = []
+    for name in chosen:
+        if name in pipeline.sources:
+            found.append(_check_source(lake, pipeline.sources[name], run, engine))
+        else:
+            subject, checks = _product_subject(lake, pipeline.products[name]), pipeline.products[name].checks
+            found.append(TableCheck(subject, tuple(_found(engine, name, subject, bound_checks(checks)))))
     engine.write_report()
     if run.keep:
         _append(lake, at, found)
@@ -179,7 +159,7 @@ def gate(table: pa.Table, source: Source) -> TableCheck:
     return TableCheck(subject, tuple(_found(ExpectationEngine(), source.name, subject, asked)) if asked else ())
 
 
-def _chosen(lake: Lake, pipeline: Pipeline, names: Sequence[str], *, whole: bool) -> Iterable[str]:
+def _chosen(lake: Lake, pipeline: Pipeline, names: Sequence[str], *, whole: bool) -> Sequence[str]:
     known = [*pipeline.sources, *pipeline.products]
     for name in names:
         if name not in known:
@@ -189,12 +169,6 @@ def _chosen(lake: Lake, pipeline: Pipeline, names: Sequence[str], *, whole: bool
     sources = [n for n, s in pipeline.sources.items() if (s.checks or s.expectations) and lake.bronze(n).exists()]
     products = [n for n, p in pipeline.products.items() if p.checks and lake.table(p.layer, n).exists()]
     return [*sources, *(products if whole else ())]
-
-
-def _check_product(lake: Lake, pipeline: Pipeline, name: str, engine: ExpectationEngine) -> TableCheck:
-    product = pipeline.products[name]
-    subject = _product_subject(lake, product)
-    return TableCheck(subject, tuple(_found(engine, name, subject, bound_checks(product.checks))))
 
 
 def _check_source(lake: Lake, source: Source, run: QualityRun, engine: ExpectationEngine) -> TableCheck:

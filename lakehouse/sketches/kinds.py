@@ -93,11 +93,7 @@ class Sketch(ABC):
 
     @abstractmethod
     def answers(self, question: Question) -> list[Answer]:
-        """Its answers.
-
-        Raises:
-            BadSketch: it cannot answer this.
-        """
+        """Its answers. Raises BadSketch: it cannot answer this."""
 
     @abstractmethod
     def serialize(self) -> dict[str, bytes]:

@@ -1,7 +1,7 @@
-"""What a join remembers: every event of both sides by join key and time, on disk.
+"""What a join remembers: every event of both sides by join key and time, in LMDB, which reads them in order.
 
-LMDB: entries change and go, and are read in order. Each event carries the number of the step that
-entered it, so that entering a step again tells the same changes: what the join was before this step, what it is now.
+Each event carries the number of the step that entered it, so that entering a step again tells the same changes: what
+the join was before this step, what it is now.
 """
 
 from __future__ import annotations
@@ -61,11 +61,7 @@ class JoinEntry:
 
 
 class JoinIndex:
-    """Both sides of one join.
-
-    Args:
-        product: how the sides belong together; a retention bounds what is remembered.
-    """
+    """Both sides of one join; the product's retention bounds what is remembered."""
 
     def __init__(self, folder: Path, product: Product, *, readonly: bool = False) -> None:
         if not readonly:

@@ -15,7 +15,9 @@ import logging
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from itertools import zip_longest
+from operator import and_
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -29,7 +31,7 @@ from pyspark.sql.window import Window
 from lakehouse.batch import build, byte_size, clock_of, kafka_ends, slices
 from lakehouse.bronze.horizon import seen_index
 from lakehouse.bronze.readers import note_reader
-from lakehouse.bronze.seen import JUDGED, SeenIndex
+from lakehouse.bronze.seen import JUDGED
 from lakehouse.bronze.table import COLUMNS, changes, newest_version
 from lakehouse.contract.errors import crash_point
 from lakehouse.contract.lake import Lake
@@ -74,12 +76,13 @@ class LiveJoin(BronzeFollower):
         self._spark = spark
         self._lake = lake
         self._product = product
+        self._seen_folder = lake.state / "seen" / self.name
         self._joined = JoinedSources(spark, pipeline, product)
         self._tables = (lake.bronze(product.source), lake.bronze(product.right))
         self._table_ids = [str(DeltaTable(str(table.path)).metadata().id) for table in self._tables]
         self._application = f"bronze-{'-'.join(self._table_ids)}"
-        declaration = product_declaration(product, self._joined.sources[LEFT])
-        declaration += source_declaration(self._joined.sources[RIGHT])
+        left, right = self._joined.sources
+        declaration = product_declaration(product, left) + source_declaration(right)
         self._store = store_of(product, lake.table(product.layer, product.name), pipeline.name, declaration)
         self._no_pairs = self._joined.partial([])
         self._max_bytes = byte_size(settings.spark.max_bytes_per_trigger)
@@ -136,8 +139,8 @@ class LiveJoin(BronzeFollower):
         found = self._index.enter(first, sum(versions), _text(versions))
         crash_point("join.after_index")
         mark = self._marks.of(self._application, sum(versions), _text(versions), rows, first)
-        gained = self._pairs([change for change in found if change.sign > 0])
-        partial = self._joined.operator.signed(gained, self._pairs([change for change in found if change.sign < 0]))
+        gained, lost = (self._pairs([change for change in found if change.sign == sign]) for sign in (1, -1))
+        partial = self._joined.operator.signed(gained, lost)
         crash_point("join.before_commit")
         self._store.apply(partial, mark)
         self._committed_at = time.monotonic()
@@ -192,8 +195,8 @@ class LiveJoin(BronzeFollower):
         self._clear_indexes()  # first: an index of another declaration must not meet the new product
         crash_point("join.after_clear")
         paths = [table.path for table in self._tables]
-        for at in zip(paths, versions, strict=True):
-            self._marks.reached(kafka_ends(self._spark, *at))
+        for path, version in zip(paths, versions, strict=True):
+            self._marks.reached(kafka_ends(self._spark, path, version))
         partial, self._marks.clock = self._joined.build(paths, versions)
         through = dict(self._marks.through)
         mark = BatchMark(self._application, sum(versions), _text(versions), through, clock=self._marks.clock)
@@ -213,9 +216,8 @@ class LiveJoin(BronzeFollower):
         self._index.enter(rows.slice(0, 0), sum(versions), _text(versions), changes=False)
 
     def _open_indexes(self) -> None:
-        folder = self._lake.state / "seen" / self.name
-        of_sides = zip(("left", "right"), self._joined.sources, strict=True)
-        self._seen: list[SeenIndex] = [seen_index(folder / name, source) for name, source in of_sides]
+        left, right = self._joined.sources
+        self._seen = [seen_index(self._seen_folder / "left", left), seen_index(self._seen_folder / "right", right)]
         self._index = JoinIndex(index_folder(self._lake, self._product.name), self._product)
 
     def _close_indexes(self) -> None:
@@ -225,7 +227,7 @@ class LiveJoin(BronzeFollower):
 
     def _clear_indexes(self) -> None:
         self._close_indexes()
-        for folder in (self._lake.state / "seen" / self.name, index_folder(self._lake, self._product.name)):
+        for folder in (self._seen_folder, index_folder(self._lake, self._product.name)):
             shutil.rmtree(folder, ignore_errors=True)
         self._open_indexes()
 
@@ -236,11 +238,7 @@ def _text(versions: Versions) -> str:
 
 
 class JoinedSources:
-    """The two sources of a join, and in Spark: rows for its index, its pairs, and all of it as one batch job.
-
-    Attributes:
-        operator: aggregates over the pairs.
-    """
+    """The two sources of a join in Spark: rows for its index, its pairs, and all of it as one batch job."""
 
     def __init__(self, spark: SparkSession, pipeline: Pipeline, product: Product) -> None:
         self.product = product
@@ -279,14 +277,13 @@ class JoinedSources:
 
     def partial(self, changes: Sequence[PairChange]) -> pa.Table:
         """What the join's SQL makes of these pairs, whatever their sign."""
-        texts = {"left": [c.left for c in changes], "right": [c.right for c in changes]}
-        schema = pa.schema([(name, pa.string()) for name in texts])
-        pairs = self._spark.createDataFrame(pa.table(texts, schema=schema))
+        sides = ("left", "right")
+        texts = {side: pa.array([getattr(change, side) for change in changes], pa.string()) for side in sides}
         events = [
-            F.from_json(name, kind, _JSON).alias(source.name)
-            for name, kind, source in zip(texts, self._events, self.sources, strict=True)
+            F.from_json(side, kind, _JSON).alias(source.name)
+            for side, kind, source in zip(sides, self._events, self.sources, strict=True)
         ]
-        return self._aggregated(pairs.select(*events).coalesce(1))
+        return self._aggregated(self._spark.createDataFrame(pa.table(texts)).select(*events).coalesce(1))
 
     def build(self, tables: Sequence[LakePath], versions: Sequence[int]) -> tuple[pa.Table, int | None]:
         """What the join's SQL makes of all pairs at these versions of bronze, and the clock there.
@@ -338,7 +335,5 @@ class JoinedSources:
     def _key(self, side: int) -> Column:
         """16 bytes, equal if the columns are; null, which is equal to nothing, if one of them is null."""
         columns = [F.col(f"`{pair[side]}`").cast("string") for pair in self.product.columns_on]
-        known = F.lit(True)
-        for column in columns:
-            known = known & column.isNotNull()
+        known = reduce(and_, (column.isNotNull() for column in columns))
         return F.when(known, F.unhex(F.md5(F.to_json(F.array(*columns)).cast("binary"))))
