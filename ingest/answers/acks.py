@@ -121,12 +121,9 @@ class AckState:
 
 
 def ack_state(token: Token, recent: RecentEvents, lake: LakeState, products: Sequence[str]) -> AckState:
-    """What became of the token's event. Reads the lake, so it blocks.
+    """What became of the token's event; ``products`` are those of its source. Reads the lake, so it blocks.
 
     If the lake is away, what this node knows by itself is the answer; its error is raised if that is nothing.
-
-    Args:
-        products: names of the products of its source.
     """
     remembered = recent.get(token)
     try:

@@ -188,8 +188,6 @@ class Asked:
     """What a device asks.
 
     Attributes:
-        source: that it publishes to.
-        tenant: of its events.
         about: values of its events by column, as the tables that derive from the source have them.
         tell: called when the answer is known, and whenever it changes.
         wanted: the answer; None: not known yet.
@@ -228,13 +226,9 @@ class Demand:
         self._read_at = float("-inf")
 
     def ask(self, source: str, key: str | None, about: object, tell: Callable[[Asked], None]) -> Asked:
-        """Answer a device, from now on until :meth:`forget`.
+        """Answer a device that shows ``key``, from now on until :meth:`forget`.
 
-        Args:
-            key: that it shows.
-
-        Raises:
-            RequestRefused: there is no such source for it, or what it says of its events is malformed.
+        Raises RequestRefused: there is no such source for it, or what it says of its events is malformed.
         """
         intake = self._requests.intakes.get(source)
         if intake is None:

@@ -95,8 +95,7 @@ class Responder:
     def check(self, source: Source, query: Mapping[str, str]) -> str:
         """Check the callback that a request asks for, before its event is taken; returns it, or empty.
 
-        Raises:
-            RequestRefused: the source pushes no answers, not to this address, or too many are pending.
+        Raises RequestRefused: the source pushes no answers, not to this address, or too many are pending.
         """
         callback = query.get("callback", "")
         if callback:
@@ -301,11 +300,7 @@ class EventAnswer:
 
 
 class Answers:
-    """Waits for the answers of all sources that give some.
-
-    Args:
-        max_waiters: senders that may wait at a time.
-    """
+    """Waits for the answers of all sources that give some; ``max_waiters`` senders may wait at a time."""
 
     def __init__(
         self,
@@ -350,11 +345,7 @@ class Answers:
             self.waiters -= 1
 
     async def wait(self, token: Token, timeout_s: float | None = None) -> EventAnswer | None:
-        """The answer to the token's event; None if its source gives none.
-
-        Args:
-            timeout_s: longest wait; None: the source's limit; 0: do not wait.
-        """
+        """The answer to the token's event within ``timeout_s`` (None: the source's limit), or None for no answers."""
         spec = self._spec(token.source)
         if spec is None:
             return None

@@ -145,7 +145,9 @@ class LakeState:
         if received_at is not None:
             at = datetime.fromtimestamp(received_at // 1_000_000, UTC) + timedelta(microseconds=received_at % 1_000_000)
             if "date" in names:
-                tests.append(ds.field("date").isin(_days(data.schema.field("date").type, at.date())))
+                days = [at.date() + timedelta(days=shift) for shift in (-1, 0, 1)]
+                is_date = pa.types.is_date(data.schema.field("date").type)
+                tests.append(ds.field("date").isin(days if is_date else [day.isoformat() for day in days]))
             if raw_id is not None:
                 if "headers" not in names:
                     return None
@@ -268,12 +270,7 @@ class FoundRows:
 
 @dataclass(frozen=True, slots=True)
 class TenantRows:
-    """A product as one tenant sees it.
-
-    Attributes:
-        product: its name.
-        limit: column and value that each row must have; empty: all rows are seen.
-    """
+    """A product as one tenant sees it; ``limit`` is the column and value that each row must have, or empty."""
 
     product: str
     limit: tuple[tuple[str, str], ...] = ()
@@ -286,9 +283,6 @@ class TenantRows:
 
 class ProductRows:
     """Rows of products by key (:mod:`lakehouse.contract.rows`), those of one tenant. Thread-safe; blocks.
-
-    Args:
-        border: between tenants.
 
     Attributes:
         home: the node's tenant, which is that of senders without one.
@@ -303,11 +297,7 @@ class ProductRows:
         self._lock = threading.Lock()
 
     def seen_by(self, tenant: str | None, product: str) -> TenantRows:
-        """The part of a product that a tenant sees; equal for tenants that see the same.
-
-        Raises:
-            RequestRefused: the product does not exist for it (404).
-        """
+        """The part of a product that a tenant sees; equal for equal views. Raises RequestRefused: it sees none (404)."""
         whose = tenant or self.home
         column = self._border.limit(whose, product)
         if column is None:
@@ -317,8 +307,7 @@ class ProductRows:
     def by_key(self, part: TenantRows, values: Sequence[str]) -> FoundRows:
         """Rows with these values in the key columns, not counting the window's.
 
-        Raises:
-            RequestRefused: no such table (404), or too many values (400).
+        Raises RequestRefused: no such table (404), or too many values (400).
         """
         names = self._names(part.product)
         if len(values) > len(names) or not values:
@@ -326,11 +315,7 @@ class ProductRows:
         return self.where(part, dict(zip(names, values, strict=False)))
 
     def where(self, part: TenantRows, match: Mapping[str, str]) -> FoundRows:
-        """Rows with these values, given as text, in these columns.
-
-        Raises:
-            RequestRefused: no such table (404) or column (400).
-        """
+        """Rows with these values, as text, in these columns. Raises RequestRefused: no such table (404), column (400)."""
         try:
             version, rows = self._table(part.product).find(part.limited({name: [text] for name, text in match.items()}))
         except UnknownColumn as error:
@@ -338,16 +323,10 @@ class ProductRows:
         return FoundRows(version, _newest_first(rows).slice(0, MAX_ROWS).to_pylist())
 
     def by_keys(self, part: TenantRows, keys: Collection[tuple[str, ...]]) -> tuple[int, dict[tuple[str, ...], bytes]]:
-        """Rows of the newest window of each key as a JSON array; none for a key with too many values.
+        """A version, and the rows of the newest window of each key as a JSON array, none of them older than it.
 
-        Args:
-            keys: as in :meth:`by_key`; they may differ in length.
-
-        Returns:
-            A version that no row is older than, and the rows.
-
-        Raises:
-            RequestRefused: no such table (404).
+        Keys are as in :meth:`by_key` and may differ in length; one with too many values has no rows. Raises
+        RequestRefused: no such table (404).
         """
         table = self._table(part.product)
         names = self._names(part.product)
@@ -386,17 +365,7 @@ def _no_product(name: str) -> RequestRefused:
 
 
 class ProductTables:
-    """What a node reads of the tables.
-
-    Args:
-        border: between tenants.
-
-    Attributes:
-        lake: that they are in.
-        state: progress of tables, and events in them.
-        rows: of products.
-        watch: follows products.
-    """
+    """What a node reads of the tables: their progress and the events in them, and rows of products."""
 
     def __init__(self, lake: Lake, poll_s: float, border: TenantBorder = UNDECLARED) -> None:
         self.lake = lake
@@ -420,11 +389,6 @@ def end_offsets(info: Mapping[str, Any]) -> dict[str, int]:
         return dict(orjson.loads(info["userMetadata"])["offsets"])
     except (KeyError, TypeError, orjson.JSONDecodeError):  # written by another application, or maintenance
         return {}
-
-
-def _days(kind: Any, day: Any) -> list[Any]:
-    days = [day + timedelta(days=shift) for shift in (-1, 0, 1)]
-    return days if str(kind).startswith("date") else [d.isoformat() for d in days]
 
 
 def _newest_first(rows: pa.Table) -> pa.Table:

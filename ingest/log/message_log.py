@@ -140,16 +140,10 @@ class MessageLog:
     def append(
         self, lane: SourceLane, envelope: Envelope, key: bytes, payload: bytes, position: int | None = None
     ) -> LoggedEvent:
-        """Take an event; it becomes durable with its group.
+        """Take an event; it becomes durable with its group. Event id, tenant and key have at most 65,535 bytes.
 
-        Args:
-            envelope: its metadata; event id and tenant have at most 65,535 bytes of UTF-8.
-            key: Kafka key of at most 65,535 bytes.
-            position: the upstream's next message, stored with the event.
-
-        Raises:
-            LogFull: the limit is reached; wait for :meth:`room`.
-            LogUnavailable: the disk refuses writes, or the log is closed.
+        ``position`` is the upstream's next message, stored with the event. Raises LogFull if the limit is reached (wait
+        for :meth:`room`), and LogUnavailable if the disk refuses writes or the log is closed.
         """
         self._check_writable()
         chunks, size = event_chunks(self.next_seq, lane.index, position, envelope, key, payload)
@@ -157,12 +151,7 @@ class MessageLog:
         return self._append(lane, (Admitted(envelope, key, payload, None),), chunks, [size], position)[0]
 
     def append_all(self, lane: SourceLane, events: Sequence[Admitted]) -> list[LoggedEvent]:
-        """Take all of these events or none, like :meth:`append` of each but with one update of the counters.
-
-        Raises:
-            LogFull: the limit is reached; wait for :meth:`room`.
-            LogUnavailable: the disk refuses writes, or the log is closed.
-        """
+        """Take all of these events or none, like :meth:`append` of each but with one update of the counters."""
         self._check_writable()
         index, first = lane.index, self.next_seq
         chunks: list[bytes] = []
@@ -281,11 +270,9 @@ class MessageLog:
         self._commit.sending(seq)
 
     def acked(self, events: Iterable[LoggedEvent], first_outstanding: int) -> None:
-        """Record that Kafka or the failed store has these events.
+        """Record that Kafka or the failed store has these events, each named once.
 
-        Args:
-            events: each once.
-            first_outstanding: lowest sequence number that is neither acknowledged nor failed.
+        ``first_outstanding`` is the lowest sequence number that is neither acknowledged nor failed.
         """
         drop: list[LogSegment] = []
         active = self._active
@@ -325,11 +312,10 @@ class MessageLog:
     def read(
         self, cursor: Cursor, *, from_seq: int, until_seq: int, max_bytes: int
     ) -> tuple[list[LoggedEvent], Cursor]:
-        """Read durable events with ``from_seq <= seq < until_seq``. Blocks.
+        """Read durable events with ``from_seq <= seq < until_seq``, and the cursor to read on from. Blocks.
 
-        Returns:
-            About ``max_bytes`` of events in order, fewer at the end of a segment, and the cursor to read on from. An
-            empty list means that nothing more is there now.
+        There are about ``max_bytes`` of events in order, fewer at the end of a segment, none if nothing more is there
+        now.
         """
         events: list[LoggedEvent] = []
         lanes = self.lanes()
@@ -343,19 +329,15 @@ class MessageLog:
                     elif frame.kind in EVENTS and frame.seq >= until_seq:
                         return events, Cursor(number, frame.offset)
                     elif frame.kind in EVENTS and frame.seq >= from_seq:
-                        events.append(self._logged(frame.seq, frame.body, lanes, segment, frame.offset))
+                        lane = lanes[int.from_bytes(frame.body[1:3], "little")]
+                        found = read_event(frame.body, source=lane.source, collector=self._node)
+                        place = (segment, frame.offset, None)
+                        events.append(LoggedEvent(frame.seq, lane, found.envelope, found.key, found.payload, *place))
                     at = frame.end
             cursor = Cursor(number, at)
             if events:
                 break
         return events, cursor
-
-    def _logged(
-        self, seq: int, body: bytes, lanes: Sequence[SourceLane], segment: LogSegment, offset: int
-    ) -> LoggedEvent:
-        lane = lanes[int.from_bytes(body[1:3], "little")]
-        stored = read_event(body, source=lane.source, collector=self._node)
-        return LoggedEvent(seq, lane, stored.envelope, stored.key, stored.payload, segment, offset, None)
 
     # --- closing
 

@@ -57,15 +57,12 @@ class SegmentWriter:
         self._kept: list[LogSegment] = []  # removed once a newer one is durable
 
     def write(self, parts: Sequence[SegmentPart], remove: Sequence[LogSegment]) -> list[int]:
-        """Make the parts durable and remove segments. After an error the same parts may be written again.
+        """Make the parts durable and remove segments; returns the number of bytes of each part.
 
         A segment is removed only when a newer one, which carries the earlier state, is on disk. So one always does.
 
-        Each part has a fixed offset, so a repeated write makes the same bytes dirty again: after a failed fsync the
-        kernel may have dropped them.
-
-        Returns:
-            The number of bytes of each part.
+        After an error the same parts may be written again. Each has a fixed offset, so that makes the same bytes dirty
+        again: after a failed fsync the kernel may have dropped them.
         """
         sizes = []
         self._kept += [segment for segment in remove if segment not in self._kept]  # a retried write repeats them
@@ -76,8 +73,11 @@ class SegmentWriter:
                 handle = os.open(part.segment.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
                 self._open[part.segment.number] = handle
                 self._created = True
-            sizes.append(_write_all(handle, b"".join(part.chunks), part.offset))
+            data, written = memoryview(b"".join(part.chunks)), 0
+            while written < len(data):
+                written += os.pwrite(handle, data[written:], part.offset + written)
             os.fdatasync(handle)
+            sizes.append(len(data))
             if number < len(parts) - 1 and parts[number + 1].segment is not part.segment:
                 os.close(self._open.pop(part.segment.number))
         if self._created:
@@ -99,14 +99,6 @@ class SegmentWriter:
     def close(self) -> None:
         while self._open:
             os.close(self._open.popitem()[1])
-
-
-def _write_all(handle: int, data: bytes, offset: int) -> int:
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(handle, view, offset)
-        view, offset = view[written:], offset + written
-    return len(data)
 
 
 @dataclass(frozen=True, slots=True)

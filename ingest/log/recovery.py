@@ -119,8 +119,7 @@ class Recovery:
 def recover(folder: Path, *, mend: bool = True) -> Recovery:
     """Read and verify every segment in ``folder``; cut an interrupted write off the newest one.
 
-    Args:
-        mend: False changes nothing and logs nothing, for a log that may be in use.
+    Without ``mend`` it changes nothing and logs nothing, for a log that may be in use.
     """
     return _Fold(mend).run(sorted(folder.glob(f"*{SUFFIX}")))
 
@@ -245,11 +244,7 @@ class FailedItem:
 
 
 class FailedStore:
-    """The failed store. Writing blocks.
-
-    Args:
-        mend: False changes nothing, for a log that may be in use.
-    """
+    """The failed store. Writing blocks. Without ``mend`` it changes nothing, for a log that may be in use."""
 
     def __init__(self, folder: Path, node: str, *, mend: bool = True) -> None:
         self._path = folder / FILE_NAME
@@ -362,11 +357,7 @@ class LogView:
 
 @dataclass(frozen=True, slots=True)
 class Retried:
-    """Result of a retry.
-
-    Attributes:
-        refused: reason by event id of events that it refused again.
-    """
+    """Events that Kafka took, and those that it refused again, as reason by event id."""
 
     sent: int
     refused: dict[str, str]
@@ -387,7 +378,11 @@ def log_of(folder: Path, node: str) -> Path:
 
 def look(folder: Path) -> LogView:
     """Read the log in this folder."""
-    running = _is_running(folder)
+    try:
+        with _alone(folder):
+            running = False
+    except EnvironmentProblem:
+        running = True
     found = recover(folder, mend=False)
     failed = list(FailedStore(folder, folder.name, mend=False))
     reasons = Counter(item.reason for item in failed if item.event is not None)
@@ -407,14 +402,6 @@ def look(folder: Path) -> LogView:
         bytes=sum(path.stat().st_size for path in folder.iterdir() if path.is_file()),
         segments=len(found.segments),
     )
-
-
-def _is_running(folder: Path) -> bool:
-    try:
-        with _alone(folder):
-            return False
-    except EnvironmentProblem:
-        return True
 
 
 def transient(folder: Path) -> Iterator[dict[str, Any]]:
@@ -444,7 +431,6 @@ async def retry(
     *,
     ids: Sequence[str] = (),
     progress: Callable[[int, int], None] = lambda done, of: None,
-    timeout_s: float = RETRY_S,
 ) -> Retried:
     """Send failed events again, once, with their old ids, marked ``suspect``. They count once in any case.
 
@@ -478,9 +464,9 @@ async def retry(
         try:
             publisher.send([_again(seq, event) for seq, event in wanted.items()])
             if wanted:
-                await asyncio.wait_for(done.wait(), timeout_s)
+                await asyncio.wait_for(done.wait(), RETRY_S)
         except TimeoutError:
-            reason = f"{len(outcomes)} of {len(wanted)} events were answered in {timeout_s:.0f} s"
+            reason = f"{len(outcomes)} of {len(wanted)} events were answered in {RETRY_S:.0f} s"
             raise BrokerUnavailable("the broker", reason) from None
         finally:
             await asyncio.to_thread(publisher.close, 1.0)

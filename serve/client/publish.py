@@ -58,12 +58,7 @@ _FINAL: Mapping[int, type[Refused]] = {
 
 @dataclass(frozen=True, slots=True)
 class EventState:
-    """How far an event is.
-
-    Attributes:
-        state: one of :data:`STATES`, or ``rejected`` or ``shed``.
-        products: version of each product that holds it.
-    """
+    """How far an event is: one of :data:`STATES`, ``rejected`` or ``shed``; ``products``: versions that hold it."""
 
     event_id: str
     state: str
@@ -325,12 +320,7 @@ class Publisher:
 
 
 def _accepted(answer: httpx.Response) -> Mapping[str, Any]:
-    """The content of an answer that took the request.
-
-    Raises:
-        Refused: asking again does not help.
-        ConnectionLost: it may.
-    """
+    """The content of an answer that took the request. Raises Refused, or ConnectionLost if asking again may help."""
     try:
         content = orjson.loads(answer.content) if answer.content else {}
     except orjson.JSONDecodeError:

@@ -141,12 +141,7 @@ class Assembler:
 
 
 class TableView:
-    """The table as of the last message applied.
-
-    Attributes:
-        position: of that message; empty before the first.
-        rows: by the values of the key columns.
-    """
+    """The table as of the last message applied: its position (empty before), and rows by values of the key columns."""
 
     def __init__(self) -> None:
         self.position = ""
@@ -192,12 +187,9 @@ class TableQuery:
 
 @dataclass(frozen=True, slots=True)
 class SlowNotice:
-    """The server says that this subscriber is too slow.
+    """The server says that this subscriber lags by ``behind`` messages, the oldest of them ``behind_ms`` old.
 
-    Attributes:
-        behind: messages that it lags by.
-        behind_ms: age of the oldest of them.
-        cut_in_ms: time until the server ends a connection that takes nothing.
+    ``cut_in_ms``: time until the server ends a connection that takes nothing.
     """
 
     behind: int

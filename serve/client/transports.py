@@ -35,11 +35,7 @@ class ClientError(MillraceError):
 
 
 class Refused(ClientError):
-    """The server refuses this request; asking again does not help.
-
-    Attributes:
-        code: machine-readable, e.g. ``bad_position``.
-    """
+    """The server refuses this request; asking again does not help. ``code`` is machine-readable."""
 
     def __init__(self, code: str, detail: str) -> None:
         super().__init__(code, detail)
@@ -75,11 +71,7 @@ class ConnectionLost(ClientError):
 
 
 class TransportBlocked(ClientError):
-    """What answers does not speak this transport.
-
-    Attributes:
-        status: of the HTTP answer; 0: none.
-    """
+    """What answers does not speak this transport. ``status`` is that of the HTTP answer; 0: none."""
 
     def __init__(self, problem: str, status: int = 0) -> None:
         super().__init__(problem)
