@@ -297,7 +297,7 @@ class ProductRows:
         self._lock = threading.Lock()
 
     def seen_by(self, tenant: str | None, product: str) -> TenantRows:
-        """The part of a product that a tenant sees; equal for equal views. Raises RequestRefused: it sees none (404)."""
+        """The part of a product that a tenant sees, equal for equal parts. Raises RequestRefused: it sees none (404)."""
         whose = tenant or self.home
         column = self._border.limit(whose, product)
         if column is None:
@@ -315,7 +315,7 @@ class ProductRows:
         return self.where(part, dict(zip(names, values, strict=False)))
 
     def where(self, part: TenantRows, match: Mapping[str, str]) -> FoundRows:
-        """Rows with these values, as text, in these columns. Raises RequestRefused: no such table (404), column (400)."""
+        """Rows with these values, as text, in these columns. Raises RequestRefused: no table (404) or column (400)."""
         try:
             version, rows = self._table(part.product).find(part.limited({name: [text] for name, text in match.items()}))
         except UnknownColumn as error:
