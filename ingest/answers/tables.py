@@ -297,7 +297,7 @@ class ProductRows:
         self._lock = threading.Lock()
 
     def seen_by(self, tenant: str | None, product: str) -> TenantRows:
-        """The part of a product that a tenant sees, equal for equal parts. Raises RequestRefused: it sees none (404)."""
+        """The part of a product that a tenant sees; equal parts compare equal. Raises RequestRefused (404)."""
         whose = tenant or self.home
         column = self._border.limit(whose, product)
         if column is None:

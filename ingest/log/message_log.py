@@ -27,7 +27,7 @@ import orjson
 
 from ingest.border.admission import Admitted
 from ingest.errors import LogFull, LogUnavailable
-from ingest.log.protocols import PROTOCOLS, HybridLogging, MakeProtocol
+from ingest.log.protocols import PROTOCOLS
 from ingest.log.recovery import FailedStore, Recovery, lock_folder, recover
 from ingest.log.segments import (
     EVENT_OVERHEAD,
@@ -68,7 +68,7 @@ class MessageLog:
         limit: most bytes on disk.
         group_commit_ms: longest time before an event's group is sealed.
         segment_bytes: size at which a segment is closed; an eighth of the limit at most.
-        protocol: name in :data:`ingest.log.protocols.PROTOCOLS`, or a factory.
+        protocol: a key of :data:`ingest.log.protocols.PROTOCOLS`.
 
     Raises:
         EnvironmentProblem: another process has the log open.
@@ -86,10 +86,9 @@ class MessageLog:
         limit: int,
         group_commit_ms: int = 5,
         segment_bytes: int = SEGMENT_BYTES,
-        protocol: str | MakeProtocol = "hml",
+        protocol: str = "hml",
     ) -> None:
         segment_bytes = min(segment_bytes, max(4096, limit // 8))
-        make = PROTOCOLS[protocol] if isinstance(protocol, str) else protocol
         self._lock = lock_folder(folder)
         self._folder = folder
         self._node = node
@@ -108,7 +107,7 @@ class MessageLog:
         self._acked = self.recovery.acked if self.recovery.to_replay else self.next_seq
         self._marked = -1
         self._mark_timer: asyncio.TimerHandle | None = None
-        self._commit: HybridLogging = make(folder, group_commit_ms / 1000, self.next_seq - 1)
+        self._commit = PROTOCOLS[protocol](folder, group_commit_ms / 1000, self.next_seq - 1)
         self._segments = {segment.number: segment for segment in self.recovery.segments}
         self._used = sum(segment.size for segment in self._segments.values())
         self._full = False

@@ -22,7 +22,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -384,7 +384,4 @@ class SenderLogging(ReceiverLogging):
         self.sending(self._due)
 
 
-MakeProtocol = Callable[[Path, float, int], HybridLogging]
-"""Arguments as of :class:`HybridLogging`."""
-
-PROTOCOLS: Mapping[str, MakeProtocol] = {"hml": HybridLogging, "rbml": ReceiverLogging, "sbml": SenderLogging}
+PROTOCOLS: dict[str, type[HybridLogging]] = {"hml": HybridLogging, "rbml": ReceiverLogging, "sbml": SenderLogging}

@@ -43,7 +43,7 @@ from ingest.node import calm_garbage_collector
 from lakehouse.contract.envelope import Envelope
 from lakehouse.contract.settings import KafkaSettings
 from tests.bench.collect_load import event
-from tests.bench.collect_node import NoLogging, source_of
+from tests.bench.collect_node import source_of
 
 PROTOCOLS = ("none", "rbml", "sbml", "hml")
 BATCH = 500
@@ -135,7 +135,7 @@ async def _through_the_publisher(bootstrap: str, folder: Path, total: int) -> tu
     topic = "publisher"
     ensure_topics(bootstrap, [source_of(topic)])
     publisher = KafkaPublisher(KafkaSettings(bootstrap=bootstrap, linger_ms=10), {"clicks": topic})
-    log = MessageLog(folder / topic, "bench", limit=8 << 30, protocol=NoLogging)
+    log = MessageLog(folder / topic, "bench", limit=8 << 30, protocol="none")
     lane = log.lane("clicks/http/0", "clicks")
     border = Border(source_of(topic), tenant="default", collector="bench")
     admitted = [border.admit(event(number)) for number in range(total)]

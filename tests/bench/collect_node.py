@@ -26,7 +26,7 @@ from ingest.delivery import KafkaDelivery
 from ingest.intake import Intake, RequestIntake
 from ingest.kafka import KafkaPublisher
 from ingest.log.message_log import MessageLog
-from ingest.log.protocols import HybridLogging
+from ingest.log.protocols import PROTOCOLS, HybridLogging
 from ingest.log.segments import LogSegment
 from ingest.node import calm_garbage_collector
 from lakehouse.contract.lake import Lake
@@ -67,6 +67,9 @@ class NoLogging(HybridLogging):
         """There are no files."""
 
 
+PROTOCOLS["none"] = NoLogging
+
+
 def source_of(topic: str) -> Source:
     """The benchmark's source: events of about 300 bytes with an id and a key."""
     return Source(
@@ -86,7 +89,7 @@ async def run(folder: Path, bootstrap: str, topic: str, protocol: str) -> None:
     source = source_of(topic)
     topics = {"clicks": topic}
     publisher = KafkaPublisher(KafkaSettings(bootstrap=bootstrap, linger_ms=10), topics)
-    log = MessageLog(folder / "log", "bench", limit=LOG_BYTES, protocol=NoLogging if protocol == "none" else protocol)
+    log = MessageLog(folder / "log", "bench", limit=LOG_BYTES, protocol=protocol)
     recent = RecentEvents(topics)
     delivery = KafkaDelivery(log, publisher, recent.known)
     lane = log.lane("clicks/http/0", "clicks")
