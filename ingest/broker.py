@@ -19,7 +19,6 @@ expire within a month are renewed at the next start.
 
 from __future__ import annotations
 
-import base64
 import fcntl
 import functools
 import json
@@ -32,10 +31,9 @@ import socket
 import subprocess
 import sys
 import time
-import uuid
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
@@ -98,7 +96,7 @@ class EmbeddedBroker:
         heap_mb: Java heap in MiB; the process takes about 150 MiB more.
         die_with_parent: stop the broker when this process ends in any way (Linux only).
         secure: TLS, passwords and access rules; data of insecure runs stays.
-        record_classes: file for an archive of the JVM's classes (:mod:`lakehouse.contract.classdata`); None: use the
+        record_classes: file for an archive of the JVM's classes (:mod:`lakehouse.contract.jvm`); None: use the
             existing archive.
     """
 
@@ -114,6 +112,7 @@ class EmbeddedBroker:
     ) -> None:
         self.folder = folder.resolve()
         self.secrets = Secrets(self.folder / "secrets")
+        self._properties = self.folder / "server.properties"
         self._secure = secure
         self._port = port
         self._heap_mb = heap_mb
@@ -122,10 +121,7 @@ class EmbeddedBroker:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, timeout_s: float = 60.0) -> str:
-        """Start the broker and wait until it serves topics and consumer groups.
-
-        Returns:
-            Its bootstrap address, ``host:port``.
+        """Start the broker and wait until it serves topics and consumer groups; returns :attr:`bootstrap`.
 
         Raises:
             EnvironmentProblem: it already runs, its port is taken, Java or the jars are missing, or it did not start in
@@ -168,7 +164,8 @@ class EmbeddedBroker:
         pid = self.pid
         if pid is None:
             return
-        _signal(pid, signal.SIGTERM)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
         if not self._await_end(timeout_s):
             logger.warning("the broker (process %d) did not stop within %g s; killing it", pid, timeout_s)
             self.kill()
@@ -177,7 +174,8 @@ class EmbeddedBroker:
         """Kill it like a crash (SIGKILL). Does nothing if it is not running."""
         pid = self.pid
         if pid is not None:
-            _signal(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
             self._await_end(10.0)
 
     def running(self) -> bool:
@@ -209,19 +207,11 @@ class EmbeddedBroker:
 
     @property
     def bootstrap(self) -> str:
-        """Its address, ``host:port``, whether it runs or not.
-
-        Raises:
-            EnvironmentProblem: it was never started in this folder.
-        """
+        """Its address, ``host:port``. Raises EnvironmentProblem: it was never started in this folder."""
         identity = self._read_identity()
         if identity is None:
             raise EnvironmentProblem(f"there is no broker in {self.folder}", "Start it once")
         return f"127.0.0.1:{identity.port}"
-
-    @property
-    def _properties(self) -> Path:
-        return self.folder / "server.properties"
 
     @contextmanager
     def _claim(self) -> Iterator[IO[bytes]]:
@@ -248,7 +238,8 @@ class EmbeddedBroker:
         old = self._read_identity()
         port = self._port or (old.port if old else _free_port())
         controller_port = old.controller_port if old else _free_port(port)
-        cluster_id = old.cluster_id if old else _new_cluster_id()
+        # 16 random bytes in base64; a dash in front would look like an option.
+        cluster_id = old.cluster_id if old else "M" + secrets.token_urlsafe(16)[1:]
         inner_port = old.inner_port if old else 0
         if self._secure:
             self.secrets.make()
@@ -399,13 +390,6 @@ def _try_lock(file: IO[bytes], kind: int) -> bool:
     return True
 
 
-def _signal(pid: int, number: int) -> None:
-    try:
-        os.kill(pid, number)
-    except ProcessLookupError:
-        logger.debug("process %d had ended already", pid)
-
-
 def _command_line(pid: int) -> str:
     proc = Path("/proc")
     if (proc / "self").exists():
@@ -416,11 +400,6 @@ def _command_line(pid: int) -> str:
     return subprocess.run(
         ["ps", "-ww", "-o", "command=", "-p", str(pid)], capture_output=True, text=True, check=False
     ).stdout
-
-
-def _new_cluster_id() -> str:
-    text = base64.urlsafe_b64encode(uuid.uuid4().bytes).rstrip(b"=").decode()
-    return "M" + text[1:]  # a dash in front would look like an option
 
 
 def _free_port(*others: int) -> int:
@@ -451,12 +430,10 @@ class Secrets:
 
     @property
     def ca(self) -> Path:
-        """PEM file that clients trust."""
         return self.folder / "ca.pem"
 
     @property
     def broker(self) -> Path:
-        """PEM file of the broker's key and certificate."""
         return self.folder / "broker.pem"
 
     def client(self, user: str) -> ClientSecurity:
@@ -469,11 +446,7 @@ class Secrets:
         return ClientSecurity("SSL", ca_file=str(self.ca), cert_file=str(self.broker))
 
     def make(self) -> None:
-        """Create what is absent or about to expire.
-
-        Raises:
-            EnvironmentProblem: the package ``cryptography`` is not installed.
-        """
+        """Create what is absent or about to expire. Raises EnvironmentProblem: ``cryptography`` is not installed."""
         try:
             from cryptography import x509
         except ImportError:

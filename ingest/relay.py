@@ -58,6 +58,7 @@ class TopicRelay:
         read: source by topic that is read.
         written: topic that is written by source.
         sources: their topics are created if absent.
+        enrichers: their references are followed, and read to their end before the first record.
 
     Attributes:
         counts: by source, ``read`` and ``sent_again``, and what subclasses count.
@@ -70,11 +71,13 @@ class TopicRelay:
         read: Mapping[str, str],
         written: Mapping[str, str],
         sources: Sequence[Source],
+        enrichers: Sequence[Enricher] = (),
     ) -> None:
         self._kafka = settings.kafka
         self._group = group
         self._read = read
         self._wanted = sources
+        self._enrichers = enrichers
         self._publisher = KafkaPublisher(settings.kafka, written)
         self._outcomes: dict[int, SendOutcome] = {}
         self._arrived = asyncio.Event()
@@ -83,16 +86,14 @@ class TopicRelay:
         self.counts: dict[str, Counter[str]] = {name: Counter() for name in written}
 
     def _convert(self, source: str, record: Any, suspect: bool) -> Outgoing | None:
-        """The event of a record from kafka-python, or None.
-
-        Args:
-            suspect: the written topic may have the event already.
-        """
+        """The event of a record from kafka-python, or None; ``suspect``: the written topic may have it already."""
         raise NotImplementedError
 
     async def _begin(self, following: list[asyncio.Task[None]]) -> None:
-        """Connect. Tasks added to ``following`` are cancelled at the end."""
         await self._publisher.start_when_available(self._deliver, self._wanted)
+        following += [asyncio.create_task(enricher.run()) for enricher in self._enrichers]
+        for enricher in self._enrichers:
+            await enricher.complete()
 
     async def run(self, ready: Callable[[], None], stop: asyncio.Event) -> None:
         """Relay until ``stop`` is set; the current batch then has :data:`STOP_S` to finish.
@@ -183,30 +184,23 @@ class RefineNode(TopicRelay):
     def __init__(self, settings: Settings, pipeline: Pipeline, *, node: str) -> None:
         sources = pipeline.sources
         raw = {name: front_source(source) for name, source in sources.items()}
+        enrichers = {
+            name: Enricher(source, pipeline.path.parent, settings.kafka)
+            for name, source in sources.items()
+            if source.enrich
+        }
         super().__init__(
             settings,
             f"millrace-refine-{pipeline.name or 'pipeline'}",
             {source.topic: name for name, source in raw.items()},
             {name: source.topic for name, source in sources.items()},
             [*sources.values(), *raw.values()],
+            list(enrichers.values()),
         )
-        self._enrichers = {
-            name: Enricher(source, pipeline.path.parent, settings.kafka)
-            for name, source in sources.items()
-            if source.enrich
-        }
-        self._refiners = {
-            name: Refiner(
-                Border(source, tenant=settings.tenant, collector=node, file=pipeline.path), self._enrichers.get(name)
-            )
-            for name, source in sources.items()
-        }
-
-    async def _begin(self, following: list[asyncio.Task[None]]) -> None:
-        await super()._begin(following)
-        following += [asyncio.create_task(enricher.run()) for enricher in self._enrichers.values()]
-        for enricher in self._enrichers.values():
-            await enricher.complete()
+        self._refiners: dict[str, Refiner] = {}
+        for name, source in sources.items():
+            border = Border(source, tenant=settings.tenant, collector=node, file=pipeline.path)
+            self._refiners[name] = Refiner(border, enrichers.get(name))
 
     def _convert(self, source: str, record: Any, suspect: bool) -> Outgoing:
         found = self._refiners[source].refine(record, suspect=suspect)
@@ -234,12 +228,15 @@ class Refiner:
         source = self._border.source
         front = _front(record)
         origin = front.event_id if front is not None else f"@{_place(record)}"
-        event = self._border.admit(record.value or b"", origin=origin, tenant=front.tenant if front else None)
-        envelope, key = event.envelope, event.key
-        refined_by = envelope.collector
-        if source.event_id_template is None:
-            envelope = dataclasses.replace(envelope, event_id=origin)
-            key = key if source.key_template is not None else origin.encode()
+        event = self._border.admit(
+            record.value or b"",
+            suspect=suspect,
+            origin=origin,
+            tenant=front.tenant if front is not None else None,
+            fallback_id=origin if source.event_id_template is None else None,
+        )
+        envelope = event.envelope
+        extra = dict(_extra(record)) | {RAW_ID: origin, RAW_PLACE: _place(record), REFINED_BY: envelope.collector}
         if front is not None:
             envelope = dataclasses.replace(
                 envelope,
@@ -248,11 +245,9 @@ class Refiner:
                 suspect=suspect or front.suspect,
                 reject=front.reject or envelope.reject,
             )
-        own = {RAW_ID: origin, RAW_PLACE: _place(record), REFINED_BY: refined_by}
-        extra = dict(_extra(record)) | own
         if self._enricher is not None and envelope.reject is None:
             extra |= dict(self._enricher(event))
-        return dataclasses.replace(envelope, extra=tuple(extra.items())), key, event.payload
+        return dataclasses.replace(envelope, extra=tuple(extra.items())), event.key, event.payload
 
 
 class LatestMirror(TopicRelay):

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -25,10 +26,10 @@ from kafka.admin import ConfigResource, ConfigResourceType
 from ingest import relay
 from ingest.answers.acks import RecentEvents, Signer, ack_state
 from ingest.answers.tables import LakeState
-from ingest.border.admission import front_source
+from ingest.border.admission import Border, front_source
 from ingest.broker import EmbeddedBroker
 from ingest.kafka import ensure_topics
-from ingest.relay import GroupReader, RefineNode
+from ingest.relay import GroupReader, RefineNode, Refiner
 from lakehouse.contract.envelope import Envelope
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, load_pipeline
@@ -294,3 +295,13 @@ async def test_it_ends_while_there_is_no_kafka(tmp_path: Path) -> None:
         if child.returncode is None:
             child.kill()
             await child.wait()
+
+
+@pytest.mark.parametrize("template", ["", "{id}"])
+@pytest.mark.parametrize("suspect", [False, True])
+def test_a_record_of_another_application_has_the_id_of_its_place(template: str, suspect: bool) -> None:
+    source = replace(pipeline_of("t", "http").sources["clicks"], event_id=template)
+    record = SimpleNamespace(topic="t.raw", partition=0, offset=5, value=event(1), headers=())
+    envelope, _, payload = Refiner(Border(source, tenant="t", collector="r1")).refine(record, suspect=suspect)
+    assert (envelope.event_id, payload) == ("1" if template else "@t.raw/0/5", event(1))
+    assert envelope.suspect is suspect, "a repeated batch may be in the topic already"
