@@ -39,7 +39,12 @@ _MOST = 5_000
 class Reference:
     """Rows by key, as header values, and their version: a digest of the rows, or ``TOPIC@OFFSETS``."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str, spec: EnrichSpec, folder: Path) -> None:
+        self.name = name
+        self.spec = spec
+        self.key = Template(spec.key)
+        self.file = folder / spec.file if spec.file else None
+        self.stamp: Stamp | None = None
         self.rows: dict[str, str] = {}
         self.version = ""
 
@@ -57,17 +62,14 @@ class Enricher:
     def __init__(self, source: Source, folder: Path, kafka: KafkaSettings) -> None:
         self._kafka = kafka
         self._source = source
-        self._specs = source.enrich
-        self._keys = {name: Template(spec.key) for name, spec in self._specs.items()}
-        self._files = {name: folder / spec.file for name, spec in self._specs.items() if spec.file}
-        self._stamps: dict[str, Stamp | None] = {}
-        self.references: dict[str, Reference] = {name: Reference() for name in self._specs}
-        self._unread = {name for name, spec in self._specs.items() if spec.topic}
+        self.references = {name: Reference(name, spec, folder) for name, spec in source.enrich.items()}
+        self._unread = {reference.name for reference in self.references.values() if reference.spec.topic}
         self._complete = asyncio.Event()
         if not self._unread:
             self._complete.set()
-        for name in self._files:
-            self._load(name)
+        for reference in self.references.values():
+            if reference.file is not None:
+                self._load(reference, reference.file)
 
     @property
     def missing(self) -> str:
@@ -93,18 +95,17 @@ class Enricher:
     def headers(self, fields: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
         """The headers of an event with these fields."""
         found: list[tuple[str, str]] = []
-        for name, reference in self.references.items():
-            key = self._keys[name].render(fields)
+        for reference in self.references.values():
+            key = reference.key.render(fields)
             row = reference.rows.get(key) if key is not None else None
             if row is not None:
-                found.append((name, row))
-            found.append((f"{name}_version", reference.version))
+                found.append((reference.name, row))
+            found.append((f"{reference.name}_version", reference.version))
         return tuple(found)
 
     async def run(self) -> None:
         """Follow files that change and topics that grow, until cancelled."""
-        topics = {name: spec for name, spec in self._specs.items() if spec.topic}
-        followers = [asyncio.create_task(self._follow(name, spec)) for name, spec in topics.items()]
+        followers = [asyncio.create_task(self._follow(each)) for each in self.references.values() if each.spec.topic]
         try:
             while True:
                 await asyncio.sleep(REFRESH_S)
@@ -115,51 +116,48 @@ class Enricher:
             await asyncio.gather(*followers, return_exceptions=True)
 
     def _refresh(self) -> None:
-        for name, path in self._files.items():
+        for reference in self.references.values():
             try:
-                if stamp_of(path) != self._stamps[name]:
-                    self._load(name)
+                if reference.file is not None and stamp_of(reference.file) != reference.stamp:
+                    self._load(reference, reference.file)
             except (ConfigError, OSError) as error:
-                logger.error("the reference %s stays as it was: %s", name, error)
+                logger.error("the reference %s stays as it was: %s", reference.name, error)
 
-    def _load(self, name: str) -> None:
-        spec, path = self._specs[name], self._files[name]
+    def _load(self, reference: Reference, path: Path) -> None:
         try:
             stamp = stamp_of(path)
-            rows = read_rows(path, spec)
+            rows = read_rows(path, reference.spec)
         except (OSError, ValueError) as error:
             problem = error.strerror if isinstance(error, OSError) else str(error)
             raise ConfigError(
                 f"{path} cannot be used: {problem}",
-                key=f"sources.{self._source.name}.enrich.{name}.file",
+                key=f"sources.{self._source.name}.enrich.{reference.name}.file",
                 remedy="Give a CSV file with a header, a JSON array of objects, or JSON lines",
             ) from None
         digest = hashlib.blake2b("\0".join(f"{k}\0{v}" for k, v in sorted(rows.items())).encode(), digest_size=8)
-        reference = self.references[name]
-        reference.rows, reference.version = rows, digest.hexdigest()
-        self._stamps[name] = stamp
-        logger.info("the reference %s has %d rows, version %s", name, len(rows), reference.version)
+        reference.rows, reference.version, reference.stamp = rows, digest.hexdigest(), stamp
+        logger.info("the reference %s has %d rows, version %s", reference.name, len(rows), reference.version)
 
-    async def _follow(self, name: str, spec: EnrichSpec) -> None:
+    async def _follow(self, reference: Reference) -> None:
         while True:
-            reader = TopicReader(self._kafka, spec.topic)
+            reader = TopicReader(self._kafka, reference.spec.topic)
             try:
                 while True:
                     changes = await asyncio.to_thread(reader.poll)
-                    self._apply(self.references[name], spec, changes, reader.version)
+                    self._apply(reference, changes)
+                    reference.version = reader.version
                     if reader.complete:
-                        self._unread.discard(name)
+                        self._unread.discard(reference.name)
                         if not self._unread:
                             self._complete.set()
             except BrokerUnavailable as error:
-                logger.warning("the reference %s is not followed for the moment: %s", name, error)
+                logger.warning("the reference %s is not followed for the moment: %s", reference.name, error)
                 await asyncio.sleep(REFRESH_S)
             finally:
                 await asyncio.to_thread(reader.close)
 
-    def _apply(
-        self, reference: Reference, spec: EnrichSpec, changes: Iterable[tuple[str, bytes | None]], version: str
-    ) -> None:
+    def _apply(self, reference: Reference, changes: Iterable[tuple[str, bytes | None]]) -> None:
+        spec = reference.spec
         for key, value in changes:
             try:
                 row = None if value is None else _row_text(orjson.loads(value), spec)
@@ -170,15 +168,12 @@ class Enricher:
                 reference.rows.pop(key, None)
             else:
                 reference.rows[key] = row
-        reference.version = version
 
 
 def read_rows(path: Path, spec: EnrichSpec) -> dict[str, str]:
     """Rows of a file by key, each as JSON; the last row of a key counts.
 
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is too large, of unknown form, or lacks a column.
+    Raises OSError, or ValueError: it is too large, of unknown form, or lacks a column.
     """
     if path.stat().st_size > MAX_FILE_BYTES:
         raise ValueError(f"it has more than {MAX_FILE_BYTES} bytes; a reference is small, join a table instead")
@@ -242,8 +237,9 @@ class TopicReader:
                     self._ends[record.partition] = record.offset + 1
                     if record.key is not None:
                         found.append((record.key.decode("utf-8", "replace"), record.value))
-            for place in [place for place, end in self._behind.items() if _at(consumer, place) >= end]:
-                del self._behind[place]
+            # A position is also behind a transaction's marker, which is no record; None: not known yet.
+            at = {place: consumer.position(place, timeout_ms=_POLL_MS) for place in self._behind}
+            self._behind = {place: end for place, end in self._behind.items() if at[place] is None or at[place] < end}
             self.complete = not self._behind
         return found
 
@@ -269,9 +265,3 @@ class TopicReader:
         self._ends = dict.fromkeys(sorted(numbers), 0)
         self._behind = dict(consumer.end_offsets(places))
         return consumer
-
-
-def _at(consumer: KafkaConsumer, place: TopicPartition) -> int:
-    """Offset of the next record, also after a transaction's marker."""
-    position = consumer.position(place, timeout_ms=_POLL_MS)
-    return -1 if position is None else int(position)

@@ -79,17 +79,13 @@ class Intake:
         self.enricher = enricher
 
     def take(self, event: Admitted, position: int | None = None, extra: Extra = ()) -> LoggedEvent:
-        """Append an event and send it on.
+        """Append an event and send it on. A shed event is not in the log: its number is -1 and it has no group.
 
         Args:
             position: the upstream's next message.
 
-        Returns:
-            The event in the log. A shed event is not in the log: its sequence number is -1 and it has no group.
-
         Raises:
-            LogFull: the event was not taken.
-            LogUnavailable: the disk refuses writes; the event was not taken.
+            LogFull, LogUnavailable: the event was not taken.
         """
         envelope, lane = event.envelope, self.lane
         if event.shed:
@@ -113,11 +109,7 @@ class Intake:
     def take_all(self, events: Sequence[Admitted]) -> list[LoggedEvent]:
         """Append events that came together and send them on, like :meth:`take` of each.
 
-        All are taken or none, unless the source enriches or sheds.
-
-        Raises:
-            LogFull: the log has reached its limit.
-            LogUnavailable: the disk refuses writes.
+        All are taken or none, unless the source enriches or sheds. Raises like :meth:`take`.
         """
         if self.enricher is not None or [event for event in events if event.shed]:
             return [self.take(event) for event in events]
@@ -208,8 +200,7 @@ class RequestIntake:
 
         Raises:
             RequestRefused: the body is not taken, or the rate is exceeded.
-            LogFull: the log has reached its limit.
-            LogUnavailable: the disk refuses writes.
+            LogFull, LogUnavailable: as of :meth:`Intake.take`.
         """
         source = intake.border.source
         try:
@@ -390,12 +381,7 @@ def cloud_event(attributes: Mapping[str, Any], payload: bytes) -> tuple[bytes, s
 
     The id is the source and the id of the CloudEvent, which name an event together; a space, which a URI cannot hold,
     is between them. Headers are named as in the CloudEvents binding for Kafka: ``ce_id``, ``ce_source``, …
-
-    Args:
-        attributes: without ``ce-``.
-
-    Raises:
-        NotACloudEvent: an attribute is absent or wrong.
+    ``attributes`` are named without ``ce-``. Raises NotACloudEvent: an attribute is absent or wrong.
     """
     if attributes.get("specversion") != "1.0":
         raise NotACloudEvent("specversion is not 1.0")

@@ -100,13 +100,10 @@ class KafkaPublisher:
         self._closed = False
 
     def start(self, deliver: Deliver) -> None:
-        """Connect. Blocks.
+        """Connect. Blocks. Raises BrokerUnavailable: no broker answers; ``start`` may be called again.
 
         Args:
             deliver: called on the event loop with every outcome, in batches.
-
-        Raises:
-            BrokerUnavailable: no broker answers; ``start`` may be called again.
         """
         self._deliver = deliver
         self._connect()
@@ -328,10 +325,7 @@ class TopicRemark:
 
 
 def ensure_topics(bootstrap: str, sources: Sequence[Source], security: ClientSecurity = PLAINTEXT) -> list[TopicRemark]:
-    """Create absent topics, wait until every partition has a leader, and compare them with the declaration.
-
-    Returns:
-        The differences, which have been logged.
+    """Create absent topics, wait until every partition has a leader, log and return differences from the declaration.
 
     Raises:
         BrokerUnavailable: the broker is unreachable or not ready, or topics are absent and cannot be created by this
@@ -355,11 +349,7 @@ def ensure_topics(bootstrap: str, sources: Sequence[Source], security: ClientSec
 
 
 def check_topics(bootstrap: str, sources: Sequence[Source], security: ClientSecurity = PLAINTEXT) -> list[TopicRemark]:
-    """Compare topics with their declaration, without changing anything.
-
-    Raises:
-        BrokerUnavailable: the broker does not answer.
-    """
+    """Compare topics with their declaration, without changing anything. Raises BrokerUnavailable."""
     with _admin(bootstrap, security) as admin:
         known = set(admin.list_topics())
         found: list[TopicRemark] = []

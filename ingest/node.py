@@ -209,8 +209,7 @@ class CollectorNode:
         3. Report "ready" and start the collectors.
         4. On ``stop``: stop the collectors, wait for Kafka to take events in flight, close the log.
 
-        Args:
-            ready: called once when the node is ready, with the base URL of its HTTP server.
+        ``ready`` is called once when the node is ready, with the base URL of its HTTP server.
 
         Raises:
             EnvironmentProblem: the port is taken.

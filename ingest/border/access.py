@@ -79,11 +79,7 @@ class SenderGate:
     # --- keys
 
     def admit(self, source: Source, presented: str | None) -> Sender:
-        """The sender that presents this key to the source.
-
-        Raises:
-            RequestRefused: 401 for a missing or unknown key, 403 for a key of other sources.
-        """
+        """The sender with this key. Raises RequestRefused: 401, it is missing or unknown; 403, it is for others."""
         if self._keys is None or not self._keys.required:
             return ANONYMOUS
         key = self.key(presented)
@@ -123,11 +119,7 @@ class SenderGate:
     # --- rates
 
     def spend(self, source: Source, sender: Sender, events: int) -> None:
-        """Take this many events from the allowances of the source and of the key: from both or from none.
-
-        Raises:
-            RequestRefused: 429 with the time to retry.
-        """
+        """Take this many events from the allowances of source and key: both or none. Raises RequestRefused: 429."""
         now = self._clock()
         asked = []
         if source.max_rate:
@@ -174,11 +166,7 @@ class SenderGate:
         self.release(held)
 
     def hold(self, source: Source, sender: Sender, held: frozenset[tuple[str, str]]) -> frozenset[tuple[str, str]]:
-        """Count a connection towards the limits of the source and of the key, once each.
-
-        Raises:
-            RequestRefused: 429, too many connections.
-        """
+        """Count a connection towards the limits of the source and of the key, once each. Raises RequestRefused: 429."""
         wanted = []
         if source.max_connections:
             wanted.append((("source", source.name), source.max_connections))
@@ -200,11 +188,7 @@ class SenderGate:
         return held | {whose for whose, _ in new} if new else held
 
     def reserve(self, size: int) -> None:
-        """Reserve memory for an incoming body; return it with :meth:`free`.
-
-        Raises:
-            RequestRefused: 503, too much is incoming already.
-        """
+        """Reserve memory for an incoming body, until :meth:`free`. Raises RequestRefused: 503, too much is incoming."""
         if self.reserved + size > MOST_INCOMING_BYTES:
             raise RequestRefused("too much is coming in", 503, code="busy", retry_after=1)
         self.reserved += size

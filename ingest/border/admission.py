@@ -188,10 +188,7 @@ class Border:
     def admit_all(
         self, payloads: Sequence[bytes], *, tenant: str | None = None, max_bytes: int | None = None
     ) -> list[Admitted]:
-        """Check events that came together, like :meth:`admit` of each at half the cost.
-
-        One pass accepts what is clearly good; :meth:`admit` judges the rest.
-        """
+        """:meth:`admit` of each, at half the cost: one pass accepts what is clearly good."""
         if self._shedder is not None:
             return [self.admit(payload, tenant=tenant, max_bytes=max_bytes) for payload in payloads]
         name, collector, whose = self._name, self._collector, tenant or self._tenant

@@ -6,20 +6,9 @@
 ``application/cloudevents…``   a CloudEvent, or with ``-batch`` an array of them; headers ``ce-…`` make any body one
 =============================  ====================================================================================
 
-Each event is kept byte for byte. The answer comes when the events are safe. Answers are JSON; errors are problem
-documents (RFC 9457) whose ``type`` names the kind. A refused event is kept too (quarantine), so it has a token.
-
-====  ==================================================================================================
-202   ``{"token"}`` for one event, ``{"tokens", "rejected": [{"index", "code", "detail"}]}`` for many
-400   the body is not JSON
-401   a required key is missing or unknown; 403: the key is for other sources
-404   no such source, or it takes nothing by HTTP
-413   the body, the number of events, or the only event is too large
-415   not a content type of this source
-422   the only event, or every event, is refused
-429   too many events a second, or too many connections; ``Retry-After`` says when to retry
-503   the node is not ready or its log is full; ``Retry-After`` says when to retry
-====  ==================================================================================================
+Each event is kept byte for byte. The answer comes when the events are safe: 202 with ``{"token"}`` for one event, with
+``{"tokens", "rejected": [{"index", "code", "detail"}]}`` for many. Errors are problem documents (RFC 9457) whose
+``type`` names the kind: docs/guide/collecting.md lists them. A refused event is kept too (quarantine) and has a token.
 
 :mod:`ingest.collectors.wire` takes most requests, those that are plain, below the web server.
 """

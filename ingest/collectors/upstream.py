@@ -222,10 +222,7 @@ class WebSocketCollector(UpstreamClient):
 async def open_stream(
     url: str, headers: Mapping[str, str], *, kinds: tuple[str, ...]
 ) -> AsyncIterator[AsyncIterator[bytes]]:
-    """The body of a GET as it arrives. httpx's errors are translated here.
-
-    Args:
-        url: of the upstream; redirects are followed.
+    """The body of a GET as it arrives; redirects are followed. httpx's errors are translated here.
 
     Raises:
         UpstreamEnded: no answer, another status than 200, another content type, or a broken connection.
