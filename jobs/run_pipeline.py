@@ -78,7 +78,7 @@ def run_stages(
         from jobs.local.broker import asking
         from jobs.metrics import serve_metrics
         from lakehouse.errors import QueryFailed
-        from lakehouse.maintain.caretaker import Caretaker
+        from lakehouse.maintain.care import Caretaker
         from lakehouse.prepared import start_workers
         from lakehouse.stream import KafkaAccess, PipelineChanges, run
 

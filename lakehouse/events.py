@@ -33,7 +33,7 @@ from pyspark.sql.types import (
 )
 from sqlglot.errors import SqlglotError
 
-from lakehouse.batch import rejected_columns, rejects_with_fields
+from lakehouse.batch import rejected_columns, rejected_rows, rejects_with_fields
 from lakehouse.bronze.query import RECORDS, bronze_columns, to_bronze
 from lakehouse.bronze.seen import JUDGED
 from lakehouse.bronze.table import COLUMNS
@@ -179,7 +179,7 @@ class SparkEvents(Events):
 
     def rejected(self) -> pa.Table:
         events = conform(as_bronze(self.frame.where(F.col("reason").isNotNull())), self._source)
-        return rejects_with_fields(rejected_columns(events, self._source).toArrow(), self._source)
+        return rejected_rows(events, self._source)
 
     def warned(self) -> pa.Table:
         return warned_columns(self.frame).toArrow()

@@ -19,6 +19,7 @@ import logging
 import shutil
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -28,15 +29,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from deltalake import DeltaTable
 from pyspark import InheritableThread
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from lakehouse.batch import build, byte_size, clock_of, kafka_ends, rejected_rows, run_partial, slices
 from lakehouse.bronze.horizon import seen_index
-from lakehouse.bronze.readers import note_reader, noted_reader
+from lakehouse.bronze.readers import id_of, note_reader, noted_reader
 from lakehouse.bronze.seen import JUDGED
-from lakehouse.bronze.table import COLUMNS, Changes, changes, newest_version
+from lakehouse.bronze.table import COLUMNS, changes, newest_version
 from lakehouse.contract.errors import crash_point
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, Product, Source
@@ -46,7 +47,6 @@ from lakehouse.counts import LateEvents, count_batch
 from lakehouse.declaration import DedupeDeclaration, product_declaration
 from lakehouse.errors import QueryFailed, VersionsGone
 from lakehouse.events import Events, LocalQueries, Partial, SparkEvents, materialized
-from lakehouse.follower import BronzeFollower
 from lakehouse.gold.mark import BatchMark, Marks
 from lakehouse.gold.state_store import StateStore, store_of
 from lakehouse.gold.store import ProductStore
@@ -56,6 +56,7 @@ from lakehouse.silver.quarantine import Quarantine
 
 log = logging.getLogger(__name__)
 
+_POLL_S = 0.05
 _READ = (*JUDGED, "received_at", "event_time")
 _JUDGED_BYTES = 128  # of a row, about, as it is fetched to be judged
 _SMALL_BYTES = 2 << 20  # compressed bytes of bronze that the driver reads by itself
@@ -67,6 +68,76 @@ _JUDGED_COLUMNS = pa.schema(
     [("dedupe_key", pa.binary()), *((name, COLUMNS.field(name).type) for name in JUDGED if name in COLUMNS.names)]
 )
 _WITHOUT_DATE = pa.schema([field for field in COLUMNS if field.name != "date"])  # of a data file
+
+
+class BronzeFollower(ABC):
+    """A thread that brings what it keeps to the newest version of bronze, and follows bronze from then on.
+
+    :meth:`stop` must be called even if :meth:`start` never was: the files are open from the beginning.
+
+    Args:
+        name: of the thread, for logs and errors.
+        pause_ms: between two looks at bronze, at least, unless it is woken.
+
+    Attributes:
+        error: what has ended it.
+    """
+
+    def __init__(self, lake: Lake, name: str, pause_ms: int) -> None:
+        self.name = name
+        self.error: BaseException | None = None
+        self._pause_s = max(lake.pause_s(_POLL_S), pause_ms / 1000)
+        self._wake = threading.Event()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    @property
+    def is_active(self) -> bool:
+        return self.error is None
+
+    def start(self) -> None:
+        try:
+            self._catch_up()
+        except BaseException:
+            self.stop()
+            raise
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread. When this returns, nothing is written any more and all files are closed."""
+        self._stop.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._close()
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                self._wake.wait(self._pause_s)
+                self._wake.clear()
+                self._follow()
+        except BaseException as error:
+            log.debug("%s ends", self.name, exc_info=True)
+            self.error = error
+        finally:
+            self._ended()
+
+    @abstractmethod
+    def _catch_up(self) -> None:
+        """Build what is missing and take what bronze has now."""
+
+    @abstractmethod
+    def _follow(self) -> None:
+        """Take what is new in bronze. Called again and again in the thread."""
+
+    def _ended(self) -> None:
+        """Tell whoever waits for the thread that it has ended."""
+        log.debug("%s has ended", self.name)
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Close all files. Called when the thread has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +189,7 @@ class LiveProducts(BronzeFollower):
         self._bronze = lake.bronze(source.name)
         self._options = options
         self._max_bytes = byte_size(settings.spark.max_bytes_per_trigger)
-        self._table_id = str(DeltaTable(str(self._bronze.path)).metadata().id)
+        self._table_id = id_of(self._bronze)
         self.application = f"bronze-{self._table_id}"
         self.stores = [
             store_of(p, lake.table(p.layer, p.name), pipeline.name, product_declaration(p, source)) for p in products
@@ -168,8 +239,12 @@ class LiveProducts(BronzeFollower):
             # What was handed over is there. Versions behind it are found in the next turn.
             newest = newest_version(self._bronze, self.position) if handed is None else handed[0]
         if newest > self.position:
-            self._move(newest, handed)
-            self._care()
+            if handed is None:
+                self.advance(newest)
+            else:
+                self.advance(newest - 1)
+                self._step(*handed)
+            self._maintenance.after_batch(self.stores)
             self._tick_at = time.monotonic() + _SILENCE_S
         elif self._timed and time.monotonic() >= self._tick_at:
             for store in self._timed:
@@ -216,13 +291,6 @@ class LiveProducts(BronzeFollower):
             why = str(self.error or "they were stopped").partition("\n")[0]
             raise QueryFailed(self.name, "STOPPED", f"the products of the source ended: {why}")
 
-    def _move(self, newest: int, handed: tuple[int, Events] | None) -> None:
-        if handed is not None and self.position < handed[0] <= newest:
-            version, events = handed
-            self.advance(version - 1)
-            self._step(version, events)
-        self.advance(newest)
-
     def advance(self, version: int) -> None:
         """Read bronze from the version that the products hold up to another, unless they hold that."""
         for found in changes(self._bronze, self.position, version, self._max_bytes):
@@ -230,44 +298,40 @@ class LiveProducts(BronzeFollower):
                 self._pass_over(found.version)
             elif self.local.usable and found.bytes <= _SMALL_BYTES:
                 rows = file_rows(found.files, _WITHOUT_DATE).to_table()
-                self._step(
-                    found.version,
-                    self.local.of_bronze(rows.append_column("date", pa.nulls(rows.num_rows, pa.date32()))),
-                )
+                rows = rows.append_column("date", pa.nulls(rows.num_rows, pa.date32()))
+                self._step(found.version, self.local.of_bronze(rows))
             else:
-                with materialized(self._long(found)) as frame:
+                schema = from_arrow_schema(_WITHOUT_DATE)
+                bronze = self._spark.read.schema(schema).parquet(*map(spark_uri, found.files))
+                with materialized(self.local.read_again(bronze)) as frame:
                     self._step(found.version, SparkEvents(frame, self.source))
-
-    def _long(self, found: Changes) -> DataFrame:
-        schema = from_arrow_schema(_WITHOUT_DATE)
-        return self.local.read_again(self._spark.read.schema(schema).parquet(*map(spark_uri, found.files)))
 
     def _step(self, version: int, events: Events) -> None:
         """Bring the index and the products to a version, given all events between."""
         rows = events.columns([*_READ, *self._watch.columns])
-        verdict = self.seen.judge(rows, str(version))
+        counts = self.seen.judge(rows, str(version))
         crash_point("live.after_judge")
-        first = rows.filter(pa.array(verdict.first))
+        first = rows.filter(pa.array(counts))
         if self._options.since:
             first = first.filter(pc.greater(pc.cast(first["bronze_at"], pa.int64()), self._options.since))
         self._watch.check(first)
-        fresh = events.only(rows, verdict.first)
+        fresh = events.only(rows, counts)
         if self._watch.warned(first):
             assert self._watch.warnings is not None
             self._watch.warnings.apply(fresh.warned(), self.application, version)
         counted = first.filter(pc.invert(first["rejected"]))
-        mark = self._marks.of(self.application, version, str(version), rows, counted)
-        self._late.take(version, counted)
-        self._commit(fresh, mark, rejected=counted.num_rows < first.num_rows)
         rejected = first.num_rows - counted.num_rows
-        count_batch(self.name, rows.num_rows, copies=verdict.duplicates, rejected=rejected)
+        mark = self._marks.of(self.application, (version,), rows, counted)
+        self._late.take(version, counted)
+        self._commit(fresh, mark, rejected=rejected > 0)
+        count_batch(self.name, rows.num_rows, copies=int((~counts).sum()), rejected=rejected)
         self._moved_to(version)
 
     def _commit(self, fresh: Events, mark: BatchMark, *, rejected: bool) -> None:
         crash_point("live.before_commit")
         if rejected and self._quarantine is not None:
             self._quarantine.apply(fresh.rejected(), mark.application, mark.transaction)
-        stores = [store for store in self.stores if not store.holds(mark.application, mark.transaction)]
+        stores = [store for store in self.stores if not store.holds(mark)]
         if not stores:
             return
 
@@ -295,9 +359,6 @@ class LiveProducts(BronzeFollower):
     def _note_reader(self) -> None:
         note_reader(self._lake, self.name, self._table_id, self.position + 1, self._late.totals)
         self._noted_at = time.monotonic()
-
-    def _care(self) -> None:
-        self._maintenance.after_batch(self.stores)
 
     # --- building
 
@@ -363,9 +424,7 @@ class LiveProducts(BronzeFollower):
                 valid = valid.where(F.unix_micros("bronze_at") > self._options.since)
             self._marks.reached(kafka_ends(self._spark, self._bronze.path, version))
             self._marks.clock = clock_of(valid)
-            mark = BatchMark(
-                self.application, version, str(version), dict(self._marks.through), clock=self._marks.clock
-            )
+            mark = BatchMark(self.application, (version,), dict(self._marks.through), clock=self._marks.clock)
             for store in stores:
                 store.replace(run_partial(valid, self.source.name, store.operator), mark)
                 crash_point("rebuild.after_first_replace")

@@ -25,6 +25,7 @@ from lakehouse.contract.pipeline.expectations import WARN
 from lakehouse.contract.settings import Settings
 from lakehouse.derived.views import proofs
 from lakehouse.errors import LakehouseError
+from lakehouse.gold.mark import BatchMark
 from lakehouse.gold.state_store import store_of
 from lakehouse.gold.store import ProductStore
 from lakehouse.operators.base import Operator
@@ -83,10 +84,7 @@ def verify(
             store = store_of(product, lake.table(product.layer, product.name), pipeline.name)
             if not store.table.exists():
                 continue
-            delta = DeltaTable(str(store.table.path))
-            mark = store.mark()
-            if mark is None:
-                raise LakehouseError(f"{product.name} holds nothing of bronze yet; verify when it does")
+            delta, mark = DeltaTable(str(store.table.path)), _mark_of(store)
             (bronze,) = mark.versions
             if bronze not in builds:
                 step(f"reading {source.name} up to version {bronze}")
@@ -117,14 +115,17 @@ def verify(
 def _join(spark: SparkSession, lake: Lake, pipeline: Pipeline, product: Product) -> Comparison:
     """A join against the same by Spark's own join of both bronze tables."""
     store = ProductStore(product, lake.table(product.layer, product.name), pipeline.name)
-    delta = DeltaTable(str(store.table.path))
-    mark = store.mark()
-    if mark is None:
-        raise LakehouseError(f"{product.name} holds nothing of bronze yet; verify when it does")
+    delta, mark = DeltaTable(str(store.table.path)), _mark_of(store)
     tables = [lake.bronze(name).path for name in (product.source, product.right)]
     partial, _ = JoinedSources(spark, pipeline, product).build(tables, mark.versions)
     results = store.results(delta.to_pyarrow_table(), partial, mark.clock)
     return compare(product.name, delta.version(), mark.versions[0], *results)
+
+
+def _mark_of(store: ProductStore) -> BatchMark:
+    if (mark := store.mark()) is None:
+        raise LakehouseError(f"{store.product.name} holds nothing of bronze yet; verify when it does")
+    return mark
 
 
 def digest(rows: pa.Table) -> str:

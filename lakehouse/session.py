@@ -1,5 +1,8 @@
 """The Spark session, tuned for short micro-batches on few cores.
 
+``python -m lakehouse.session ARCHIVE FOLDER`` uses one as drivers do, and writes the archive of its JVM's classes
+(:mod:`jobs.local.machine`).
+
 Every setting below was measured on the worked case (docs/decisions/0004-short-micro-batches.md); a value in
 ``[spark.conf]`` of the settings, or on spark-submit's command line, goes before it.
 """
@@ -19,13 +22,15 @@ from pyspark.errors import PySparkRuntimeError
 from pyspark.find_spark_home import _find_spark_home
 from pyspark.java_gateway import launch_gateway
 from pyspark.sql import SparkSession
+from pyspark.sql.pandas.types import from_arrow_schema
 
-from lakehouse.bronze.table import UNLIKE
+from lakehouse.bronze.table import COLUMNS, UNLIKE, create
 from lakehouse.contract.avro import SCHEMAS
 from lakehouse.contract.errors import EnvironmentProblem
 from lakehouse.contract.jvm import find_java, jar_paths, log_flags, recording, sharing
 from lakehouse.contract.lake import Lake
-from lakehouse.contract.settings import Settings
+from lakehouse.contract.pipeline import load_pipeline
+from lakehouse.contract.settings import Settings, conf_dir, load_settings
 from lakehouse.contract.tomlfile import http_address
 from lakehouse.silver.avro import FOLDER, REGISTRY
 
@@ -278,3 +283,48 @@ def _onto_class_path(jars: Sequence[str], needed: Sequence[str]) -> bool:
             "Run: spark-submit --jars $(millrace prepare --jars) …",
         )
     return True
+
+
+def write_archive(archive: Path, folder: Path) -> int:
+    """Use Spark as a driver of the shipped pipeline does, and write the archive; returns the exit code of the JVM.
+
+    Args:
+        folder: of a lake that is empty.
+    """
+    settings = load_settings({}, lake=folder / "lake")
+    session = build_session(settings, "millrace prepare", record_classes=archive)
+    _play(session, settings)
+    session.stop()
+    gateway = SparkContext._gateway
+    assert gateway is not None
+    process = gateway.proc
+    gateway.shutdown()
+    process.stdin.close()  # its sign to end
+    return int(process.wait())
+
+
+def _play(spark: SparkSession, settings: Settings) -> None:
+    from lakehouse.batch import build, rejected_rows
+    from lakehouse.live import LiveProducts
+
+    pipeline = load_pipeline(conf_dir() / "pipelines" / "meetup")
+    lake = Lake.of(settings)
+    for source in pipeline.sources.values():
+        table = lake.bronze(source.name)
+        create(table)
+        live = LiveProducts(spark, settings, pipeline, source, pipeline.products_of(source.name), f"play-{source.name}")
+        live.start()
+        try:
+            for rehearsal in live.local.rehearsals():
+                rehearsal()
+            rows = spark.createDataFrame([], from_arrow_schema(COLUMNS))
+            rows.write.format("delta").mode("append").save(str(table.path))
+            rejected_rows(build(spark, table.path, source, 0), source)
+            stream = spark.readStream.format("delta").load(str(table.path)).writeStream.trigger(availableNow=True)
+            stream.foreachBatch(lambda batch, _: batch.toArrow()).start().awaitTermination()
+        finally:
+            live.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(write_archive(Path(sys.argv[1]), Path(sys.argv[2])))

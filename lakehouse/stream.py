@@ -13,7 +13,6 @@ One query a source takes its events from Kafka, appends them to bronze, and hand
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import re
@@ -33,9 +32,8 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as F
 from pyspark.sql.streaming.query import StreamingQuery
 
-from lakehouse.bronze.offsets import offset_of
 from lakehouse.bronze.query import BronzeWriter, constant_time, first_rows, read_topic, to_bronze
-from lakehouse.bronze.readers import check_record, note_record
+from lakehouse.bronze.readers import batch_ends, check_record, note_record
 from lakehouse.bronze.table import create
 from lakehouse.contract.errors import crash_point
 from lakehouse.contract.lake import ALERTS, WARNINGS, Lake, offsets_behind
@@ -130,7 +128,7 @@ class _Part:
     Attributes:
         declared: what it is made of; when that differs, it is started anew.
         tables: that it writes.
-        start: starts it; leaves on the stack how to stop it.
+        start: leaves on the stack how to stop it.
         alone: its failure ends nothing else: a source that was added at run time.
     """
 
@@ -354,11 +352,11 @@ class PipelineQueries:
             yield live
         crash_point("source.after_products")
         if stages.bronze:
-            query = self._start_bronze(source)
-            stops.callback(query.stop)
-            yield query
+            writer = self._start_bronze(source)
+            stops.callback(writer.stop)
+            yield writer
 
-    def _start_bronze(self, source: Source) -> RunningQuery:
+    def _start_bronze(self, source: Source) -> SourceWriter:
         """Start the query that takes the source's events in, and hands them to its products."""
         session = compiled_session(self._spark)
         kafka = self._kafka
@@ -369,15 +367,15 @@ class PipelineQueries:
         checkpoint = self._lake.checkpoint(f"bronze-{source.name}")
         writer = SourceWriter(source, self._settings.tenant, bronze, checkpoint, self._lives.get(source.name))
         with in_pool(self._spark, INTAKE):
-            query = (
-                records.writeStream.queryName(f"bronze-{source.name}")
+            writer.query = (
+                records.writeStream.queryName(writer.name)
                 .option("checkpointLocation", str(checkpoint))
                 .trigger(processingTime=f"{self._settings.spark.batch_interval_ms} milliseconds")
                 .foreachBatch(writer)
                 .start()
             )
-        RUNNING[f"bronze-{source.name}"] = query
-        return RunningQuery(query, writer)
+        RUNNING[writer.name] = writer.query
+        return writer
 
     def _start_join(self, pipeline: Pipeline, product: Product, stops: ExitStack) -> Iterator[Running]:
         join = LiveJoin(self._spark, self._settings, pipeline, product)
@@ -405,40 +403,18 @@ class Running(Protocol):
         """End it; when this returns, nothing is written any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class RunningQuery:
-    """A streaming query and the writer that it hands its batches to."""
-
-    query: StreamingQuery
-    writer: SourceWriter
-
-    @property
-    def name(self) -> str:
-        return self.query.name or "?"
-
-    @property
-    def is_active(self) -> bool:
-        return bool(self.query.isActive)
-
-    @property
-    def error(self) -> BaseException | None:
-        """Why it stopped; None while it runs, or where it was stopped from outside."""
-        return self.query.exception()
-
-    def stop(self) -> None:
-        """Stop it; when this returns, nothing is written any more and all files are closed."""
-        RUNNING.pop(self.name, None)
-        self.query.stop()
-        self.writer.close()
-
-
 class SourceWriter:
     """Takes a source's records, one micro-batch after another, into bronze and its products.
 
     Args:
         tenant: of records that do not say theirs.
         live: the products; None: bronze alone, and nothing is parsed.
+
+    Attributes:
+        query: the streaming query that hands it the batches, once that is started.
     """
+
+    query: StreamingQuery
 
     def __init__(
         self,
@@ -460,13 +436,28 @@ class SourceWriter:
         with self._busy:
             self._take(events, batch)
 
-    def close(self) -> None:
-        """Wait for the batch in hand: Spark does not, when it stops the query."""
-        with self._busy:
+    @property
+    def name(self) -> str:
+        return self._checkpoint.name
+
+    @property
+    def is_active(self) -> bool:
+        return bool(self.query.isActive)
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why the query stopped; None while it runs, or where it was stopped from outside."""
+        return self.query.exception()
+
+    def stop(self) -> None:
+        """Stop the query; when this returns, nothing is written any more and all files are closed."""
+        RUNNING.pop(self.name, None)
+        self.query.stop()
+        with self._busy:  # Spark does not wait for the batch in hand
             return
 
     def _take(self, events: DataFrame, batch: int) -> None:
-        ends = self._end_offsets(batch)
+        ends = batch_ends(self._checkpoint, batch)
         count = self._bronze.events_of(ends)
         if not count:
             return
@@ -475,7 +466,7 @@ class SourceWriter:
         else:
             self._take_in_spark(events.coalesce(1) if count < SMALL_BATCH else events, ends)
         self._began = True
-        count_batch(self._checkpoint.name, count)
+        count_batch(self.name, count)
 
     def _take_local(self, records: DataFrame, ends: Mapping[str, int], live: LiveProducts, count: int) -> None:
         if count >= SMALL_BATCH:
@@ -492,10 +483,10 @@ class SourceWriter:
     def _pass_on(self, events: pa.Table, bronze: pa.Table, ends: Mapping[str, int], live: LiveProducts) -> int:
         """Events and their rows of bronze, to bronze and the products; the version of bronze that has them."""
         with live.writing():
-            commit, whole = self._bronze.append(bronze, ends)
+            version, whole = self._bronze.append(bronze, ends)
             events = events.set_column(events.schema.get_field_index("bronze_at"), "bronze_at", whole["bronze_at"])
-            live.hand_over(commit.version, LocalEvents(live.local, events, whole))
-        return commit.version
+            live.hand_over(version, LocalEvents(live.local, events, whole))
+        return version
 
     def _take_in_spark(self, records: DataFrame, ends: Mapping[str, int]) -> None:
         bronze = to_bronze(self._bronze.without_known(records), source=self._source.name, tenant=self._tenant)
@@ -505,15 +496,10 @@ class SourceWriter:
         parsed = self._live.local.parsed(bronze.withColumn("bronze_at", F.lit(None).cast("timestamp")))
         with materialized(parsed) as rows:
             with self._live.writing():
-                commit = self._bronze.append_frame(as_bronze(rows), ends)
-                events = rows.withColumn("bronze_at", constant_time(commit.bronze_at))
-                self._live.hand_over(commit.version, SparkEvents(events, self._source))
-            self._live.wait_taken(commit.version)
-
-    def _end_offsets(self, batch: int) -> dict[str, int]:
-        """``TOPIC/PARTITION`` to the offset behind the batch's last one, from the query's own write-ahead log."""
-        topics = json.loads(offset_of(self._checkpoint, batch))
-        return {f"{topic}/{number}": end for topic, ends in topics.items() for number, end in ends.items()}
+                version, bronze_at = self._bronze.append_frame(as_bronze(rows), ends)
+                events = rows.withColumn("bronze_at", constant_time(bronze_at))
+                self._live.hand_over(version, SparkEvents(events, self._source))
+            self._live.wait_taken(version)
 
 
 def _why(stopped: Running) -> LakehouseError:

@@ -390,7 +390,7 @@ def maintain(
 
     A table whose writer runs is left to its writer.
     """
-    from lakehouse.maintain.caretaker import maintain as look_after
+    from lakehouse.maintain.care import maintain as look_after
 
     settings, loaded = chosen_pipeline()
     log_to_stderr()

@@ -224,7 +224,7 @@ class _Tables:
             partial, clock = run_partial(valid, product.source, store.operator), clock_of(valid)
         if isinstance(store, StateStore):
             store.now = lambda: clock or 0  # time stands still at the newest event
-        store.replace(partial, BatchMark("fixture", 1, "1", clock=clock))
+        store.replace(partial, BatchMark("fixture", (1,), clock=clock))
         rows = DeltaTable(str(store.table.path)).to_pyarrow_table()
         return store.results(rows, partial, clock)[0]
 

@@ -331,7 +331,7 @@ def _record_kafka(path: Path, folder: Path) -> None:
 
 def _record_spark(path: Path, folder: Path) -> None:
     """In a process of its own: a Spark session is one for its process's life."""
-    command = [sys.executable, "-m", "lakehouse.class_archive", str(path), str(folder)]
+    command = [sys.executable, "-m", "lakehouse.session", str(path), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE_S, check=False)
     if done.returncode != 0:
         raise OSError(done.stderr.strip().rpartition("\n")[2] or f"it ended with code {done.returncode}")

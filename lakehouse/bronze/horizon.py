@@ -15,8 +15,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from lakehouse.bronze.seen import RunIndex, SeenIndex, Verdict
-from lakehouse.bronze.seen.entries import place_of
+from lakehouse.bronze.runs import place_of
+from lakehouse.bronze.seen import RunIndex, SeenIndex
 from lakehouse.contract.pipeline import Source
 
 MAP_BYTES = 1 << 40  # address space, not disk: the file grows with what is in it
@@ -58,15 +58,14 @@ class HorizonIndex(SeenIndex):
         with self._env.begin() as txn:
             return int(txn.stat(self._by_time)["entries"])
 
-    def judge(self, rows: pa.Table, position: str) -> Verdict:
+    def judge(self, rows: pa.Table, position: str) -> npt.NDArray[np.bool_]:
         keys = rows["dedupe_key"].to_pylist()
         coordinates = _coordinates_of(rows)
         with self._env.begin(write=True) as txn:
             told = bytes(txn.get(_COPIES, b""))
             if position and txn.get(_POSITION) == position.encode():
                 places = {told[i : i + _PLACE_BYTES] for i in range(0, len(told), _PLACE_BYTES)}
-                first = np.array([own not in places for own in coordinates], dtype=bool)
-                return Verdict(first, len(keys) - int(first.sum()))
+                return np.array([own not in places for own in coordinates], dtype=bool)
             first = np.zeros(len(keys), dtype=bool)
             for i in sorted(range(len(keys)), key=coordinates.__getitem__):
                 first[i] = self._counts(txn, keys[i], coordinates[i])
@@ -74,12 +73,7 @@ class HorizonIndex(SeenIndex):
             txn.put(_POSITION, position.encode())
             if coordinates:
                 self._forget(txn, _TIME.unpack_from(max(coordinates))[0] - self._horizon)
-        return Verdict(first, len(keys) - int(first.sum()))
-
-    def counted(self, rows: pa.Table) -> npt.NDArray[np.bool_]:
-        with self._env.begin() as txn:
-            found = [bytes(txn.get(key, b""))[:_PLACE_BYTES] for key in rows["dedupe_key"].to_pylist()]
-        return np.array([a == b for a, b in zip(found, _coordinates_of(rows), strict=True)], dtype=bool)
+        return first
 
     def copy(self, folder: Path) -> str:
         position = self.position()  # first: the copy holds at least this much

@@ -8,15 +8,15 @@ refused.
 
 from __future__ import annotations
 
+import json
 import shutil
-import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import reduce
 from operator import add, and_
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -24,9 +24,8 @@ import pyarrow.compute as pc
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F
 
-from lakehouse.bronze.clock import BronzeClock
-from lakehouse.bronze.offsets import check_topic, is_outdated, starting_offsets, topic_now
-from lakehouse.bronze.table import COLUMNS, UNLIKE, Progress, create, progress
+from lakehouse.bronze.readers import batch_ends, newest_batch
+from lakehouse.bronze.table import COLUMNS, UNLIKE, BronzeClock, Progress, create, progress
 from lakehouse.contract import envelope as names
 from lakehouse.contract.deltalog import AddedFile, DeltaLog, TableGone
 from lakehouse.contract.errors import crash_point
@@ -59,14 +58,6 @@ RECORDS = pa.schema(
 _WITH_DICTIONARY = sorted({*COLUMNS.names} - {*UNLIKE, "date"})
 
 
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """A commit to bronze."""
-
-    version: int
-    bronze_at: int
-
-
 def read_topic(
     spark: SparkSession, settings: Settings, source: Source, *, bootstrap: str, accept_loss: bool = False
 ) -> tuple[DataFrame, BronzeWriter]:
@@ -85,15 +76,15 @@ def read_topic(
     done = progress(table)
     checkpoint = lake.checkpoint(f"bronze-{source.name}")
     options = {"bootstrap.servers": bootstrap, **settings.kafka.security.for_java()}
-    topic = topic_now(spark, source.topic, options)
-    check_topic(source, topic, done)
-    done = replace(done, topics={**done.topics, topic.name: topic.id})
+    topic_id, ends = topic_now(spark, source.topic, options)
+    check_topic(source, topic_id, ends, done)
+    done = replace(done, topics={**done.topics, source.topic: topic_id})
     if is_outdated(checkpoint, source.topic, done.offsets):
         shutil.rmtree(checkpoint, ignore_errors=True)  # bronze itself says how far it is
     records = (
         spark.readStream.format("kafka")
         .option("subscribe", source.topic)
-        .option("startingOffsets", starting_offsets(source.topic, len(topic.ends), done.offsets))
+        .option("startingOffsets", starting_offsets(source.topic, len(ends), done.offsets))
         .option("includeHeaders", "true")
         .option("failOnDataLoss", str(not accept_loss).lower())
         .option("maxOffsetsPerTrigger", settings.spark.max_offsets_per_trigger)
@@ -108,28 +99,95 @@ def read_topic(
     return records, BronzeWriter(table, done, BronzeClock(lake, table))
 
 
+def topic_now(spark: SparkSession, topic: str, options: Mapping[str, str]) -> tuple[str, dict[str, int]]:
+    """A topic as the broker has it now.
+
+    Args:
+        options: of Kafka's Java client, which asks.
+
+    Returns:
+        Its id, which another topic of the same name has not; ``TOPIC/PARTITION`` to the offset behind the last record,
+        of all partitions.
+    """
+    jvm = spark._jvm
+    assert jvm is not None
+    properties = jvm.java.util.Properties()
+    for name, value in options.items():
+        properties.setProperty(name, value)
+    kafka = jvm.org.apache.kafka
+    admin = kafka.clients.admin.AdminClient.create(properties)
+    try:
+        described = admin.describeTopics(jvm.java.util.Collections.singletonList(topic)).allTopicNames().get()[topic]
+        wanted = jvm.java.util.HashMap()
+        places = [kafka.common.TopicPartition(topic, number) for number in range(len(described.partitions()))]
+        for place in places:
+            wanted[place] = kafka.clients.admin.OffsetSpec.latest()
+        found = admin.listOffsets(wanted).all().get()
+        ends = {f"{topic}/{place.partition()}": int(found[place].offset()) for place in places}
+        return described.topicId().toString(), ends
+    finally:
+        admin.close()
+
+
+def check_topic(source: Source, topic_id: str, ends: Mapping[str, int], done: Progress) -> None:
+    """Refuse to go on by offsets that count another topic's records.
+
+    Args:
+        topic_id, ends: of the source's topic now (:func:`topic_now`).
+        done: how far bronze is. Where its commits name no id of the topic, only offsets that went back tell.
+
+    Raises:
+        TopicReplaced: it was made again, or a partition of it ends before what bronze has taken.
+    """
+    known = done.topics.get(source.topic, topic_id)
+    if known != topic_id:
+        raise TopicReplaced(source.name, source.topic, f"its id was {known} and is {topic_id}")
+    for place, taken in sorted(done.offsets.items()):
+        if place.rpartition("/")[0] == source.topic and ends.get(place, 0) < taken:
+            detail = f"{place} ends at offset {ends.get(place, 0)}, and bronze has taken {taken}"
+            raise TopicReplaced(source.name, source.topic, detail)
+
+
+def is_outdated(checkpoint: Path, topic: str, taken: Mapping[str, int]) -> bool:
+    """Whether a query's newest batch, done or not, is of another topic, or ends before what bronze has taken.
+
+    The latter is so once another machine has gone on. Kafka need not have those records any more.
+
+    Args:
+        taken: ``TOPIC/PARTITION`` to the next offset.
+    """
+    batch = newest_batch(checkpoint, "offsets")
+    planned = batch_ends(checkpoint, batch) if batch is not None else {}
+    return any(place.rpartition("/")[0] != topic or taken.get(place, 0) > end for place, end in planned.items())
+
+
+def starting_offsets(topic: str, partitions: int, offsets: Mapping[str, int]) -> str:
+    """Spark's ``startingOffsets``: what bronze says, the earliest for a partition it does not know.
+
+    Args:
+        partitions: that the topic has now: Spark wants each of them named, and no other.
+        offsets: ``TOPIC/PARTITION`` to the next offset.
+    """
+    if not offsets:
+        return "earliest"
+    known = {int(place.rpartition("/")[2]): end for place, end in offsets.items() if place.startswith(f"{topic}/")}
+    return json.dumps({topic: {str(number): known.get(number, -2) for number in range(partitions)}})
+
+
 class BronzeWriter:
     """Appends one micro-batch after another to a bronze table. One instance is the table's only stream writer.
 
     Args:
         table: where to; it exists.
         done: how far it is.
-        clock: by which it and batch loaders take turns; None: nobody else writes.
-        now: seconds since the epoch, without a clock.
+        clock: by which it and batch loaders take turns.
     """
 
-    def __init__(
-        self,
-        table: TableRef,
-        done: Progress,
-        clock: BronzeClock | None = None,
-        now: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, table: TableRef, done: Progress, clock: BronzeClock) -> None:
         self._clock = clock
         self._table = table
         self._log = DeltaLog(table.path)
         self._done = done
-        self._now = now
         self._may_overlap = True
         self._version = self._log.opened_to_append().version()
         self._ends: Mapping[str, int] = {}
@@ -161,13 +219,13 @@ class BronzeWriter:
         """Rows that the offsets do not cover yet."""
         return without_known(rows, self._done.offsets) if self._may_overlap else rows
 
-    def append(self, rows: pa.Table, ends: Mapping[str, int]) -> tuple[Commit, pa.Table]:
-        """Append a small batch; returns its commit, and the rows as the table has them.
+    def append(self, rows: pa.Table, ends: Mapping[str, int]) -> tuple[int, pa.Table]:
+        """Append a small batch; returns the commit's version, and the rows as the table has them.
 
         Args:
             rows: all columns but ``bronze_at`` and ``date``.
         """
-        with self._turn() as bronze_at:
+        with self._clock.turn() as bronze_at:
             at = pa.scalar(bronze_at, pa.timestamp("us", "UTC"))
             whole = rows.append_column("bronze_at", pa.repeat(at, rows.num_rows))
             whole = whole.append_column("date", pa.repeat(at.cast(pa.date32()), rows.num_rows))
@@ -180,9 +238,9 @@ class BronzeWriter:
             file = AddedFile(f"{folder.name}/{name}", _day(bronze_at), True, size, f'{{"numRecords":{rows.num_rows}}}')
             return self._commit([file], ends, bronze_at), whole
 
-    def append_frame(self, rows: DataFrame, ends: Mapping[str, int]) -> Commit:
-        """Append a long batch, whose files Spark writes in parallel; see :meth:`append`."""
-        with self._turn() as bronze_at:
+    def append_frame(self, rows: DataFrame, ends: Mapping[str, int]) -> tuple[int, int]:
+        """Append a long batch, whose files Spark writes in parallel; returns the commit's version and ``bronze_at``."""
+        with self._clock.turn() as bronze_at:
             folder = self._folder(bronze_at) / f"stream-{bronze_at}"
             whole = rows.withColumn("bronze_at", constant_time(bronze_at))
             whole = whole.select([name for name in COLUMNS.names if name != "date"])
@@ -191,12 +249,12 @@ class BronzeWriter:
                 AddedFile(f"{folder.parent.name}/{folder.name}/{name}", _day(bronze_at), True, size)
                 for name, size in file_sizes(folder, "part-*.parquet").items()
             ]
-            return self._commit(files, ends, bronze_at)
+            return self._commit(files, ends, bronze_at), bronze_at
 
     def _folder(self, bronze_at: int) -> LakePath:
         return self._table.path / f"date={_day(bronze_at)['date']}"
 
-    def _commit(self, files: Sequence[AddedFile], ends: Mapping[str, int], bronze_at: int) -> Commit:
+    def _commit(self, files: Sequence[AddedFile], ends: Mapping[str, int], bronze_at: int) -> int:
         done = self._done.offsets
         offsets = {**done, **{place: max(end, done.get(place, 0)) for place, end in ends.items()}}
         reached = replace(self._done, offsets=offsets, bronze_at=bronze_at)
@@ -208,7 +266,7 @@ class BronzeWriter:
         # A batch from before a crash may be in already, in whole or in part; once one is not, no later one is.
         self._may_overlap = any(end < done.get(place, 0) for place, end in ends.items())
         self._done = reached
-        return Commit(self._version, bronze_at)
+        return self._version
 
     def _pass_over_others(self) -> None:
         """Learn of the commits that loaders and care have made meanwhile.
@@ -227,14 +285,6 @@ class BronzeWriter:
             if taken and any(end > self._done.offsets.get(place, 0) for place, end in taken.offsets.items()):
                 raise TableBusy(self._table.name, self._table.path)
         self._version = newest
-
-    @contextmanager
-    def _turn(self) -> Iterator[int]:
-        if self._clock is None:
-            yield max(int(self._now() * 1e6), self._done.bronze_at + 1)
-        else:
-            with self._clock.turn() as bronze_at:
-                yield bronze_at
 
 
 def _day(bronze_at: int) -> dict[str, str | None]:

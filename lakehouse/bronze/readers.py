@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from deltalake import DeltaTable
 
@@ -69,21 +68,25 @@ def readers(lake: Lake) -> Iterator[BronzeReader]:
             yield reader
 
 
-def last_offsets(checkpoint: Path) -> list[Any]:
-    """Offsets of each source of a query after its last finished batch; empty for none."""
-    done = [int(path.name) for path in (checkpoint / "commits").glob("[0-9]*") if path.name.isdigit()]
-    if not done:
-        return []
-    try:
-        lines = (checkpoint / "offsets" / str(max(done))).read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines[2:] if line != "-"]
-    except (OSError, ValueError):
-        return []
+def newest_batch(checkpoint: Path, log: str) -> int | None:
+    """The newest batch of a query in one of its logs: ``offsets`` (begun) or ``commits`` (done); None: no batch."""
+    return max((int(path.name) for path in (checkpoint / log).glob("[0-9]*") if path.name.isdigit()), default=None)
+
+
+def batch_ends(checkpoint: Path, batch: int) -> dict[str, int]:
+    """``TOPIC/PARTITION`` to the offset behind a batch's last one, from the query's own write-ahead log."""
+    topics = json.loads((checkpoint / "offsets" / str(batch)).read_text(encoding="utf-8").splitlines()[-1])
+    return {f"{topic}/{number}": int(end) for topic, ends in topics.items() for number, end in ends.items()}
+
+
+def id_of(table: TableRef) -> str:
+    """The identity of a table, which another one at its path does not have."""
+    return str(DeltaTable(str(table.path)).metadata().id)
 
 
 def readers_of(lake: Lake, table: TableRef) -> list[BronzeReader]:
     """The readers of this table, not of an earlier one at its path."""
-    table_id = str(DeltaTable(str(table.path)).metadata().id)
+    table_id = id_of(table)
     return [reader for reader in readers(lake) if reader.table_id == table_id]
 
 
@@ -111,29 +114,28 @@ def check_record(lake: Lake, source: str, products: Iterable[TableRef] = ()) -> 
     Raises:
         BronzeReplaced: it was deleted, replaced, or put back from a copy older than its readers.
     """
-    table = lake.bronze(source)
-    noted = _noted(lake, source)
+    table, path = lake.bronze(source), _record(lake, source)
+    noted = path.read_text(encoding="utf-8") if path.is_file() else ""
+    table_id = id_of(table) if table.exists() else ""
     derived = [product.path for product in products if product.exists()]
-    if not table.exists():
+    problem = ""
+    if not table_id:
         if noted or derived or _taken(lake, source):
-            raise BronzeReplaced(source, f"{table.path} is gone", _leftovers(lake, source, noted, derived))
-        return
-    table_id = str(DeltaTable(str(table.path)).metadata().id)
-    if noted and noted != table_id:
-        raise BronzeReplaced(
-            source, f"{table.path} is another table than before", _leftovers(lake, source, noted, derived)
-        )
-    for what in _ahead(lake, table, table_id):
-        raise BronzeReplaced(
-            source, f"{table.path} is older than before: {what}", _leftovers(lake, source, table_id, derived)
-        )
+            problem = "is gone"
+    elif noted and noted != table_id:
+        problem = "is another table than before"
+    elif ahead := next(_ahead(lake, table, table_id), ""):
+        problem = f"is older than before: {ahead}"
+    if problem:
+        leftovers = _leftovers(lake, source, noted or table_id, derived)
+        raise BronzeReplaced(source, f"{table.path} {problem}", leftovers)
 
 
 def note_record(lake: Lake, source: str) -> None:
     """Store the identity of the bronze table, which must exist."""
-    path = _file(lake, source)
+    path = _record(lake, source)
     if not path.is_file():
-        write_whole(path, str(DeltaTable(str(lake.bronze(source).path)).metadata().id).encode())
+        write_whole(path, id_of(lake.bronze(source)).encode())
 
 
 def _ahead(lake: Lake, table: TableRef, table_id: str) -> Iterator[str]:
@@ -150,15 +152,14 @@ def _ahead(lake: Lake, table: TableRef, table_id: str) -> Iterator[str]:
 
 def _taken(lake: Lake, source: str) -> dict[str, int]:
     """Offsets that the query that writes the table has finished."""
-    found = [offsets for offsets in last_offsets(lake.checkpoint(f"bronze-{source}")) if isinstance(offsets, dict)]
-    return {
-        f"{topic}/{number}": int(end)
-        for offsets in found
-        for topic, ends in offsets.items()
-        if isinstance(ends, dict)
-        for number, end in ends.items()
-        if int(end) > 0
-    }
+    checkpoint = lake.checkpoint(f"bronze-{source}")
+    batch = newest_batch(checkpoint, "commits")
+    if batch is None:
+        return {}
+    try:
+        return {place: end for place, end in batch_ends(checkpoint, batch).items() if end > 0}
+    except (OSError, ValueError, AttributeError, IndexError):  # a torn file
+        return {}
 
 
 def _leftovers(lake: Lake, source: str, table_id: str, derived: Iterable[LakePath]) -> list[LakePath]:
@@ -170,14 +171,10 @@ def _leftovers(lake: Lake, source: str, table_id: str, derived: Iterable[LakePat
         for name in sorted(queries)
         for folder in (lake.checkpoint(name), lake.state / "seen" / name, reader_file(lake, name))
     ]
-    own = [_file(lake, source), lake.shared / "clocks" / source, lake.state / "loads" / source]
+    own = [_record(lake, source), lake.shared / "clocks" / source, lake.state / "loads" / source]
     return [path for path in (*own, *state, *derived) if path.exists()]
 
 
-def _noted(lake: Lake, source: str) -> str:
-    path = _file(lake, source)
-    return path.read_text(encoding="utf-8") if path.is_file() else ""
-
-
-def _file(lake: Lake, source: str) -> LakePath:
+def _record(lake: Lake, source: str) -> LakePath:
+    """The file with the identity of the source's bronze table."""
     return lake.shared / "record" / source

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from pyspark.sql import SparkSession
 
-from lakehouse.bronze.clock import BronzeClock
+from lakehouse.bronze.table import BronzeClock
 from lakehouse.contract.errors import MillraceError, crash_point
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline

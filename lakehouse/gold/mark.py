@@ -20,8 +20,7 @@ class BatchMark:
 
     Attributes:
         application: the Delta application: ``bronze-TABLE_ID``; of a join, with the ids of both tables.
-        transaction: its number: the bronze version that the product holds; of a join, the sum of both.
-        bronze: that version as text; of a join, both with a comma between them.
+        versions: the bronze version that the product holds; of a join, the left and the right one.
         through: ``TOPIC/PARTITION`` to next offset: all events before it are in the product.
         oldest: received_at of the oldest of them, ms since the epoch; None without events.
         newest: of the newest.
@@ -30,8 +29,7 @@ class BatchMark:
     """
 
     application: str
-    transaction: int
-    bronze: str
+    versions: tuple[int, ...]
     through: Mapping[str, int] = field(default_factory=dict)
     events: int = 0
     oldest: int | None = None
@@ -39,9 +37,9 @@ class BatchMark:
     clock: int | None = None
 
     @property
-    def versions(self) -> tuple[int, ...]:
-        """The bronze version that the product holds; of a join, the left and the right one."""
-        return versions_of(self.bronze)
+    def transaction(self) -> int:
+        """The application's number of the commit."""
+        return sum(self.versions)
 
     def to_metadata(self) -> dict[str, str]:
         """commitInfo keys (lakehouse.contract.lake)."""
@@ -49,7 +47,7 @@ class BatchMark:
             names.COMMIT_THROUGH: json.dumps(dict(self.through), separators=(",", ":")),
             names.COMMIT_EVENTS: str(self.events),
             names.COMMIT_BATCH: f"{self.application}/{self.transaction}",
-            names.COMMIT_BRONZE: self.bronze,
+            names.COMMIT_BRONZE: ",".join(map(str, self.versions)),
         }
         if self.oldest is not None and self.newest is not None:
             found |= {names.COMMIT_OLDEST: str(self.oldest), names.COMMIT_NEWEST: str(self.newest)}
@@ -68,11 +66,9 @@ class BatchMark:
     def from_metadata(cls, info: Mapping[str, object]) -> BatchMark | None:
         """The mark in a commitInfo; None if it has none."""
         try:
-            application, _, transaction = str(info[names.COMMIT_BATCH]).rpartition("/")
             return cls(
-                application,
-                int(transaction),
-                str(info[names.COMMIT_BRONZE]),
+                str(info[names.COMMIT_BATCH]).rpartition("/")[0],
+                versions_of(str(info[names.COMMIT_BRONZE])),
                 json.loads(str(info[names.COMMIT_THROUGH])),
                 int(str(info[names.COMMIT_EVENTS])),
                 clock=int(str(info[names.COMMIT_CLOCK])) if names.COMMIT_CLOCK in info else None,
@@ -82,7 +78,7 @@ class BatchMark:
 
 
 def versions_of(bronze: str) -> tuple[int, ...]:
-    """What a commit's :attr:`BatchMark.bronze` says."""
+    """:attr:`BatchMark.versions` of what a commit says."""
     return tuple(int(version) for version in bronze.split(","))
 
 
@@ -113,11 +109,11 @@ class Marks:
         for place, end in through.items():
             self.through[place] = max(self.through.get(place, 0), end)
 
-    def of(self, application: str, transaction: int, bronze: str, rows: pa.Table, counted: pa.Table) -> BatchMark:
+    def of(self, application: str, versions: tuple[int, ...], rows: pa.Table, counted: pa.Table) -> BatchMark:
         """The mark of a batch.
 
         Args:
-            application, transaction, bronze: see :class:`BatchMark`.
+            application, versions: see :class:`BatchMark`.
             rows: all its rows, with their ``topic``, ``partition`` and ``offset``.
             counted: those that count, with ``event_time`` and ``received_at``.
         """
@@ -128,8 +124,7 @@ class Marks:
         received = pc.min_max(pc.cast(counted["received_at"], pa.int64())).as_py()
         return BatchMark(
             application,
-            transaction,
-            bronze,
+            versions,
             dict(self.through),
             counted.num_rows,
             received["min"] // 1000 if counted.num_rows else None,

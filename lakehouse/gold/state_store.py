@@ -66,12 +66,7 @@ class StateStore(ProductStore):
         self._settled: list[_StateFile] = []
         self._clock: int | None = None
 
-    def apply(self, partial: pa.Table, mark: BatchMark) -> int:
-        """Go on from the rows that are held and commit; see :meth:`ProductStore.apply`."""
-        self._ensure(partial.schema)
-        if self.holds(mark.application, mark.transaction):
-            return self._newest()
-        self._look()
+    def _take(self, partial: pa.Table, mark: BatchMark) -> None:
         if self._live is not None:
             self._live = self._live.cast(self.operator.schema)  # tick() may have read it as the table has it
         mark = replace(mark, clock=self._time(mark.clock))
@@ -84,10 +79,8 @@ class StateStore(ProductStore):
             self._commit([], [], mark)
         else:
             self._replace_files(rows, live, [*self._live_files, *opened], mark)
-        return self._newest()
 
     def replace(self, rows: pa.Table, mark: BatchMark) -> int:
-        """Put a batch build in place of all that the table holds; see :meth:`ProductStore.replace`."""
         self._evolve(rows.schema)
         self._ensure(rows.schema)
         if not self._fits():  # other columns than before: an empty table of the new ones first
@@ -131,7 +124,6 @@ class StateStore(ProductStore):
         return later(clock, self._clock) if self.by_wall_clock else clock
 
     def results(self, rows: pa.Table, partial: pa.Table, clock: int | None) -> tuple[pa.Table, pa.Table]:
-        """See :meth:`ProductStore.results`."""
         self.operator.describe(partial.schema)
         again = self.operator.advance(None, plain(partial), clock)
         live = rows.select(again.schema.names).cast(again.schema)

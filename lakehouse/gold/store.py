@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import date, datetime, timedelta
 from itertools import islice
+from typing import Any
 
+import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties, Schema, write_deltalake
@@ -23,13 +28,14 @@ from lakehouse.contract.pipeline import Product
 from lakehouse.contract.pipeline.product import SKETCHES, sketch_property
 from lakehouse.contract.storage import parquet_file, remove_tree, write_parquet
 from lakehouse.errors import TableBusy
-from lakehouse.gold.files import DataFiles, stats_of
 from lakehouse.gold.mark import BatchMark
 from lakehouse.operators.base import TIMESTAMP, WINDOW_START, Operator, plain
 from lakehouse.operators.registry import operator_of
 from lakehouse.operators.rows import ARRIVED, EventRows, Latest
 
 _SPARE = 1.25  # times the events to keep, before the oldest leave
+_HOT_BYTES = 32 << 20  # of rows in memory; others are read from the table when they change
+_STATS_TEXT = 64  # characters: bounds of longer texts are left out
 
 
 class ProductStore:
@@ -76,19 +82,22 @@ class ProductStore:
                 return found
         return None
 
-    def holds(self, application: str, transaction: int) -> bool:
-        """Whether the table has this transaction of the application, or a later one."""
-        if application not in self._transactions:
-            version = self._open().transaction_version(application) if self.table.exists() else None
-            self._transactions[application] = -1 if version is None else version
-        return self._transactions[application] >= transaction
+    def holds(self, mark: BatchMark) -> bool:
+        """Whether the table has the commit of this mark, or a later one of the application."""
+        if mark.application not in self._transactions:
+            version = self._open().transaction_version(mark.application) if self.table.exists() else None
+            self._transactions[mark.application] = -1 if version is None else version
+        return self._transactions[mark.application] >= mark.transaction
 
     def apply(self, partial: pa.Table, mark: BatchMark) -> int:
-        """Merge one batch's partial rows and commit."""
+        """Merge a batch's partial rows and commit, unless the table has them; returns the newest version."""
         self._ensure(partial.schema)
-        if self.holds(mark.application, mark.transaction):
-            return self._newest()
-        self._look()
+        if not self.holds(mark):
+            self._look()
+            self._take(partial, mark)
+        return self._newest()
+
+    def _take(self, partial: pa.Table, mark: BatchMark) -> None:
         partial = self._retained(self._prepared(partial), mark.clock)
         if self.folded or not partial.num_rows:
             self._commit([partial], [], mark)
@@ -103,7 +112,6 @@ class ProductStore:
             old = [file for file, _, _ in found]
             self._files.replace(old, self._commit([merged, *rest], old, mark))
         self._evict(mark.clock)
-        return self._newest()
 
     def replace(self, rows: pa.Table, mark: BatchMark) -> int:
         """Put a batch build in place of all that the table holds, in one commit."""
@@ -284,33 +292,130 @@ class ProductStore:
 
 
 class EventStore(ProductStore):
-    """The one writer of a table of single events: each commit adds its events, and now and then the oldest leave."""
+    """The one writer of a table of single events: each commit adds its events, and now and then the oldest leave.
+
+    Each event is in some version.
+    """
 
     operator: EventRows
     _rows = -1  # of the table; -1: not counted yet
 
-    def apply(self, partial: pa.Table, mark: BatchMark) -> int:
-        """Add a batch's events and commit; see :meth:`ProductStore.apply`. Each event is in some version."""
-        self._ensure(partial.schema)
-        if self.holds(mark.application, mark.transaction):
-            return self._newest()
-        self._look()
+    def _take(self, partial: pa.Table, mark: BatchMark) -> None:
         if self._rows < 0:
             self._rows = self._open().to_pyarrow_dataset().count_rows()
         self._commit([plain(partial)], [], mark)
         self._rows += partial.num_rows
         if self._rows > self.product.newest * _SPARE:
-            self._leave()
-        return self._newest()
+            delta = self.delta()
+            arrived = delta.to_pyarrow_dataset().to_table(columns=[ARRIVED])[ARRIVED]
+            self._delete(f"{ARRIVED} <", self.operator.oldest(arrived).cast(TIMESTAMP).value)
+            self._rows = delta.to_pyarrow_dataset().count_rows()
 
     def replace(self, rows: pa.Table, mark: BatchMark) -> int:
         self._rows = -1
         return super().replace(rows, mark)
 
-    def _leave(self) -> None:
-        """Remove the oldest events, in a commit of its own."""
-        delta = self.delta()
-        arrived = delta.to_pyarrow_dataset().to_table(columns=[ARRIVED])[ARRIVED]
-        oldest = self.operator.oldest(arrived).cast(TIMESTAMP).value
-        self._delete(f"{ARRIVED} <", oldest)
-        self._rows = delta.to_pyarrow_dataset().count_rows()
+
+class DataFiles:
+    """The data files of a product's table, and the windows in them.
+
+    The rows of those that were used last stay in memory, since the next batch mostly changes the same ones.
+
+    Args:
+        read: the rows of a file.
+    """
+
+    def __init__(self, read: Callable[[AddedFile], pa.Table]) -> None:
+        self._read = read
+        self._files: dict[str, _DataFile] = {}
+        self._rows: dict[str, pa.Table] = {}  # the one that was used last at the end
+        self._bytes = 0
+
+    def load(self, delta: DeltaTable) -> None:
+        """Take the files of a table's version in place of all that is known."""
+        self.replace(self.all(), [])
+        for add in pa.table(delta.get_add_actions(flatten=True)).to_pylist():
+            first, last = (add.get(f"{side}.{WINDOW_START}") for side in ("min", "max"))
+            if isinstance(last, datetime):
+                last += timedelta(milliseconds=1)  # delta-rs cuts microseconds off
+            known = add.get(f"null_count.{WINDOW_START}") == 0 and isinstance(first, date) and isinstance(last, date)
+            file = AddedFile(add["path"], {}, True, int(add["size_bytes"]))
+            self._files[file.path] = _DataFile(file, (first, last) if known else None)
+
+    def all(self) -> list[AddedFile]:
+        return [held.file for held in self._files.values()]
+
+    def replace(self, old: Iterable[AddedFile], new: Iterable[tuple[AddedFile, pa.Table]]) -> None:
+        """A commit's files and their rows in place of others."""
+        for file in old:
+            del self._files[file.path]
+            self._forget(file.path)
+        for file, rows in new:
+            self._files[file.path] = _DataFile(file, _span(rows))
+            self._remember(file.path, rows)
+
+    def holding(self, units: pa.Array | None) -> Iterator[tuple[AddedFile, pa.Table, pa.Table]]:
+        """Each file with rows of these units: its rows of them, and its others; None: of all units."""
+        values = [] if units is None else units.to_pylist()
+        for held in list(self._files.values()):
+            if units is not None and held.span is not None and not any(_within(value, held.span) for value in values):
+                continue
+            rows = self._forget(held.file.path)
+            rows = self._read(held.file) if rows is None else rows
+            self._remember(held.file.path, rows)
+            among = pa.repeat(True, rows.num_rows) if units is None else pc.is_in(rows[WINDOW_START], value_set=units)
+            if pc.any(among).as_py():
+                yield held.file, rows.filter(among), rows.filter(pc.invert(among))
+
+    def _remember(self, path: str, rows: pa.Table) -> None:
+        self._rows[path] = rows
+        self._bytes += rows.nbytes
+        while self._bytes > _HOT_BYTES:
+            self._forget(next(iter(self._rows)))
+
+    def _forget(self, path: str) -> pa.Table | None:
+        rows = self._rows.pop(path, None)
+        self._bytes -= 0 if rows is None else rows.nbytes
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class _DataFile:
+    """A data file, and the first and the last window in it; None: not known, or not of times alone."""
+
+    file: AddedFile
+    span: tuple[Any, Any] | None
+
+
+def _span(rows: pa.Table) -> tuple[Any, Any] | None:
+    if WINDOW_START not in rows.schema.names or not pa.types.is_temporal(rows[WINDOW_START].type):
+        return None
+    found = pc.min_max(rows[WINDOW_START], skip_nulls=False).as_py()
+    return None if found["min"] is None else (found["min"], found["max"])
+
+
+def _within(value: Any, span: tuple[Any, Any]) -> bool:
+    return value is not None and span[0] <= value <= span[1]
+
+
+def stats_of(rows: pa.Table) -> str:
+    """What the log says of a data file with these rows: bounds of times, dates, whole numbers and short texts."""
+    least, most, nulls = {}, {}, {}
+    for name in rows.schema.names:
+        kind = rows[name].type
+        bounded = (pa.types.is_timestamp, pa.types.is_date, pa.types.is_integer, pa.types.is_string)
+        if any(each(kind) for each in bounded):
+            nulls[name] = rows[name].null_count
+            with suppress(ValueError, OverflowError):  # years that Python does not have
+                bounds = pc.min_max(rows[name]).as_py()
+                if bounds["min"] is not None and not (pa.types.is_string(kind) and len(bounds["max"]) > _STATS_TEXT):
+                    least[name], most[name] = _millis(bounds["min"], 0), _millis(bounds["max"], 999)
+    found = {"numRecords": rows.num_rows, "minValues": least, "maxValues": most, "nullCount": nulls}
+    return orjson.dumps(found).decode()
+
+
+def _millis(value: object, more: int) -> object:
+    """A time as readers of stats know it, in milliseconds; other values as they are."""
+    if not isinstance(value, datetime):
+        return value
+    return f"{(value + timedelta(microseconds=more)).replace(tzinfo=None).isoformat(timespec='milliseconds')}Z"

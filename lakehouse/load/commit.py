@@ -33,8 +33,7 @@ from deltalake import CommitProperties, DeltaTable, PostCommitHookProperties
 from deltalake.exceptions import DeltaError
 from deltalake.transaction import AddAction, RemoveAction
 
-from lakehouse.bronze.clock import COMMIT_LOAD, BronzeClock
-from lakehouse.bronze.table import create
+from lakehouse.bronze.table import COMMIT_LOAD, BronzeClock, create
 from lakehouse.contract.deltalog import DeltaLog, TableGone
 from lakehouse.contract.errors import crash_point
 from lakehouse.contract.lake import FILE_TOPIC as TOPIC

@@ -4,7 +4,7 @@ This is the hot loop of the loader: one pass over the payloads in Python (parse,
 Arrow.
 
 Rows become a data file before the time of their commit is known. ``bronze_at`` has one value in a commit, later than in
-every commit before; the loader learns it in its turn (lakehouse.bronze.clock), too late to write megabytes. So the file
+every commit before; the loader learns it in its turn (lakehouse.bronze.table), too late to write megabytes. So the file
 has a placeholder: the column is dictionary-encoded and uncompressed, and its dictionary is one 8-byte value, which
 :meth:`DataFile.stamp` overwrites. Nothing else in the file depends on it: it has no statistics and no page checksums.
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from prometheus_client import Gauge
@@ -42,6 +42,12 @@ def health_of(age_s: float, retention_s: float) -> str:
     return ALARM if share >= ALARM_SHARE else WARN if share >= WARN_SHARE else OK
 
 
+def worst(remarks: Iterable[tuple[str, str]]) -> str:
+    """The worst health of some remarks."""
+    found = [health for health, _ in remarks]
+    return ALARM if ALARM in found else WARN if found else OK
+
+
 @dataclass(frozen=True, slots=True)
 class Backlog:
     """Records of a topic that bronze has not taken.
@@ -66,9 +72,7 @@ class Backlog:
 
     @property
     def health(self) -> str:
-        """The worst health of :meth:`remarks`."""
-        said = [health for health, _ in self.remarks()]
-        return ALARM if ALARM in said else WARN if said else OK
+        return worst(self.remarks())
 
     def remarks(self) -> Iterator[tuple[str, str]]:
         """Problems: how bad each is, and what to do."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from deltalake import DeltaTable
 from deltalake.exceptions import DeltaError
@@ -14,9 +14,9 @@ from lakehouse.bronze.table import progress
 from lakehouse.contract import lake as names
 from lakehouse.contract.deltalog import DeltaLog, kept_ms
 from lakehouse.contract.lake import Lake, TableRef
-from lakehouse.contract.pipeline import Pipeline, Source
+from lakehouse.contract.pipeline import Pipeline, Product, Source
 from lakehouse.gold.mark import versions_of
-from lakehouse.maintain.backlog import ALARM, OK, WARN, Ask, health_of, span
+from lakehouse.maintain.backlog import ALARM, OK, WARN, Ask, health_of, span, worst
 from lakehouse.maintain.care import SMALL
 from lakehouse.quality.notes import noted_unknown_fields
 
@@ -56,7 +56,7 @@ class TableFacts:
     behind_s: float | None = None
     too_late: Mapping[str, int] = field(default_factory=dict)
     health: str = OK
-    remarks: tuple[str, ...] = field(default=())
+    remarks: tuple[str, ...] = ()
 
 
 def table_facts(lake: Lake, pipeline: Pipeline, backlog: Ask = lambda *_: None) -> list[TableFacts]:
@@ -65,88 +65,83 @@ def table_facts(lake: Lake, pipeline: Pipeline, backlog: Ask = lambda *_: None) 
     Args:
         backlog: asks the broker about a source.
     """
-    return [_Report(lake, pipeline, table, backlog).facts() for table in lake.tables()]
+    return [_facts(lake, pipeline, table, backlog) for table in lake.tables()]
 
 
-class _Report:
-    """Collects the facts and remarks of one table."""
+def _facts(lake: Lake, pipeline: Pipeline, table: TableRef, backlog: Ask) -> TableFacts:
+    try:
+        delta = DeltaTable(str(table.path))
+        adds = delta.get_add_actions(flatten=True)
+        sizes = adds.column("size_bytes").to_pylist()
+        counts = adds.column("num_records").to_pylist() if "num_records" in adds.schema.names else [None]
+    except (DeltaError, OSError, ValueError) as error:  # an unreadable table is reported too
+        remark = f"cannot be read: {str(error).splitlines()[0]}"
+        return TableFacts(table.layer, table.name, health=ALARM, remarks=(remark,))
+    log = DeltaLog(table.path)
+    source = pipeline.sources.get(table.name) if table.layer == "bronze" else None
+    log_s = kept_ms(delta.metadata().configuration, "logRetentionDuration") / 1000
+    small = sum(size < SMALL for size in sizes)
+    remarks = []
+    if small > MANY_SMALL:
+        remarks.append((WARN, f"{small} small files: run the pipeline, or millrace maintain --once"))
+    if source is not None:
+        behind, behind_s, others = _bronze_lag(lake, table, source, log_s, backlog)
+    else:
+        behind, behind_s, others = _product_lag(lake, table, pipeline.products.get(table.name))
+    remarks += others
+    return TableFacts(
+        table.layer,
+        table.name,
+        delta.version(),
+        log.oldest(),
+        rows=None if any(count is None for count in counts) else sum(counts),
+        files=len(sizes),
+        small=small,
+        bytes=sum(sizes),
+        log_s=log_s,
+        keeps=source.bronze_retention if source else "",
+        committed=log.written_at(delta.version()) or 0.0,
+        behind=behind,
+        behind_s=behind_s,
+        too_late=too_late(lake, table) if source else {},
+        health=worst(remarks),
+        remarks=tuple(remark for _, remark in remarks),
+    )
 
-    def __init__(self, lake: Lake, pipeline: Pipeline, table: TableRef, backlog: Ask) -> None:
-        self._lake = lake
-        self._pipeline = pipeline
-        self._table = table
-        self._backlog = backlog
-        self._health = OK
-        self._remarks: list[str] = []
 
-    def facts(self) -> TableFacts:
-        table = self._table
-        try:
-            delta = DeltaTable(str(table.path))
-            adds = delta.get_add_actions(flatten=True)
-            sizes = adds.column("size_bytes").to_pylist()
-            counts = adds.column("num_records").to_pylist() if "num_records" in adds.schema.names else [None]
-        except (DeltaError, OSError, ValueError) as error:  # an unreadable table is reported too
-            self._add(ALARM, f"cannot be read: {str(error).splitlines()[0]}")
-            return TableFacts(table.layer, table.name, health=self._health, remarks=tuple(self._remarks))
-        log = DeltaLog(table.path)
-        source = self._pipeline.sources.get(table.name) if table.layer == "bronze" else None
-        found = TableFacts(
-            table.layer,
-            table.name,
-            delta.version(),
-            log.oldest(),
-            rows=None if any(count is None for count in counts) else sum(counts),
-            files=len(sizes),
-            small=sum(size < SMALL for size in sizes),
-            bytes=sum(sizes),
-            log_s=kept_ms(delta.metadata().configuration, "logRetentionDuration") / 1000,
-            keeps=source.bronze_retention if source else "",
-            committed=log.written_at(delta.version()) or 0.0,
-            too_late=too_late(self._lake, table) if source else {},
-        )
-        if found.small > MANY_SMALL:
-            self._add(WARN, f"{found.small} small files: run the pipeline, or millrace maintain --once")
-        behind, behind_s = self._bronze_lag(source, found.log_s) if source is not None else self._product_lag()
-        return replace(found, behind=behind, behind_s=behind_s, health=self._health, remarks=tuple(self._remarks))
+_Lag = tuple[int | None, float | None, list[tuple[str, str]]]
+"""What a table has not taken, the age of the oldest of it in seconds, and remarks."""
 
-    def _add(self, health: str, remark: str) -> None:
-        self._remarks.append(remark)
-        self._health = ALARM if ALARM in (health, self._health) else health
 
-    def _bronze_lag(self, source: Source, log_s: float) -> tuple[int | None, float | None]:
-        for reader in readers_of(self._lake, self._table):
-            waiting = unread_since(self._table, reader)
-            if waiting is not None and (health := health_of(waiting, log_s)) != OK:
-                remark = f"query {reader.query} has not read for {span(waiting)} what its log keeps for {span(log_s)}"
-                self._add(health, f"{remark}: start it; if it is gone for good, remove {reader.place}")
-        if unknown := noted_unknown_fields(self._lake, source.name):
-            self._add(WARN, f"payloads have fields that the schema lacks: {', '.join(unknown[:10])}")
-        found = self._backlog(source, progress(self._table))
-        if found is None:
-            return None, None
-        for health, remark in found.remarks():
-            self._add(health, remark)
-        return found.records, found.oldest_s if found.records else 0.0
+def _bronze_lag(lake: Lake, table: TableRef, source: Source, log_s: float, backlog: Ask) -> _Lag:
+    remarks = []
+    for reader in readers_of(lake, table):
+        waiting = unread_since(table, reader)
+        if waiting is not None and (health := health_of(waiting, log_s)) != OK:
+            remark = f"query {reader.query} has not read for {span(waiting)} what its log keeps for {span(log_s)}"
+            remarks.append((health, f"{remark}: start it; if it is gone for good, remove {reader.place}"))
+    if unknown := noted_unknown_fields(lake, source.name):
+        remarks.append((WARN, f"payloads have fields that the schema lacks: {', '.join(unknown[:10])}"))
+    found = backlog(source, progress(table))
+    if found is None:
+        return None, None, remarks
+    return found.records, found.oldest_s if found.records else 0.0, [*remarks, *found.remarks()]
 
-    def _product_lag(self) -> tuple[int | None, float | None]:
-        product = self._pipeline.products.get(self._table.name)
-        if product is None or not self._lake.bronze(product.source).exists():
-            return None, None
-        reached = DeltaLog(self._table.path).newest_info(names.COMMIT_BRONZE)
-        held = versions_of(str(reached))[0] if reached is not None else None
-        if held is None:
-            self._add(WARN, "it does not say how far it is")
-            return None, None
-        log = DeltaLog(self._lake.bronze(product.source).path)
-        behind = max(0, log.newest() - held)
-        if not behind:
-            return 0, 0.0
-        written = log.written_at(held + 1)
-        if written is None:
-            self._add(ALARM, "bronze's log no longer reaches back to where it is: it will be built again")
-            return behind, None
-        since = max(0.0, time.time() - written)
-        if since > LATE_S:
-            self._add(WARN, f"it is {span(since)} behind bronze: is the pipeline running?")
-        return behind, since
+
+def _product_lag(lake: Lake, table: TableRef, product: Product | None) -> _Lag:
+    if product is None or not lake.bronze(product.source).exists():
+        return None, None, []
+    reached = DeltaLog(table.path).newest_info(names.COMMIT_BRONZE)
+    if reached is None:
+        return None, None, [(WARN, "it does not say how far it is")]
+    held = versions_of(str(reached))[0]
+    log = DeltaLog(lake.bronze(product.source).path)
+    behind = max(0, log.newest() - held)
+    if not behind:
+        return 0, 0.0, []
+    written = log.written_at(held + 1)
+    if written is None:
+        return behind, None, [(ALARM, "bronze's log no longer reaches back to where it is: it will be built again")]
+    since = max(0.0, time.time() - written)
+    late = (WARN, f"it is {span(since)} behind bronze: is the pipeline running?")
+    return behind, since, [late] if since > LATE_S else []

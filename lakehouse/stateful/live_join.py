@@ -30,7 +30,7 @@ from pyspark.sql.window import Window
 
 from lakehouse.batch import build, byte_size, clock_of, kafka_ends, slices
 from lakehouse.bronze.horizon import seen_index
-from lakehouse.bronze.readers import note_reader
+from lakehouse.bronze.readers import id_of, note_reader
 from lakehouse.bronze.seen import JUDGED
 from lakehouse.bronze.table import COLUMNS, changes, newest_version
 from lakehouse.contract.errors import crash_point
@@ -42,9 +42,9 @@ from lakehouse.contract.storage import LakePath, spark_uri
 from lakehouse.counts import count_batch
 from lakehouse.declaration import product_declaration, source_declaration
 from lakehouse.errors import VersionsGone
-from lakehouse.follower import BronzeFollower
 from lakehouse.gold.mark import BatchMark, Marks
 from lakehouse.gold.state_store import store_of
+from lakehouse.live import BronzeFollower
 from lakehouse.maintain.care import Maintenance
 from lakehouse.operators.aggregate import VIEW, Join
 from lakehouse.silver.conform import conform, payload_columns
@@ -79,7 +79,7 @@ class LiveJoin(BronzeFollower):
         self._seen_folder = lake.state / "seen" / self.name
         self._joined = JoinedSources(spark, pipeline, product)
         self._tables = (lake.bronze(product.source), lake.bronze(product.right))
-        self._table_ids = [str(DeltaTable(str(table.path)).metadata().id) for table in self._tables]
+        self._table_ids = [id_of(table) for table in self._tables]
         self._application = f"bronze-{'-'.join(self._table_ids)}"
         left, right = self._joined.sources
         declaration = product_declaration(product, left) + source_declaration(right)
@@ -138,7 +138,7 @@ class LiveJoin(BronzeFollower):
         crash_point("join.after_judge")
         found = self._index.enter(first, sum(versions), _text(versions))
         crash_point("join.after_index")
-        mark = self._marks.of(self._application, sum(versions), _text(versions), rows, first)
+        mark = self._marks.of(self._application, versions, rows, first)
         gained, lost = (self._pairs([change for change in found if change.sign == sign]) for sign in (1, -1))
         partial = self._joined.operator.signed(gained, lost)
         crash_point("join.before_commit")
@@ -152,7 +152,7 @@ class LiveJoin(BronzeFollower):
 
     def _first_copies(self, valid: pa.Table, side: int, version: str) -> pa.Table:
         rows = valid.filter(pc.equal(valid["side"], side))
-        return rows.filter(pa.array(self._seen[side].judge(rows.select(JUDGED), version).first))
+        return rows.filter(pa.array(self._seen[side].judge(rows.select(JUDGED), version)))
 
     def _pairs(self, found: Sequence[PairChange]) -> pa.Table:
         return self._joined.partial(found) if found else self._no_pairs
@@ -199,7 +199,7 @@ class LiveJoin(BronzeFollower):
             self._marks.reached(kafka_ends(self._spark, path, version))
         partial, self._marks.clock = self._joined.build(paths, versions)
         through = dict(self._marks.through)
-        mark = BatchMark(self._application, sum(versions), _text(versions), through, clock=self._marks.clock)
+        mark = BatchMark(self._application, versions, through, clock=self._marks.clock)
         self._store.replace(partial, mark)
         crash_point("join.after_replace")
         self._fill(versions)
@@ -233,7 +233,7 @@ class LiveJoin(BronzeFollower):
 
 
 def _text(versions: Versions) -> str:
-    """A position as commits and the index carry it; see :attr:`~lakehouse.gold.mark.BatchMark.bronze`."""
+    """A position as the index carries it."""
     return f"{versions[LEFT]},{versions[RIGHT]}"
 
 

@@ -23,7 +23,7 @@ from deltalake import DeltaTable
 from rich.console import Console
 
 from lakehouse.bronze.query import BronzeWriter
-from lakehouse.bronze.table import COLUMNS, Progress, create
+from lakehouse.bronze.table import COLUMNS, BronzeClock, Progress, create
 from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.envelope import fingerprint
 from lakehouse.contract.lake import Lake, TableRef
@@ -68,7 +68,7 @@ def product(lake: Lake, size: int) -> Callable[[int], object]:
 
     def commit(store: ProductStore, batch: int) -> None:
         start = pa.array([START + timedelta(minutes=batch // 100)] * GROUPS, pa.timestamp("us", "UTC"))
-        store.apply(pa.table({"window_start": start, "city": cities, "n": ones}), BatchMark("q", batch, "1"))
+        store.apply(pa.table({"window_start": start, "city": cities, "n": ones}), BatchMark("q", (batch,)))
 
     commit(ProductStore(made, table, "bench"), 0)
     fill(table, size)
@@ -81,7 +81,7 @@ def bronze(lake: Lake, size: int) -> Callable[[int], object]:
     table = lake.bronze("r")
     create(table)
     fill(table, size)
-    writer = BronzeWriter(table, Progress())
+    writer = BronzeWriter(table, Progress(), BronzeClock(lake, table))
     rows = rows_of(list(itertools.islice(CASES["meetup"].lines(1, 1_760_000_000_000, 1_000.0), BATCH)))
     return lambda batch: writer.append(rows, {"r/0": (batch + 1) * BATCH})
 
@@ -103,7 +103,7 @@ def compaction(lake: Lake) -> dict[str, float]:
     """CPU of a compaction, microseconds an event, and the bytes of an event's files before and after it."""
     table, views = lake.bronze("v"), CASES["clicks"].lines(1, 1_760_000_000_000, 1_000.0)
     create(table)
-    writer = BronzeWriter(table, Progress())
+    writer = BronzeWriter(table, Progress(), BronzeClock(lake, table))
     for batch in range(MANY_BRONZE_FILES):
         writer.append(rows_of(list(itertools.islice(views, LONG_BATCH))), {"v/0": (batch + 1) * LONG_BATCH})
     events = MANY_BRONZE_FILES * LONG_BATCH

@@ -40,6 +40,7 @@ from lakehouse.maintain.care import (
     MANY_FILES,
     SWEEP_EVERY_S,
     TIDY_EVERY_S,
+    Caretaker,
     Maintenance,
     checkpoint_log,
     compact_bronze,
@@ -51,7 +52,6 @@ from lakehouse.maintain.care import (
     vacuum_product,
     vacuum_table,
 )
-from lakehouse.maintain.caretaker import Caretaker
 from tests.crash_points import CARE_CRASH_POINTS
 from tests.lakehouse.lakes import T0, bronze_rows, eventually, pipeline_in
 from tests.s3 import S3Server
@@ -87,7 +87,7 @@ def partial(batch: int, product: Product) -> pa.Table:
 def store_with(lake: Lake, product: Product, batches: int) -> ProductStore:
     store = ProductStore(product, lake.table(product.layer, product.name), "p")
     for batch in range(batches):
-        store.apply(partial(batch, product), BatchMark("q", batch, "4", {"t/0": batch}, 1))
+        store.apply(partial(batch, product), BatchMark("q", (batch,), {"t/0": batch}, 1))
     return store
 
 
@@ -108,8 +108,8 @@ def test_partials_are_folded_by_their_writer_and_it_goes_on(lake: Lake) -> None:
     assert after is not None
     assert (after.application, after.transaction) == (mark.application, mark.transaction)
     assert (after.through, after.events) == (mark.through, 0)
-    store.apply(partial(0, PER_CITY), BatchMark("q", 12, "{}", {}, 1))
-    store.apply(partial(0, PER_CITY), BatchMark("q", 11, "{}", {}, 1))  # known from before the fold
+    store.apply(partial(0, PER_CITY), BatchMark("q", (12,), {}, 1))
+    store.apply(partial(0, PER_CITY), BatchMark("q", (11,), {}, 1))  # known from before the fold
     assert counts(store) == [4, 4, 5]
     assert not fold(store)  # not worth while
     assert not fold(store_with(dataclasses.replace(lake, root=lake.root / "other"), PER_CITY, 3), most=2)
@@ -119,7 +119,7 @@ def test_a_product_is_put_together_by_its_writer_and_it_goes_on(lake: Lake) -> N
     store = store_with(lake, TOTALS, 6)
     assert compact_product(store, many=2) == "compacted"
     assert len(DeltaTable(str(store.table.path)).file_uris()) == 1
-    store.apply(partial(0, TOTALS), BatchMark("q", 6, "{}", {}, 1))
+    store.apply(partial(0, TOTALS), BatchMark("q", (6,), {}, 1))
     assert counts(store) == [2, 2, 3]
     assert compact_product(ProductStore(TOTALS, lake.table("gold", "absent"), "p")) == ""
 
@@ -155,10 +155,10 @@ def test_a_writer_that_is_killed_in_its_care_goes_on(lake: Lake, point: str, pro
     assert mark is not None
     assert (found.application, found.transaction, found.through) == (mark.application, mark.transaction, mark.through)
     assert counts(after) == before
-    after.apply(partial(0, product), BatchMark("q", 11, "{}", {}, 1))  # the batch in hand, once more
+    after.apply(partial(0, product), BatchMark("q", (11,), {}, 1))  # the batch in hand, once more
     assert counts(after) == before
     assert bool(compact_product(after, many=2)) == (point == "care.before_commit")
-    after.apply(partial(0, product), BatchMark("q", 12, "{}", {}, 1))
+    after.apply(partial(0, product), BatchMark("q", (12,), {}, 1))
     assert sum(counts(after)) == sum(before) + 1
 
 
@@ -176,7 +176,7 @@ def test_a_product_says_how_long_a_position_lives_and_keeps_it(lake: Lake) -> No
     delta.alter.set_table_properties({"delta.deletedFileRetentionDuration": "interval 0 seconds"})
     fresh = ProductStore(TOTALS, store.table, "p")
     assert vacuum_product(fresh) > 0
-    fresh.apply(partial(0, TOTALS), BatchMark("q", 4, "{}", {}, 1))  # its own commits do not stand in its way
+    fresh.apply(partial(0, TOTALS), BatchMark("q", (4,), {}, 1))  # its own commits do not stand in its way
     assert counts(fresh) == [1, 1, 3]
 
 
@@ -451,7 +451,7 @@ def test_a_machine_knows_by_which_declaration_another_one_built(tmp_path: Path) 
 
 def test_a_product_is_built_again_when_it_is_declared_otherwise(lake: Lake) -> None:
     table = lake.table("gold", "totals")
-    mark = BatchMark("q", 0, "{}")
+    mark = BatchMark("q", (0,))
     first = ProductStore(TOTALS, table, "p", "one")
     first.apply(partial(0, TOTALS), mark)
     assert first.outdated() == ""
@@ -468,7 +468,7 @@ def test_a_product_is_built_again_when_it_is_declared_otherwise(lake: Lake) -> N
     assert other.outdated() == ""
     assert delta.metadata().id == identity  # positions in it go on
     assert delta.to_pyarrow_table().to_pylist() == [{"window_start": T0, "n": 1.0, "most": 9}]
-    other.apply(wider, BatchMark("q", 1, "{}"))
+    other.apply(wider, BatchMark("q", (1,)))
     keyed = dataclasses.replace(PER_CITY, storage="upsert", name="totals", layer="gold")
     ProductStore(keyed, table, "p", "three").replace(partial(0, PER_CITY), mark)
     assert DeltaTable(str(table.path)).metadata().id != identity  # another key: another table

@@ -12,9 +12,8 @@ import pyarrow as pa
 import pytest
 from deltalake import write_deltalake
 
-from lakehouse.bronze.clock import BronzeClock
 from lakehouse.bronze.query import BronzeWriter
-from lakehouse.bronze.table import COLUMNS, Progress, create
+from lakehouse.bronze.table import COLUMNS, BronzeClock, Progress, create
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Product
 from lakehouse.contract.settings import ServeSettings, Settings
@@ -75,7 +74,7 @@ def product(lake: Lake, name: str) -> ProductStore:
 
 def counts(made: ProductStore, batch: int) -> None:
     rows = pa.table({"window_start": pa.array([START], pa.timestamp("us", "UTC")), "n": [1]})
-    made.apply(rows, BatchMark("q", batch, "1"))
+    made.apply(rows, BatchMark("q", (batch,)))
 
 
 def test_of_a_commit_to_a_product(store: CountingProxy, lake: Lake) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 from deltalake import DeltaTable, write_deltalake
 from pyspark.sql import Row, SparkSession
 
-from lakehouse.bronze.offsets import Topic, check_topic, is_outdated, starting_offsets
-from lakehouse.bronze.query import BronzeWriter, to_bronze, without_known
-from lakehouse.bronze.table import COLUMNS, Progress, create, progress
+from lakehouse.bronze.query import BronzeWriter, check_topic, is_outdated, starting_offsets, to_bronze, without_known
+from lakehouse.bronze.table import COLUMNS, BronzeClock, Progress, create, progress
 from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.envelope import Envelope, fingerprint
 from lakehouse.contract.lake import Lake
@@ -67,24 +66,26 @@ def test_a_checkpoint_that_others_have_gone_beyond(
 
 
 @pytest.mark.parametrize(
-    ("topic", "done", "detail"),
+    ("topic", "topic_id", "ends", "done", "detail"),
     [
-        (Topic("t", "A", {"t/0": 5}), Progress(), ""),
-        (Topic("t", "A", {"t/0": 5}), Progress({"t/0": 5}), ""),  # a table from before ids were noted
-        (Topic("t", "A", {"t/0": 9, "t/1": 1}), Progress({"t/0": 5}, topics={"t": "A"}), ""),
-        (Topic("u", "B", {"u/0": 0}), Progress({"t/0": 5}, topics={"t": "A"}), ""),
-        (Topic("t", "B", {"t/0": 9}), Progress({"t/0": 5}, topics={"t": "A"}), "its id was A and is B"),
-        (Topic("t", "A", {"t/0": 4}), Progress({"t/0": 5}, topics={"t": "A"}), "t/0 ends at offset 4"),
-        (Topic("t", "A", {"t/0": 5}), Progress({"t/0": 5, "t/1": 1}), "t/1 ends at offset 0"),
+        ("t", "A", {"t/0": 5}, Progress(), ""),
+        ("t", "A", {"t/0": 5}, Progress({"t/0": 5}), ""),  # a table from before ids were noted
+        ("t", "A", {"t/0": 9, "t/1": 1}, Progress({"t/0": 5}, topics={"t": "A"}), ""),
+        ("u", "B", {"u/0": 0}, Progress({"t/0": 5}, topics={"t": "A"}), ""),
+        ("t", "B", {"t/0": 9}, Progress({"t/0": 5}, topics={"t": "A"}), "its id was A and is B"),
+        ("t", "A", {"t/0": 4}, Progress({"t/0": 5}, topics={"t": "A"}), "t/0 ends at offset 4"),
+        ("t", "A", {"t/0": 5}, Progress({"t/0": 5, "t/1": 1}), "t/1 ends at offset 0"),
     ],
 )
-def test_offsets_of_another_topic_of_the_name(topic: Topic, done: Progress, detail: str) -> None:
-    source = Source(topic=topic.name, schema="id BIGINT", event_time="received_at", name="clicks")
+def test_offsets_of_another_topic_of_the_name(
+    topic: str, topic_id: str, ends: Mapping[str, int], done: Progress, detail: str
+) -> None:
+    source = Source(topic=topic, schema="id BIGINT", event_time="received_at", name="clicks")
     if not detail:
-        check_topic(source, topic, done)
+        check_topic(source, topic_id, ends, done)
         return
     with pytest.raises(TopicReplaced, match=detail):
-        check_topic(source, topic, done)
+        check_topic(source, topic_id, ends, done)
 
 
 def rows(spark: SparkSession, *headers: list[tuple[str, bytes]] | None, value: bytes | None = b"x") -> list[Row]:
@@ -179,11 +180,12 @@ class Batches:
     def __init__(self, spark: SparkSession, folder: Path, *, small: bool) -> None:
         self._spark = spark
         self._small = small
-        self.table = Lake(folder / "lake").bronze("clicks")
+        self._lake = Lake(folder / "lake")
+        self.table = self._lake.bronze("clicks")
         create(self.table)
 
-    def writer(self, **options: Any) -> BronzeWriter:
-        return BronzeWriter(self.table, progress(self.table), **options)
+    def writer(self, now: Callable[[], float] = time.time) -> BronzeWriter:
+        return BronzeWriter(self.table, progress(self.table), BronzeClock(self._lake, self.table, now))
 
     def run(self, writer: BronzeWriter, start: dict[int, int], end: dict[int, int]) -> None:
         """Give the writer the records from ``start`` to ``end``."""
@@ -198,12 +200,12 @@ class Batches:
             return
         if self._small:
             found = rows.toArrow()
-            commit, whole = writer.append(found.filter(writer.unknown(found)), ends)
+            version, whole = writer.append(found.filter(writer.unknown(found)), ends)
             assert whole.schema == COLUMNS
         else:
-            commit = writer.append_frame(writer.without_known(rows), ends)
-        assert commit.version == DeltaTable(str(self.table.path)).version()
-        assert commit.bronze_at == progress(self.table).bronze_at
+            version, bronze_at = writer.append_frame(writer.without_known(rows), ends)
+            assert bronze_at == progress(self.table).bronze_at
+        assert version == DeltaTable(str(self.table.path)).version()
 
     def held(self) -> list[tuple[int, int]]:
         found = DeltaTable(str(self.table.path)).to_pyarrow_table(columns=["partition", "offset"])
@@ -249,7 +251,7 @@ def test_offsets_that_go_back_end_the_query(batches: Batches) -> None:
 def test_the_time_of_a_commit_never_goes_back(batches: Batches) -> None:
     clock = iter([1000.0, 999.0, 999.5])
     for number in range(3):
-        batches.run(batches.writer(now=lambda: next(clock)), {0: number}, {0: number + 1})
+        batches.run(batches.writer(lambda: next(clock)), {0: number}, {0: number + 1})
     times = DeltaTable(str(batches.table.path)).to_pyarrow_table(columns=["offset", "bronze_at"]).sort_by("offset")
     assert [value.timestamp() for value in times["bronze_at"].to_pylist()] == [1000.0, 1000.000001, 1000.000002]
     assert progress(batches.table) == Progress({"t/0": 3}, 1_000_000_002)

@@ -1,11 +1,12 @@
-"""Product tables: each batch once, merged with what the table holds."""
+"""Product tables: each batch once, merged with what the table holds, and which files are read and written anew."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections import Counter
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +18,16 @@ from hypothesis import strategies as st
 from pyspark.sql import SparkSession
 
 from lakehouse.contract import lake as names
-from lakehouse.contract.deltalog import DeltaLog, TableGone
+from lakehouse.contract.deltalog import AddedFile, DeltaLog, TableGone
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Product
 from lakehouse.errors import TableBusy
-from lakehouse.gold import files
 from lakehouse.gold.mark import BatchMark
-from lakehouse.gold.store import ProductStore
+from lakehouse.gold.store import DataFiles, ProductStore, stats_of
 from tests.lakehouse.operators.test_top_n import exact, partial, shown
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
+TIMES = pa.timestamp("us", "UTC")
 COUNTS = "SELECT window.start AS window_start, city, count(*) AS n FROM r GROUP BY window(t, '1 minute'), city"
 WINDOWED = Product("gold", "r", COUNTS, name="counts")
 PARTIALS = Product("silver", "r", COUNTS, storage="append", name="partials")
@@ -46,7 +47,7 @@ def counts(*rows: tuple[int, str, int]) -> pa.Table:
 
 
 def mark(batch: int, query: str = "q", **options: Any) -> BatchMark:
-    return BatchMark(query, batch, "1", **options)
+    return BatchMark(query, (batch,), **options)
 
 
 def held(made: ProductStore) -> list[tuple[int, str, int]]:
@@ -59,9 +60,9 @@ def test_a_repeated_batch_is_skipped(tmp_path: Path) -> None:
     version = first.apply(counts((0, "a", 1), (0, "b", 2)), mark(0))
     assert first.apply(counts((0, "a", 1), (0, "b", 2)), mark(0)) == version
     again = store(tmp_path)
-    assert again.holds("q", 0)
-    assert not again.holds("q", 1)
-    assert not again.holds("other", 0)
+    assert again.holds(mark(0))
+    assert not again.holds(mark(1))
+    assert not again.holds(mark(0, "other"))
     assert again.apply(counts((0, "a", 1)), mark(0)) == version
     assert again.apply(counts((0, "a", 10)), mark(1)) == version + 1
     assert held(again) == [(0, "a", 11), (0, "b", 2)]
@@ -69,7 +70,7 @@ def test_a_repeated_batch_is_skipped(tmp_path: Path) -> None:
 
 def test_an_old_window_is_read_back_from_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = store(tmp_path)
-    monkeypatch.setattr(files, "_HOT_BYTES", 100)
+    monkeypatch.setattr("lakehouse.gold.store._HOT_BYTES", 100)
     for batch in range(20):
         made.apply(counts((batch, "a", 1)), mark(batch))
     made.apply(counts((0, "a", 5), (0, "b", 1), (9, "a", 1)), mark(1_000))  # forgotten by memory
@@ -150,7 +151,7 @@ def test_a_batch_without_rows_moves_the_position_on(tmp_path: Path) -> None:
     found = store(tmp_path).mark()
     assert found is not None
     assert (found.transaction, found.through) == (1, {"t/0": 9})
-    assert store(tmp_path).holds("q", 1)
+    assert store(tmp_path).holds(mark(1))
 
 
 def test_the_mark_is_read_back(tmp_path: Path) -> None:
@@ -160,7 +161,7 @@ def test_the_mark_is_read_back(tmp_path: Path) -> None:
     made.apply(counts((0, "a", 1)), written)
     DeltaTable(str(made.table.path)).optimize.compact()
     found = store(tmp_path).mark()
-    assert found == BatchMark("a/b", 7, written.bronze, {"t/0": 5, "t/1": 0}, 3)  # times are for subscribers
+    assert found == BatchMark("a/b", (7,), {"t/0": 5, "t/1": 0}, 3)  # times are for subscribers
     info = DeltaTable(str(made.table.path)).history()
     commit = next(entry for entry in info if names.COMMIT_BATCH in entry)
     assert (commit[names.COMMIT_OLDEST], commit[names.COMMIT_NEWEST]) == ("1000", "2000")
@@ -171,7 +172,7 @@ def test_replace_puts_a_build_in_place_of_everything(tmp_path: Path) -> None:
     made.apply(counts((0, "a", 1), (1, "a", 1)), mark(0))
     made.replace(counts((0, "a", 40), (0, "a", 2), (2, "b", 1)), mark(5, "build"))
     assert held(made) == [(0, "a", 42), (2, "b", 1)]
-    assert made.holds("build", 5)
+    assert made.holds(mark(5, "build"))
     made.apply(counts((0, "a", 1)), mark(1))  # not merged with rows from before
     assert held(made) == [(0, "a", 43), (2, "b", 1)]
     made.replace(counts(), mark(6, "build"))
@@ -221,3 +222,83 @@ def test_a_table_that_was_dropped_is_said_to_be_gone(tmp_path: Path) -> None:
     shutil.rmtree(DeltaLog(made.table.path).folder)
     with pytest.raises(TableGone, match="counts: the log has no version 1"):
         made.apply(counts((0, "a", 1)), mark(1))
+
+
+def units(*minutes: int | None) -> pa.Array:
+    return pa.array([None if m is None else START + timedelta(minutes=m) for m in minutes], TIMES)
+
+
+def rows(*minutes: int | None) -> pa.Table:
+    return pa.table({"window_start": units(*minutes), "n": list(range(len(minutes)))})
+
+
+class Disk:
+    """Files, and which of them were read."""
+
+    def __init__(self) -> None:
+        self.tables: dict[str, pa.Table] = {}
+        self.read: list[str] = []
+        self.known = DataFiles(self._rows)
+
+    def put(self, name: str, table: pa.Table, *old: str) -> None:
+        self.tables[name] = table
+        self.known.replace([AddedFile(each, {}, True) for each in old], [(AddedFile(name, {}, True), table)])
+
+    def _rows(self, file: AddedFile) -> pa.Table:
+        self.read.append(file.path)
+        return self.tables[file.path]
+
+    def holding(self, wanted: pa.Array | None) -> dict[str, tuple[list[int], list[int]]]:
+        found = self.known.holding(wanted)
+        return {file.path: (held["n"].to_pylist(), rest["n"].to_pylist()) for file, held, rest in found}
+
+
+def test_the_rows_of_a_window_and_the_others_of_its_file() -> None:
+    disk = Disk()
+    disk.put("a", rows(0, 0, 5))
+    disk.put("b", rows(9, None))
+    assert disk.holding(units(0)) == {"a": ([0, 1], [2])}
+    assert disk.holding(units(3)) == {}  # between the windows of a file
+    assert disk.holding(units(5, 9)) == {"a": ([2], [0, 1]), "b": ([0], [1])}
+    assert disk.holding(units(None)) == {"b": ([1], [0])}
+    assert disk.holding(None) == {"a": ([0, 1, 2], []), "b": ([0, 1], [])}
+    disk.put("c", rows(0), "a")
+    assert disk.holding(units(0, 5)) == {"c": ([0], [])}
+    assert disk.read == []
+
+
+def test_rows_in_memory_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lakehouse.gold.store._HOT_BYTES", 5 * rows(0).nbytes)
+    disk = Disk()
+    for minute in range(10):
+        disk.put(str(minute), rows(minute))
+    assert disk.holding(units(9)) == {"9": ([0], [])}
+    assert disk.read == []
+    assert disk.holding(units(0)) == {"0": ([0], [])}
+    assert disk.read == ["0"]
+    disk.put("large", rows(*range(20, 120)))  # itself more than the bound
+    assert list(disk.holding(units(20))) == ["large"]
+    assert disk.read == ["0", "large"]
+
+
+def test_the_logs_bounds_hold_every_value() -> None:
+    at = START + timedelta(microseconds=1_001)
+    table = pa.table(
+        {
+            "at": pa.array([at, None], TIMES),
+            "day": [date(2026, 1, 1), date(2026, 1, 3)],
+            "n": [2**62, -1],
+            "short": ["b", "a"],
+            "long": ["b", "z" * 100],
+            "absent": pa.nulls(2, pa.int64()),
+            "far": pa.array([0, 2**62], pa.int64()).cast(TIMES),  # a year that Python does not have
+            "share": [0.5, float("nan")],
+            "sketch": [b"a", b"b"],
+        }
+    )
+    assert json.loads(stats_of(table)) == {
+        "numRecords": 2,
+        "minValues": {"at": "2026-01-01T00:00:00.001Z", "day": "2026-01-01", "n": -1, "short": "a"},
+        "maxValues": {"at": "2026-01-01T00:00:00.002Z", "day": "2026-01-03", "n": 2**62, "short": "b"},
+        "nullCount": {"at": 1, "day": 0, "n": 0, "short": 0, "long": 0, "absent": 2, "far": 0},
+    }

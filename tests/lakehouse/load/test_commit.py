@@ -13,8 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from deltalake import CommitProperties, DeltaTable, write_deltalake
 
-from lakehouse.bronze.clock import BronzeClock, newest_bronze_at
-from lakehouse.bronze.table import COLUMNS, Progress, create, progress
+from lakehouse.bronze.table import COLUMNS, BronzeClock, Progress, create, newest_bronze_at, progress
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.storage import remove_tree, write_whole
 from lakehouse.errors import CommitFailed, FileTaken

@@ -20,7 +20,7 @@ from lakehouse.contract.settings import conf_dir
 from lakehouse.contract.storage import remove_tree
 from lakehouse.errors import StagingError
 from lakehouse.load.staging import refresh
-from lakehouse.maintain.caretaker import Caretaker
+from lakehouse.maintain.care import Caretaker
 from serve.sql.statement import run_sql
 
 COLUMNS = ("merchant", "offer", "version", "title", "price", "available", "tie")

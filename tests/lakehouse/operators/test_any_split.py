@@ -92,7 +92,7 @@ def test_repeated_batches_and_restarts_do_not_matter(name: str, stream: list[Eve
             for _ in range(data.draw(st.integers(1, 2))):
                 if data.draw(st.booleans()):
                     store = ProductStore(product, table, "test")
-                store.apply(partial(stream[first : first + 20], slide), BatchMark("q", number, "{}"))
+                store.apply(partial(stream[first : first + 20], slide), BatchMark("q", (number,)))
         rows = DeltaTable(str(table.path)).to_pyarrow_table()
     assert shown(rows) == shown(taken(operator_of(product), None, partial(stream, slide)))
 

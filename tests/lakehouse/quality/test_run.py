@@ -140,7 +140,7 @@ def test_a_product_is_judged_by_its_folded_rows(tmp_path: Path, declared: Pipeli
     times = pa.array([T0, T0 + timedelta(minutes=1)], pa.timestamp("us", "UTC"))
     rows = pa.table({"window_start": times, "city": ["Ulm", "Ulm"], "n": pa.array([1, 1], pa.int64())})
     for batch in range(4):
-        store.apply(rows, BatchMark("q", batch, "{}", {}, 2))
+        store.apply(rows, BatchMark("q", (batch,), {}, 2))
     (looked,) = look(lake, declared, now=T0 + timedelta(minutes=30))
     assert looked.passed
     found = by_name(looked)

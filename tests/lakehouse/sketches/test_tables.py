@@ -28,7 +28,7 @@ def written(folder: Path, name: str, slide: str = "", pane: int = 60) -> SketchT
     """The table of an operator over :data:`STREAM`."""
     make, partial = OPERATORS[name]
     store = ProductStore(make(slide), Lake(folder).table("gold", "p"), "test")
-    store.apply(partial(STREAM, pane), BatchMark("q", 0, "{}"))
+    store.apply(partial(STREAM, pane), BatchMark("q", (0,)))
     return SketchTable(store.table)
 
 
@@ -105,7 +105,7 @@ def test_a_maybe_is_looked_up(tmp_path: Path) -> None:
     span = written(tmp_path, "membership").span(None, None)
     make, partial = OPERATORS["sql"]
     counted = ProductStore(make(""), Lake(tmp_path).table("gold", "counted"), "test")
-    counted.apply(partial(STREAM[:60], 60), BatchMark("q", 0, "{}"))
+    counted.apply(partial(STREAM[:60], 60), BatchMark("q", (0,)))
     lake = Lake(tmp_path)
     assert is_held(lake, "counted.city", "a", span)
     assert not is_held(lake, "counted.city", "c", span)

@@ -94,7 +94,7 @@ def store(root: Path, product: Product) -> StateStore:
 
 
 def mark(batch: int, clock: int | None = None) -> BatchMark:
-    return BatchMark("q", batch, "1", clock=clock)
+    return BatchMark("q", (batch,), clock=clock)
 
 
 def held(made: StateStore) -> list[tuple[Any, ...]]:

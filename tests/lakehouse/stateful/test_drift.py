@@ -77,7 +77,7 @@ def store(root: Path, product: Product) -> StateStore:
 
 
 def mark(batch: int) -> BatchMark:
-    return BatchMark("q", batch, "1")
+    return BatchMark("q", (batch,))
 
 
 def held(made: StateStore) -> list[tuple[Any, ...]]:

@@ -23,7 +23,7 @@ from tests.lakehouse.stateful.test_join_index import SCHEMA
 
 AT = datetime(2026, 1, 1, 12, tzinfo=UTC)
 MICROS = int(AT.timestamp() * 1e6)
-MARK = BatchMark("q", 0, "1", clock=MICROS)
+MARK = BatchMark("q", (0,), clock=MICROS)
 
 
 @pytest.fixture

@@ -89,7 +89,7 @@ def micros(number: int) -> int:
 
 def mark(batch: int, newest: int | None) -> BatchMark:
     clock = None if newest is None else micros(newest)
-    return BatchMark("q", batch, "1", clock=clock)
+    return BatchMark("q", (batch,), clock=clock)
 
 
 def store(root: Path, product: Product) -> StateStore:
@@ -163,7 +163,7 @@ def test_a_session_closes_by_the_wall_clock(tmp_path: Path, monkeypatch: pytest.
     made.apply(partial([("b", 6)]), mark(1, 6))  # time does not go back
     assert held(made) == [("a", 0, 0, 1, True), ("b", 5, 6, 2, False)]
     made = store(tmp_path, visits(clock="wall"))
-    assert made.holds("q", 1)
+    assert made.holds(BatchMark("q", (1,)))
     assert not at(8), "nor does it when the machine's clock does"
     assert at(16)
     assert held(made) == [("a", 0, 0, 1, True), ("b", 5, 6, 2, True)]
@@ -231,7 +231,7 @@ def test_what_may_not_change_any_more_is_not_written_again(tmp_path: Path) -> No
     version = made.apply(PARTIAL.empty_table(), mark(4, 102))  # nothing changes but the position
     assert set(DeltaTable(str(made.table.path)).file_uris()) == after
     assert made.delta().version() == version
-    assert made.holds("q", 4)
+    assert made.holds(BatchMark("q", (4,)))
 
 
 def test_care_of_the_table_in_between_is_noticed(tmp_path: Path) -> None:

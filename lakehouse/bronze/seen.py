@@ -1,8 +1,12 @@
-"""The index without a horizon: sorted runs, a journal, and the journal's entries in memory.
+"""Which copy of an event counts: the first in bronze, by an index that is a pure function of bronze.
 
-A log-structured merge tree (O'Neil et al., 1996): each batch is appended, and nothing is written in place, however
-large the index is.
+The index maps a dedupe key (16 bytes) to the coordinates of the first row that carries it. A row counts if and only if
+the index holds that row's own coordinates, so judging a batch again (after a crash, or when Spark repeats it) gives
+the same answer, and there is no horizon: an event is once for ever. Lost or damaged, it is rebuilt from bronze.
+What was rejected: docs/decisions/0005.
 
+:class:`RunIndex` is a log-structured merge tree (O'Neil et al., 1996): sorted runs, a journal, and the journal's
+entries in memory. Each batch is appended, and nothing is written in place, however large the index is.
 ``index.json`` names the runs and the journal that belong to the index. Files that it does not name are what a crash
 left of a change that was under way, and are removed. Runs of about one size are merged by a thread beside.
 """
@@ -16,6 +20,7 @@ import shutil
 import struct
 import threading
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -23,9 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from lakehouse.bronze.seen.base import SeenIndex, Verdict
-from lakehouse.bronze.seen.entries import ENTRY_BYTES, Entries, merged
-from lakehouse.bronze.seen.run import Damaged, Run
+from lakehouse.bronze.runs import ENTRY_BYTES, Damaged, Entries, Run, merged
 from lakehouse.contract.errors import crash_point
 from lakehouse.contract.storage import sync_folder
 
@@ -37,6 +40,47 @@ _TIER = 4  # runs of one size that are merged
 _MANIFEST = "index.json"
 _FRAME = struct.Struct("<4sIII")
 _MAGIC = b"MRSJ"
+
+JUDGED = ("dedupe_key", "topic", "partition", "offset", "bronze_at")
+"""Columns of conformed events that the index looks at."""
+
+
+class SeenIndex(ABC):
+    """First occurrences of one source's events. One thread enters; others may :meth:`copy` meanwhile.
+
+    Args:
+        folder: where its files lie; created where absent.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+
+    @abstractmethod
+    def position(self) -> str:
+        """What was given to the last :meth:`judge`: how far in bronze the index is complete; empty for a new one."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def judge(self, rows: pa.Table, position: str) -> npt.NDArray[np.bool_]:
+        """Enter a batch and tell for each row whether it is the copy that counts.
+
+        Args:
+            rows: columns :data:`JUDGED`.
+            position: how far in bronze this batch reaches; durable together with the entries.
+        """
+
+    @abstractmethod
+    def copy(self, folder: Path) -> str:
+        """Copy the index as it is at a moment, while it may be written; returns the copy's position.
+
+        Entries may be in the copy that its position does not cover yet: judged again they give the same answer.
+        """
+
+    @abstractmethod
+    def close(self) -> None: ...
 
 
 class RunIndex(SeenIndex):
@@ -65,7 +109,7 @@ class RunIndex(SeenIndex):
     def __len__(self) -> int:
         return sum(map(len, self._runs)) + sum(map(len, self._recent))
 
-    def judge(self, rows: pa.Table, position: str) -> Verdict:
+    def judge(self, rows: pa.Table, position: str) -> npt.NDArray[np.bool_]:
         entries = Entries.of(rows)
         order = entries.order()
         entries = entries.take(order)
@@ -76,12 +120,7 @@ class RunIndex(SeenIndex):
         first = np.empty(len(entries), dtype=bool)
         first[order] = entries.same_rows(counted.take(np.cumsum(head) - 1))
         self._enter(position, heads.take(~known))
-        return Verdict(first, len(first) - int(first.sum()))
-
-    def counted(self, rows: pa.Table) -> npt.NDArray[np.bool_]:
-        entries = Entries.of(rows)
-        counted, known = self._look_up(entries)
-        return entries.same_rows(counted) & known
+        return first
 
     def copy(self, folder: Path) -> str:
         """See :class:`SeenIndex`. Runs are never changed, so the copy shares their files where the disk can."""
