@@ -24,8 +24,7 @@ from rich.text import Text
 
 from lakehouse.contract.envelope import LOG_FIELDS
 from lakehouse.contract.errors import ConfigError, MillraceError
-from lakehouse.contract.jvm import LOG_VARIABLE
-from lakehouse.contract.settings import Settings, load_settings
+from lakehouse.contract.settings import LOG_VARIABLE, Settings, load_settings
 from lakehouse.contract.storage import is_away
 
 if TYPE_CHECKING:

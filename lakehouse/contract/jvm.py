@@ -8,16 +8,14 @@ Ivy downloads into a staging folder below the cache; a jar is moved into place, 
 of the lock. A file lock lets one process fetch at a time. ``spark.jars.packages`` would not do: it resolves anew on
 each start, checks no lock, and fails where a mirror lacks one of the transitive dependencies.
 
-A class-data archive (JEP 350) is what a JVM has parsed and verified of its classes, mapped by every later one. Spark
-and Kafka load thousands of classes before they do anything, which takes most of their start. ``millrace prepare``
-(:mod:`jobs.local.machine`) makes an archive once, from a run that does what ours do. An archive fits one JVM and one
-class path: its name contains a digest of both, and its size. A JVM without a fitting archive starts as usual, only
-slower. ``kind`` is ``spark`` or ``kafka`` everywhere.
+A class-data archive (JEP 350) is what a JVM has parsed and verified of its classes, mapped by every later one
+(docs/decisions/0016-class-data-archives.md). ``millrace prepare`` (:mod:`jobs.local.machine`) makes it once. It fits
+one JVM and one class path: its name contains a digest of both, and its size. A JVM without a fitting archive starts as
+usual, only slower. ``kind`` is ``spark`` or ``kafka`` everywhere.
 """
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -38,12 +36,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from lakehouse.contract.errors import ConfigError, EnvironmentProblem, install_extra
-from lakehouse.contract.settings import conf_dir
+from lakehouse.contract.settings import LOG_VARIABLE, conf_dir
 from lakehouse.contract.storage import locked
 
 MINIMUM_JAVA = 17
-LOG_VARIABLE = "MILLRACE_LOG"
-"""``text`` or ``json``: how every process of ours writes its log."""
 
 _VERSION = re.compile(r'version "(?:1\.)?(\d+)')
 _REMEDY = f"Install a Java {MINIMUM_JAVA} runtime (such as openjdk-17-jre-headless) and put it on PATH or in JAVA_HOME"
@@ -160,8 +156,7 @@ def jar_paths(set_name: str) -> list[Path]:
     jars = locked_jars(set_name)
     cache = jars_dir()
     if missing_jars(set_name):
-        cache.mkdir(parents=True, exist_ok=True)
-        with _only_one(cache / ".lock"):
+        with locked(cache / ".lock", f"another process is fetching jars into {cache}; waiting for it"):
             missing = missing_jars(set_name)  # another process may have fetched them meanwhile
             if missing:
                 _fetch(missing, cache)
@@ -205,17 +200,6 @@ def _read_lock(path: Path) -> tuple[Jar, ...]:
             raise ConfigError("not SET GROUP:ARTIFACT:VERSION SHA256", file=path, line=number)
         jars.append(Jar(*match.groups()))
     return tuple(jars)
-
-
-@contextmanager
-def _only_one(path: Path) -> Iterator[None]:
-    with path.open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.warning("another process is fetching jars into %s; waiting for it", path.parent)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _fetch(jars: Sequence[Jar], cache: Path) -> None:

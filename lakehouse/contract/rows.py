@@ -25,6 +25,7 @@ import pyarrow.dataset as ds
 from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.errors import MillraceError
 from lakehouse.contract.lake import PROPERTY_FOLD, PROPERTY_KEY, PROPERTY_ORDER
+from lakehouse.contract.sql import quoted
 from lakehouse.contract.storage import LakePath
 
 LATEST: Final = "latest"
@@ -260,8 +261,3 @@ def _values(texts: Sequence[str], kind: pa.DataType) -> pa.Array:
 
 def _is_binary(kind: pa.DataType) -> bool:
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
-
-
-def quoted(name: str) -> str:
-    """A name in DuckDB's SQL."""
-    return '"' + name.replace('"', '""') + '"'

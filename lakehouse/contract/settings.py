@@ -15,6 +15,8 @@ from lakehouse.contract.storage import LakePath, StorePath, lake_path
 from lakehouse.contract.tomlfile import at_least, build, one_of, read_toml
 
 PREFIX = "MILLRACE_"
+LOG_VARIABLE = "MILLRACE_LOG"
+"""``text`` or ``json``: how every process of ours writes its log."""
 
 
 @dataclass(frozen=True, slots=True)

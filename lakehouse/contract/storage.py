@@ -418,11 +418,16 @@ def try_lock(path: Path) -> int | None:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold an advisory lock on a file of this machine; waits for it."""
+def locked(path: Path, waiting: str = "") -> Iterator[None]:
+    """Hold an advisory lock on a file of this machine; waits for it, and says so if ``waiting`` is given."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
+        if waiting:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                log.warning(waiting)
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:

@@ -155,7 +155,7 @@ class FeedFetcher:
 
     def due(self, feed: FeedSpec) -> float:
         """Seconds until the next check of the feed; 0 or less: now."""
-        return self._state(feed).looked_at + feed.every_s - self._now()
+        return self._state(feed).looked_at + feed.every_ms / 1000 - self._now()
 
     def fetch(self, feed: FeedSpec) -> Download | None:
         """Check the address; None if it offers nothing new.
@@ -163,7 +163,7 @@ class FeedFetcher:
         Raises:
             FetchFailed: it gives no file, or one that is too large or too slow. The next call resumes the download.
         """
-        with Cutoff(feed.timeout_s, self._stop) as cutoff:
+        with Cutoff(feed.timeout_ms / 1000, self._stop) as cutoff:
             for number in range(1, TRIES + 1):
                 try:
                     return self._try(feed, cutoff)

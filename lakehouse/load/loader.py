@@ -409,7 +409,7 @@ class LoaderService:
         if download is None:
             return FeedResult(feed.name)
         file = FeedFile(download.path, download.path.stat().st_size)
-        allowed_s = None if feed.sla_s is None else feed.sla_s - (time.time() - download.met_at)
+        allowed_s = feed.sla_ms / 1000 - (time.time() - download.met_at) if feed.sla else None
         done = self._load(replace(job, kind=_format_of(feed, job)), [file], allowed_s)
         if done.ok or all(report.state in ("failed", "refused") for report in done.reports):
             # A file that cannot be read is not fetched again until it changes.

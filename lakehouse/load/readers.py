@@ -22,7 +22,7 @@ import pyarrow.csv as pacsv
 import pyarrow.parquet as pq
 
 from lakehouse.contract.pipeline import Source
-from lakehouse.contract.rows import quoted
+from lakehouse.contract.sql import quoted
 from lakehouse.contract.sql.ddl import parse_ddl
 from lakehouse.errors import BadFile
 from lakehouse.load.files import BLOCK, OpenFile, imported, own_readers, read_lines

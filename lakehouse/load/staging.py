@@ -19,7 +19,8 @@ from lakehouse.contract.errors import ConfigError, QueryRefused
 from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Pipeline
 from lakehouse.contract.pipeline.folder import Staging
-from lakehouse.contract.rows import Fold, quoted
+from lakehouse.contract.rows import Fold
+from lakehouse.contract.sql import quoted
 from lakehouse.contract.sql.spark import parse_condition
 from lakehouse.contract.storage import table_rows
 from lakehouse.errors import StagingError

@@ -26,7 +26,7 @@ from sqlglot.errors import SqlglotError
 from lakehouse.contract.deltalog import DeltaLog, TableGone
 from lakehouse.contract.lake import PROPERTY_KEY, QUALITY, Lake, TableRef, UnknownTable
 from lakehouse.contract.pipeline import Pipeline, Product, Source
-from lakehouse.contract.sql import locked_connection
+from lakehouse.contract.sql import locked_connection, quoted
 from lakehouse.contract.sql.ddl import Field, parse_ddl
 from lakehouse.contract.storage import file_rows, spark_uri, table_rows
 from lakehouse.errors import QualityProblem
@@ -299,12 +299,7 @@ def _events_subject(source: Source, rows: Any, version: int, batch: str) -> Subj
 
 def _quoted(path: str) -> str:
     """A column, or a field inside one by dots, as SQL."""
-    return ".".join(map(_quoted_name, path.split(".")))
-
-
-def _quoted_name(name: str) -> str:
-    """A column whose name may have dots, as SQL."""
-    return '"' + name.replace('"', '""') + '"'
+    return ".".join(map(quoted, path.split(".")))
 
 
 def _plain_times(node: exp.Expr) -> exp.Expr:
@@ -387,7 +382,7 @@ def _frame_of(subject: Subject, asked: Sequence[BoundCheck]) -> pd.DataFrame:
             wanted[item.computed] = f"'{subject.types.get(column, 'absent')}'"
     if any(item.about_shape for item in asked):
         wanted = dict.fromkeys(subject.types, "NULL")
-    columns = ", ".join(f"{sql} AS {_quoted_name(name)}" for name, sql in wanted.items())
+    columns = ", ".join(f"{sql} AS {quoted(name)}" for name, sql in wanted.items())
     return _ask(subject, f"SELECT {columns or '1 AS one'} FROM ({subject.query})")  # noqa: S608 - quoted above
 
 

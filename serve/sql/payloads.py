@@ -11,7 +11,7 @@ from sqlglot import exp
 
 from lakehouse.contract.pipeline import Source
 from lakehouse.contract.pipeline.source import column_of
-from lakehouse.contract.rows import quoted
+from lakehouse.contract.sql import quoted
 from lakehouse.contract.sql.ddl import Field, parse_ddl
 
 EVENTS = "__events"

@@ -37,8 +37,8 @@ from sqlglot.errors import SqlglotError
 from lakehouse.contract.deltalog import TableGone, TableUnreadable
 from lakehouse.contract.errors import MillraceError
 from lakehouse.contract.lake import Lake, UnknownTable
-from lakehouse.contract.rows import Fold, quoted
-from lakehouse.contract.sql import locked_connection
+from lakehouse.contract.rows import Fold
+from lakehouse.contract.sql import locked_connection, quoted
 from lakehouse.contract.sql.closures import Columns
 from lakehouse.contract.sql.filters import parse_condition
 from lakehouse.contract.sql.spark import no_sql

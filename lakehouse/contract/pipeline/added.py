@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -73,11 +73,11 @@ class QuerySpec:
     removed: bool = False
     drop: bool = False
 
-    def product(self, file: Path = Path("query")) -> Product:
+    def product(self) -> Product:
         """The product that it is, over a source. Raises ConfigError."""
         sql = to_spark(parse_query(self.sql, max_bytes=len(self.sql.encode())))
         values = {"layer": "gold", "source": self.relation, "sql": sql, "name": self.name, **self.options}
-        return build(Product, values, file=file)
+        return build(Product, values, file=Path("query"))
 
     @property
     def tenant_column(self) -> str:
@@ -151,8 +151,7 @@ class Declared(Generic[T]):
 
     def tell(self, name: str, state: State) -> None:
         """The driver's word."""
-        text = json.dumps({f.name: getattr(state, f.name) for f in fields(State)})
-        write_whole(self.folder / f"{name}.state.json", text.encode(), 0o600, durable=True)
+        write_whole(self.folder / f"{name}.state.json", json.dumps(asdict(state)).encode(), 0o600, durable=True)
 
 
 def _text_of(item: QuerySpec | Alert) -> bytes:

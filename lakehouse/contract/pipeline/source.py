@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline.expectations import Check, Expectation, checks_of
-from lakehouse.contract.tomlfile import Milliseconds, at_least, duration_ms, durations, one_of
+from lakehouse.contract.tomlfile import Milliseconds, at_least, durations, one_of
 
 STREAM_KINDS: Mapping[str, tuple[str, ...]] = {
     "websocket": ("ws", "wss"),
@@ -183,6 +183,10 @@ class FeedSpec:
     max_bytes: int = 10_000_000_000
     private: bool = False
 
+    every_ms = Milliseconds("every")
+    sla_ms = Milliseconds("sla")
+    timeout_ms = Milliseconds("timeout")
+
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -197,18 +201,6 @@ class FeedSpec:
             object.__setattr__(self, "name", parts.path.rstrip("/").rpartition("/")[2].lower() or "feed")
         if not _NAME.fullmatch(self.name):
             raise ConfigError(f"{self.name!r} is no name", key="name", remedy="Give name = … of [a-z0-9._-]")
-
-    @property
-    def every_s(self) -> float:
-        return duration_ms(self.every) / 1000
-
-    @property
-    def timeout_s(self) -> float:
-        return duration_ms(self.timeout) / 1000
-
-    @property
-    def sla_s(self) -> float | None:
-        return duration_ms(self.sla) / 1000 if self.sla else None
 
 
 _TEST = re.compile(r"\s*([A-Za-z_][\w.]*)\s*(?:(=|!=|<=|>=|<|>|in)\s*(.+?)\s*)?", re.DOTALL)

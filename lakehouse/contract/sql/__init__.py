@@ -31,6 +31,11 @@ OTHER: Final = "other"
 NUMBERS: Final = (INT, FLOAT, DECIMAL)
 
 
+def quoted(name: str) -> str:
+    """A name as DuckDB's identifier."""
+    return '"' + name.replace('"', '""') + '"'
+
+
 def locked_connection(*, memory_mb: int | None = None, threads: int | None = 1) -> duckdb.DuckDBPyConnection:
     """A connection in memory, with times in UTC: no files, no network, no extensions, and nothing can change that.
 

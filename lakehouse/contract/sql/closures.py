@@ -29,14 +29,9 @@ Typed = tuple[str, Getter]
 """What an expression gives: the kind of its values, and its value in a row."""
 Convert = Callable[[Any], Any]
 
-EXTRACTS = {
-    "YEAR": exp.Year,
-    "MONTH": exp.Month,
-    "DAY": exp.Day,
-    "HOUR": exp.Hour,
-    "MINUTE": exp.Minute,
-    "SECOND": exp.Second,
-}
+_DATE_PARTS: tuple[type[exp.Expr], ...] = (exp.Year, exp.Month, exp.Day)
+_TIME_PARTS: tuple[type[exp.Expr], ...] = (exp.Hour, exp.Minute, exp.Second)
+EXTRACTS = {part.key.upper(): part for part in (*_DATE_PARTS, *_TIME_PARTS)}
 
 
 class ColumnTypes(Protocol):
@@ -152,12 +147,8 @@ FUNCTIONS: dict[type[exp.Expr], Function | None] = {
     exp.Abs: Function((NUMBERS,), "", abs),
     exp.Floor: Function((NUMBERS,), INT, lambda number: math.floor(number) if math.isfinite(number) else None),
     exp.Ceil: Function((NUMBERS,), INT, lambda number: math.ceil(number) if math.isfinite(number) else None),
-    exp.Year: Function((_TIME,), INT, lambda time: time.year),
-    exp.Month: Function((_TIME,), INT, lambda time: time.month),
-    exp.Day: Function((_TIME,), INT, lambda time: time.day),
-    exp.Hour: Function(((TIMESTAMP,),), INT, lambda time: time.hour),
-    exp.Minute: Function(((TIMESTAMP,),), INT, lambda time: time.minute),
-    exp.Second: Function(((TIMESTAMP,),), INT, lambda time: time.second),
+    **{part: Function((_TIME,), INT, operator.attrgetter(part.key)) for part in _DATE_PARTS},
+    **{part: Function(((TIMESTAMP,),), INT, operator.attrgetter(part.key)) for part in _TIME_PARTS},
     exp.Coalesce: None,  # about NULL: compiled below
     exp.Nullif: None,
 }
