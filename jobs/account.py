@@ -6,7 +6,6 @@ of one that is, or it stands in quarantine. What ends in none is lost.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, Product, Source
 from lakehouse.contract.settings import PLAINTEXT, ClientSecurity
 
-_BRONZE = ("event_id", "fingerprint", "topic", "partition", "offset", "bronze_at", "reject", "suspect")
+_BRONZE = ("event_id", "fingerprint", "topic", "partition", "offset", "bronze_at", "suspect")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,28 +85,33 @@ def take_account(
     rejected = _read(lake, "silver", "quarantine", ("event_id", "fingerprint", "source"))
     rejected = rejected.filter(pc.equal(rejected["source"], source.name))
     refused = set(zip(rejected["event_id"].to_pylist(), rejected["fingerprint"].to_pylist(), strict=True))
-    ids = bronze["event_id"].to_pylist()
-    is_valid = [pair not in refused for pair in zip(ids, bronze["fingerprint"].to_pylist(), strict=True)]
-    is_new = pc.greater_equal(pc.cast(bronze["bronze_at"], pa.int64()), since_us).to_pylist()
+    is_new = pc.greater_equal(pc.cast(bronze["bronze_at"], pa.int64()), since_us)
+    columns = (bronze["event_id"], bronze["fingerprint"], is_new)
+    held, held_before, earlier = set[str](), set[str](), set[str]()
+    nameless_in = 0
+    for event_id, mark, new in zip(*(column.to_pylist() for column in columns), strict=True):
+        if not new:
+            earlier.add(event_id)
+        elif event_id.startswith("~"):
+            nameless_in += 1
+        if (event_id, mark) not in refused:
+            held.add(event_id)
+            if not new:
+                held_before.add(event_id)
     in_gold = events_held(lake, pipeline, source)
-
-    held = {event_id for event_id, valid in zip(ids, is_valid, strict=True) if valid}
-    before = {event_id for event_id, new, valid in zip(ids, is_new, is_valid, strict=True) if valid and not new}
     named = [event_id for event_id in sent if event_id is not None]
+    counted = held.intersection(named)
     # An event with an id may be refused all the same (a field of another type): then it is in quarantine by that id.
     refused_ids = {event_id for event_id, _ in refused}
-    counted = {event_id for event_id in named if event_id in held}
-    missing = {event_id for event_id in named if event_id not in held and event_id not in refused_ids}
-    earlier = {event_id for event_id, new in zip(ids, is_new, strict=True) if not new}
-    refused_now = {event_id for event_id in named if event_id not in held and event_id in refused_ids} - earlier
-    nameless_in = sum(1 for event_id, new in zip(ids, is_new, strict=True) if new and event_id.startswith("~"))
+    missing = set(named) - held - refused_ids
+    refused_now = (set(named) - held - earlier) & refused_ids
     measured = latencies(sent, sent_at_ms, bronze, pushes, since_us=since_us)
-    nameless_lost = max(0, sum(event_id is None for event_id in sent) - nameless_in)
+    nameless_lost = max(0, len(sent) - len(named) - nameless_in)
     return Account(
         in_bronze=bronze.num_rows,
         in_gold=in_gold,
         quarantined=rejected.num_rows,
-        duplicates=len(named) - len(missing) - len(refused_now) - len(counted - before),
+        duplicates=len(named) - len(missing) - len(refused_now) - len(counted - held_before),
         resent=int(pc.sum(bronze["suspect"]).as_py() or 0),
         lost=len(missing) + nameless_lost + (0 if in_gold is None else max(0, len(held) - in_gold)),
         counted_twice=0 if in_gold is None else max(0, in_gold - len(held)),
@@ -162,14 +166,10 @@ def latencies(
         for place in {place for place, _ in first.values()}
     }
     found: list[tuple[float, float]] = []
-    seen: Counter[str] = Counter()
     for event_id, sent_ms in zip(sent, sent_at_ms, strict=False):
         if event_id is None or event_id not in first:
             continue
-        seen[event_id] += 1
-        if seen[event_id] > 1:
-            continue
-        place, offset = first[event_id]
+        place, offset = first.pop(event_id)  # only the first sending counts
         index = int(np.searchsorted(reached[place], offset, side="right"))
         if index < len(at):
             found.append((sent_ms, float(at[index]) - sent_ms))

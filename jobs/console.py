@@ -76,8 +76,7 @@ def named_pipeline() -> str | None:
 def chosen_settings() -> Settings:
     """The settings of this command: command line, then environment, then file.
 
-    Raises:
-        ConfigError: one of them is wrong.
+    Raises ConfigError: one of them is wrong.
     """
     return load_settings(**_chosen)
 
@@ -85,8 +84,7 @@ def chosen_settings() -> Settings:
 def chosen_pipeline() -> tuple[Settings, Pipeline]:
     """The settings of this command, and the pipeline that they name.
 
-    Raises:
-        ConfigError: a setting or the pipeline is wrong.
+    Raises ConfigError: a setting or the pipeline is wrong.
     """
     from lakehouse.contract.pipeline.folder import declared_pipeline
 
@@ -265,8 +263,7 @@ def _not_of_an_outage(record: logging.LogRecord) -> bool:
 def log_to_stderr() -> None:
     """Log from INFO on; libraries that say much from WARNING on. ``MILLRACE_LOG=json`` makes each line a JSON object.
 
-    Raises:
-        ConfigError: the variable has another value.
+    Raises ConfigError: the variable has another value.
     """
     kind = os.environ.get(LOG_VARIABLE, "text")
     if kind not in ("text", "json"):

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jobs.console import (
     JsonOption,
@@ -35,13 +36,13 @@ from lakehouse.contract.tomlfile import duration_ms
 
 if TYPE_CHECKING:
     from lakehouse.load.loader import Load, LoaderService
-    from lakehouse.load.worker import FileReport, LoadJob, LoadProgress
+    from lakehouse.load.worker import FileReport, LoadJob, LoadListener, LoadProgress
 
 log = logging.getLogger(__name__)
 
 LATE = 4
 """Exit status of a load whose rows are all in, but after its deadline."""
-_SHOWN = 20  # files in progress, and rows of the table on the screen
+_SHOWN = 20  # rows of the table on the screen
 
 
 def load(
@@ -123,10 +124,10 @@ def _load_now(
     files = find(paths)
     step = _step(job, *(Path(file.path) for file in files))
     with (
-        _Bars(sum(file.size for file in files), len(files), quiet=as_json) as bars,
+        _bar(sum(file.size for file in files), len(files), quiet=as_json) as tell,
         told(settings, [step]) as problems,
     ):
-        done = run(job, files, workers=workers, allowed_s=allowed_s, notify=bars.tell)
+        done = run(job, files, workers=workers, allowed_s=allowed_s, notify=tell)
         problems += [f"{report.name}: {report.reason}" for report in done.reports if not report.ok]
     _say(done, as_json)
     return status_of(done)
@@ -177,51 +178,34 @@ def worst(statuses: Collection[int]) -> int:
     return 1 if 1 in statuses else max(statuses)
 
 
-class _Bars:
-    """Progress of all files together, and of those in hand."""
+@contextmanager
+def _bar(total: int, files: int, *, quiet: bool) -> Iterator[LoadListener]:
+    """A bar for all files together, ``total`` bytes, which moves by what the load tells."""
+    from lakehouse.load.worker import FileReport
 
-    def __init__(self, total: int, files: int, *, quiet: bool) -> None:
-        self._bars = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            DownloadColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[rows]:>12,} rows"),
-            console=err,
-            disable=quiet,
-            transient=True,
-        )
-        self._files = files
-        self._finished = 0
-        self._all = self._bars.add_task(f"0 of {files} files", total=max(1, total), rows=0)
-        self._tasks: dict[str, TaskID] = {}
-        self._read: dict[str, int] = {}
-        self._rows: dict[str, int] = {}
+    read: dict[str, int] = {}
+    rows: dict[str, int] = {}
+    finished: set[str] = set()
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[rows]:>12,} rows"),
+    )
+    with Progress(*columns, console=err, disable=quiet, transient=True) as progress:
+        bar = progress.add_task(f"0 of {files} files", total=max(1, total), rows=0)
 
-    def __enter__(self) -> _Bars:
-        self._bars.start()
-        return self
+        def tell(message: LoadProgress | FileReport) -> None:
+            if isinstance(message, FileReport):
+                finished.add(message.name)
+                read[message.name] = message.bytes
+            else:
+                read[message.name], rows[message.name] = message.read, message.rows
+            done = f"{len(finished)} of {files} files"
+            progress.update(bar, completed=sum(read.values()), rows=sum(rows.values()), description=done)
 
-    def __exit__(self, *_: object) -> None:
-        self._bars.stop()
-
-    def tell(self, message: LoadProgress | FileReport) -> None:
-        """Move the bars."""
-        from lakehouse.load.worker import FileReport
-
-        if isinstance(message, FileReport):
-            self._finished += 1
-            self._read[message.name] = message.bytes
-            if (task := self._tasks.pop(message.name, None)) is not None:
-                self._bars.remove_task(task)
-        else:
-            self._read[message.name], self._rows[message.name] = message.read, message.rows
-            if message.name not in self._tasks and len(self._tasks) < _SHOWN:
-                self._tasks[message.name] = self._bars.add_task(Path(message.name).name, total=message.size, rows=0)
-            if (task := self._tasks.get(message.name)) is not None:
-                self._bars.update(task, completed=message.read, rows=message.rows)
-        read, rows = sum(self._read.values()), sum(self._rows.values())
-        self._bars.update(self._all, completed=read, rows=rows, description=f"{self._finished} of {self._files} files")
+        yield tell
 
 
 def _say(done: Load, as_json: bool) -> None:

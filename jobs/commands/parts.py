@@ -292,8 +292,7 @@ def status(as_json: JsonOption = False) -> None:
 def upstream_urls(given: Sequence[str], sources: Sequence[str]) -> dict[str, str]:
     """Upstream by source from ``URL`` (every source) and ``SOURCE=URL``.
 
-    Raises:
-        ConfigError: there is no such source.
+    Raises ConfigError: there is no such source.
     """
     found: dict[str, str] = {}
     for text in given:

@@ -60,8 +60,7 @@ def resolve_kafka(settings: Settings, user: str) -> Settings:
 def apply_topics(settings: Settings, pipeline: Pipeline, *, timeout_s: float = 60.0) -> list[TopicRemark]:
     """Make the pipeline's topics as the broker's administrator and, where it is the secure embedded one, grant them.
 
-    Raises:
-        EnvironmentProblem: the broker does not answer, refuses, or a topic would lose events.
+    Raises EnvironmentProblem: the broker does not answer, refuses, or a topic would lose events.
     """
     found = resolve_kafka(settings, "admin").kafka
     fronts = [front_source(source) for source in pipeline.sources.values()]
@@ -92,8 +91,7 @@ def grant(kafka: KafkaSettings, rules: list[ACL]) -> None:
 def resolve_bootstrap(settings: Settings) -> str:
     """``host:port`` of the broker that the settings name, else of the lake's embedded one.
 
-    Raises:
-        EnvironmentProblem: neither is there.
+    Raises EnvironmentProblem: neither is there.
     """
     if settings.kafka.bootstrap:
         return settings.kafka.bootstrap
@@ -110,8 +108,7 @@ def ensure_topics(
 ) -> list[TopicRemark]:
     """Create the sources' topics where they are absent, waiting for the broker.
 
-    Raises:
-        EnvironmentProblem: the broker did not answer in time, or a topic would lose events.
+    Raises EnvironmentProblem: the broker did not answer in time, or a topic would lose events.
     """
     deadline = time.monotonic() + timeout_s
     while True:

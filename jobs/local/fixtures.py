@@ -105,14 +105,11 @@ def _read(folder: Path, pipeline: Pipeline) -> Fixture:
         if stem == INPUT:
             source = source or (next(iter(pipeline.sources)) if len(pipeline.sources) == 1 else "")
             if source not in pipeline.sources:
-                problem, remedy = (
-                    "whose events are they?",
-                    f"Call it {INPUT}.SOURCE.jsonl: {', '.join(pipeline.sources)}",
-                )
-                raise ConfigError(problem, file=file, remedy=remedy)
+                remedy = f"Call it {INPUT}.SOURCE.jsonl: {', '.join(pipeline.sources)}"
+                raise ConfigError("whose events are they?", file=file, remedy=remedy)
             events[source] = [line for line in file.read_bytes().split(b"\n") if line.strip()]
         elif name in tables:
-            expected[name] = [row for _, row in _rows(file)]
+            expected[name] = list(_rows(file))
         else:
             raise ConfigError(f"there is no product {name!r}", file=file, remedy=did_you_mean(name, tables))
     if not events or not expected:
@@ -121,7 +118,7 @@ def _read(folder: Path, pipeline: Pipeline) -> Fixture:
     return Fixture(folder, events, expected)
 
 
-def _rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _rows(file: Path) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
             continue
@@ -131,7 +128,7 @@ def _rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             raise ConfigError(f"not JSON: {error}", file=file, line=number) from None
         if not isinstance(row, dict):
             raise ConfigError("not a JSON object", file=file, line=number, remedy="Write one row a line")
-        yield number, row
+        yield row
 
 
 def run_fixture(spark: SparkSession, pipeline: Pipeline, fixture: Fixture) -> Iterator[FixtureResult]:
@@ -217,9 +214,8 @@ class _Tables:
         else:
             events = self._events.get(product.source)
             if events is None:
-                events = build(
-                    self._spark, self._lake.bronze(product.source).path, self._pipeline.sources[product.source], 0
-                )
+                source = self._pipeline.sources[product.source]
+                events = build(self._spark, self._lake.bronze(source.name).path, source, 0)
             valid = events.where(F.col("reason").isNull())
             partial, clock = run_partial(valid, product.source, store.operator), clock_of(valid)
         if isinstance(store, StateStore):
@@ -257,9 +253,8 @@ def compare_rows(
         else:
             del left[same]
     for wanted in missing:
-        near = next(
-            (n for n, other in enumerate(left) if named and all(_same(wanted[c], other[c]) for c in named)), None
-        )
+        alike = (n for n, other in enumerate(left) if named and all(_same(wanted[c], other[c]) for c in named))
+        near = next(alike, None)
         if near is None:
             yield Difference("missing", wanted, {})
             continue

@@ -169,13 +169,10 @@ class Leaf:
             return self.shape.ddl
         if is_a_time(self):
             return "STRING (times)"
-        return "STRING (numbers)" if self.holds_numbers else self.shape.ddl
-
-    @property
-    def holds_numbers(self) -> bool:
-        """Whether its texts are numbers."""
         texts = [value for value in self.values if isinstance(value, str)]
-        return bool(texts) and all(_WHOLE.fullmatch(text) or _NUMBER.fullmatch(text) for text in texts)
+        if texts and all(_WHOLE.fullmatch(text) or _NUMBER.fullmatch(text) for text in texts):
+            return "STRING (numbers)"
+        return self.shape.ddl
 
     @property
     def distinct(self) -> int:
@@ -272,8 +269,7 @@ class Sample:
 def read_rows(path: Path) -> tuple[dict[str, Any], ...]:
     """The first rows of a file of JSON lines, a JSON array, or CSV with a header; any of them with gzip.
 
-    Raises:
-        EnvironmentProblem: it cannot be read, or holds no objects.
+    Raises EnvironmentProblem: it cannot be read, or holds no objects.
     """
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:

@@ -134,8 +134,7 @@ def _lake_writable(settings: Settings) -> None:
 def _writable(lake: Path) -> Path:
     """The lake's folder, or the nearest folder above that exists, once something could be made there.
 
-    Raises:
-        EnvironmentProblem: nothing can be.
+    Raises EnvironmentProblem: nothing can be.
     """
     folder, remedy = lake.absolute(), "Set MILLRACE_LAKE, or --lake, to a folder that can be written"
     while not os.path.lexists(folder):

@@ -331,8 +331,7 @@ class Stack:
 def inbox_folders(given: Sequence[str], sources: Sequence[str]) -> dict[str, Path]:
     """Folder by source from ``DIR`` (where there is one source) and ``SOURCE=DIR``.
 
-    Raises:
-        ConfigError: there is no such source or folder, or it is not clear whose files they are.
+    Raises ConfigError: there is no such source or folder, or it is not clear whose files they are.
     """
     found: dict[str, Path] = {}
     for text in given:
