@@ -24,13 +24,8 @@ class PositionExpired(ServeError):
     """
 
     def __init__(self, table: str, version: int, detail: str) -> None:
-        super().__init__(table, version, detail)
-        self.table = table
-        self.version = version
+        super().__init__(f"{table}: version {version} is no longer served: {detail}")
         self.detail = detail
-
-    def __str__(self) -> str:
-        return f"{self.table}: version {self.version} is no longer served: {self.detail}"
 
 
 class SqlError(StatementError):

@@ -205,11 +205,6 @@ class AggregateView:
         self._groups: dict[Key, _Group] = {}
         self._results: dict[Key, Row] = {}
 
-    @property
-    def table(self) -> TableInfo:
-        """Columns of the result; its key is the grouping columns."""
-        return self._table
-
     def opening(self, rows: Iterable[Row]) -> Generator[None, None, None]:
         """Take in the table's rows, some at each step. Raises FilterError for too many groups."""
         touched: set[Key] = set() if self._by else {()}
@@ -259,7 +254,7 @@ class AggregateView:
         key = {item.group: item.name for item in self._items if item.group is not None}
         if missing := [name for i, name in enumerate(names) if i not in key]:
             raise FilterError(f"{', '.join(missing)} is grouped by and not selected", "Select it: it is the key")
-        self._table = replace(
+        self.table = replace(  # columns of the result; its key is the grouping columns
             table,
             columns=tuple(listed),
             key=tuple(key[i] for i in range(len(names))),
@@ -305,11 +300,11 @@ class AggregateView:
     def _rebound(self, change: TableChange) -> TableChange:
         """The table's columns have changed and every row was sent again: group anew."""
         old, self._groups, self._results = self._results, {}, {}
-        columns = self._table.columns
+        columns = self.table.columns
         self._bind(change.table)
         for _ in self.opening(change.upserts):
             pass
-        same = columns == self._table.columns
+        same = columns == self.table.columns
         upserts = {at: row for at, row in self._results.items() if not same or old.get(at) != row}
         gone = sorted((at for at in old if at not in self._results), key=in_order)
         return self._told(change, {at: upserts[at] for at in sorted(upserts, key=in_order)}, gone)
@@ -317,7 +312,7 @@ class AggregateView:
     def _told(self, change: TableChange, upserts: Mapping[Key, Row], deletes: list[Key]) -> TableChange:
         return replace(
             change,
-            table=self._table,
+            table=self.table,
             upserts=tuple(upserts.values()),
             deletes=tuple(deletes),
             before={},

@@ -210,9 +210,7 @@ class Channel:
         self.interval_ms: float | None = None  # moving average between commits with events
         self._history: deque[TableChange] = deque()
         self._history_rows = 0
-        self._added: deque[tuple[int, int]] = deque(
-            maxlen=_HISTORY
-        )  # when a commit was made, and how many events it added
+        self._added: deque[tuple[int, int]] = deque(maxlen=_HISTORY)  # commits: when, and how many events
         self._views: dict[tuple[object, ...], SubscriberView] = {}
         whole = ViewStream(SubscriberView(), self)
         for codec in codecs:
@@ -243,11 +241,7 @@ class Channel:
         return view
 
     def members(self) -> int:
-        return sum(
-            len(wire_channel.members())
-            for stream in self.streams.values()
-            for wire_channel in stream.wire_channels.values()
-        )
+        return sum(len(stream.members()) for stream in self.streams.values())
 
     def events_per_s(self, now_ms: int) -> float:
         """Events that commits of the last ten seconds have added, a second."""

@@ -257,11 +257,14 @@ class Hub:
             return subscriber.wire_channel.ring.head
         return subscriber.at
 
-    def behind(self, subscriber: Subscriber) -> int:
-        """Messages in the ring that it has not been handed yet."""
+    def behind(self, subscriber: Subscriber, now: float) -> tuple[int, float]:
+        """Messages in the ring that it has not been handed yet, and the age of the first of them in ms."""
         if subscriber.live or subscriber.wire_channel is None:
-            return 0
-        return max(0, subscriber.wire_channel.ring.next - subscriber.cursor)
+            return 0, 0.0
+        ring, cursor = subscriber.wire_channel.ring, subscriber.cursor
+        if cursor >= ring.next:
+            return 0, 0.0
+        return ring.next - cursor, now - ring.frame(max(cursor, ring.first)).at
 
     def data_to_send(self, subscriber: Subscriber) -> bytes:
         """The next bytes for a subscriber whose socket takes some.

@@ -28,7 +28,8 @@ class TableInfo:
         table_id: id in the Delta metadata.
         columns: columns that are sent, in the table's order; binary ones are not.
         key: columns that identify a row.
-        fold: how partials are folded, by column (lakehouse.contract.rows); empty if each key occurs once.
+        fold: how rows of one key, which are partials, are folded, by column (lakehouse.contract.rows); empty if each
+            key occurs once.
         types: Arrow types of ``columns``.
         order: for a fold by ``latest``, the columns whose greatest values win.
         retention_ms: how long the table keeps the log and removed data files that a position needs.
@@ -45,11 +46,6 @@ class TableInfo:
     retention_ms: int = DEFAULT_RETENTION_MS
     order: tuple[str, ...] = ()
     references: Mapping[str, EnrichSpec] = field(default_factory=dict)
-
-    @property
-    def folded(self) -> bool:
-        """Whether rows of one key are partials."""
-        return bool(self.fold)
 
     @property
     def folding(self) -> Fold:

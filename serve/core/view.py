@@ -12,7 +12,7 @@ import orjson
 
 from lakehouse.contract.lake import CommitFacts
 from lakehouse.contract.rows import Key, Row
-from lakehouse.contract.sql.closures import Columns, Getter, Pin, compile_condition, pin_of
+from lakehouse.contract.sql.closures import Columns, Pin, compile_condition, pin_of
 from lakehouse.contract.sql.filters import MAX_LENGTH, conjunction, parse_condition
 from serve.core.model import TableChange, TableInfo, in_order
 from serve.core.position import WHOLE
@@ -112,16 +112,6 @@ def _text(condition: str, columns: Columns) -> str:
     return "" if tree is None else tree.sql("duckdb")
 
 
-@dataclass(frozen=True, slots=True)
-class _Bound:
-    """A view bound to one description of the table."""
-
-    seen: TableInfo
-    matches: Getter | None
-    project: Callable[[Row], Row] | None
-    pin: Pin | None = None
-
-
 def touched_rows(change: TableChange, pin: Pin | None) -> tuple[Iterable[tuple[Key, Row]], Sequence[Key]]:
     """Upserts with their keys, and deletes, that a view with this pin must look at."""
     if pin is None or len(change.upserts) + len(change.deletes) <= FEW_ROWS:
@@ -134,26 +124,20 @@ class RowsView:
 
     def __init__(self, view: SubscriberView, table: TableInfo) -> None:
         self._view = view
-        self._source = table
-        self._bound = self._bind(table)
-
-    @property
-    def table(self) -> TableInfo:
-        return self._bound.seen
+        self._bind(table)
 
     def advance(self, change: TableChange) -> TableChange:
         """Rows that are in the view now; keys gone from the table or out of the condition."""
         if change.was is not None:
             return self._rebound(change)
         if change.table is not self._source:
-            self._source = change.table
-            self._bound = self._bind(change.table)
-        bound, before = self._bound, change.before
-        if bound.matches is None and bound.project is None:
+            self._bind(change.table)
+        before = change.before
+        if self._matches is None and self._project is None:
             return change
-        matches, project = bound.matches or _always, bound.project or _same
+        matches, project = self._matches or _always, self._project or _same
         upserts, left = [], []
-        changed, gone = touched_rows(change, bound.pin)
+        changed, gone = touched_rows(change, self._pin)
         for key, row in changed:
             old = before.get(key)
             was_in = old is not None and matches(old) is True
@@ -167,28 +151,28 @@ class RowsView:
         if left:
             deletes = sorted([*deletes, *left], key=in_order)
         facts = self._view.facts(change.facts)
-        return TableChange(bound.seen, change.version, tuple(upserts), tuple(deletes), facts, left=frozenset(left))
+        return TableChange(self.table, change.version, tuple(upserts), tuple(deletes), facts, left=frozenset(left))
 
     def source(self, rows: Mapping[Key, Row]) -> list[tuple[Key, Row]]:
         return list(rows.items())
 
     def rows(self, pairs: Iterable[tuple[Key, Row]]) -> Iterable[tuple[Key, Row]]:
-        matches, project = self._bound.matches, self._bound.project
+        matches, project = self._matches, self._project
         if matches is not None:
             pairs = [pair for pair in pairs if matches(pair[1]) is True]
         return pairs if project is None else [(key, project(row)) for key, row in pairs]
 
     def _rebound(self, change: TableChange) -> TableChange:
         """The table's columns have changed and every row was sent again: compare with the old condition."""
-        old, self._source = self._bound, change.table
-        self._bound = bound = self._bind(change.table)
-        were_in, are_in = old.matches or _always, bound.matches or _always
+        were_in = self._matches or _always
+        self._bind(change.table)
+        are_in = self._matches or _always
         inside = {key: row for key, row in change.keyed() if are_in(row) is True}
         gone = [key for key, row in change.before.items() if were_in(row) is True and key not in inside]
         return replace(
             change,
-            table=bound.seen,
-            upserts=tuple(map(bound.project or _same, inside.values())),
+            table=self.table,
+            upserts=tuple(map(self._project or _same, inside.values())),
             deletes=tuple(sorted(gone, key=in_order)),
             before={},
             facts=self._view.facts(change.facts),
@@ -196,15 +180,18 @@ class RowsView:
             keys=(),
         )
 
-    def _bind(self, table: TableInfo) -> _Bound:
+    def _bind(self, table: TableInfo) -> None:
+        """Compile the view for one description of the table."""
         known = Columns.of(table)
         condition = conjunction(parse_condition(self._view.guard, known), parse_condition(self._view.where, known))
         matches = None if condition is None else compile_condition(condition, known)
         pin = None if condition is None else pin_of(condition, known)
-        if not self._view.columns:
-            return _Bound(table, matches, None, pin)
-        seen, at = table.narrowed({known.resolve(name) for name in self._view.columns} | set(table.key))
-        return _Bound(seen, matches, lambda row: tuple([row[i] for i in at]), pin)
+        seen, project = table, None
+        if self._view.columns:
+            seen, at = table.narrowed({known.resolve(name) for name in self._view.columns} | set(table.key))
+            project = _projection(at)
+        self._source, self.table = table, seen
+        self._matches, self._project, self._pin = matches, project, pin
 
 
 def rows_before(rows: Mapping[Key, Row], changes: Sequence[TableChange]) -> dict[Key, Row]:
@@ -219,6 +206,10 @@ def rows_before(rows: Mapping[Key, Row], changes: Sequence[TableChange]) -> dict
         for key in change.deletes:
             earlier[key] = change.before[key]
     return earlier
+
+
+def _projection(at: Sequence[int]) -> Callable[[Row], Row]:
+    return lambda row: tuple([row[i] for i in at])
 
 
 def _always(_: Row) -> bool:

@@ -151,22 +151,14 @@ def _answer(hub: Hub, link: PollLink) -> Response:
     position, stream = hub.reached(subscriber), subscriber.stream
     if position is None or stream is None:
         raise RequestError(RequestError.FULL, "busy", "the answer was not ready in time; ask again")
-    token, behind = hub.seal.token(position), hub.behind(subscriber)
+    token, (behind, late) = hub.seal.token(position), hub.behind(subscriber, clock_ms())
     parts = link.parts
     if not parts:
         told = heartbeat(stream.channel.name, token, behind, stream.channel.state.facts.newest_at, now_ms())
         parts = [CODEC.frame(told)]
-    elif not subscriber.told_slow and (late := _late_ms(subscriber)) >= hub.settings.slow_after_ms:
+    elif not subscriber.told_slow and late >= hub.settings.slow_after_ms:
         hub.counters.slow += 1
         parts = [CODEC.frame(slow(stream.channel.name, behind, int(late), hub.settings.cut_after_ms)), *parts]
     body = b'{"messages":[' + b"".join(parts).removesuffix(b",") + b"],"
     body += to_json({"position": token, "behind": behind})[1:]
     return Response(body, headers={"Cache-Control": "no-store"}, media_type="application/json")
-
-
-def _late_ms(subscriber: Subscriber) -> float:
-    """Age of the first message that comes after this answer, ms."""
-    wire_channel = subscriber.wire_channel
-    if subscriber.live or wire_channel is None or subscriber.cursor >= wire_channel.ring.next:
-        return 0.0
-    return clock_ms() - wire_channel.ring.frame(max(subscriber.cursor, wire_channel.ring.first)).at

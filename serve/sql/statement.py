@@ -333,7 +333,7 @@ def _described(path: LakePath, table: DeltaTable, schema: pa.Schema) -> tuple[Ta
     except TableUnreadable:
         return TableInfo(path.name, "", tuple(schema.names), (), types=tuple(schema.types)), None
     whole = TableInfo(path.name, info.table_id, tuple(schema.names), info.key, types=tuple(schema.types))
-    return whole, info.folding if info.folded else None
+    return whole, info.folding if info.fold else None
 
 
 def _answer(statement: Statement, schema: pa.Schema, batches: Any) -> StatementResult:

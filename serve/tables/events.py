@@ -18,8 +18,6 @@ from typing import Any
 
 import orjson
 import pyarrow as pa
-from deltalake import DeltaTable
-from deltalake.exceptions import DeltaError
 
 from lakehouse.contract.avro import decode, parsed_schema, schema_file
 from lakehouse.contract.deltalog import AddedFile, Commit, DeltaLog, TableGone, TableUnreadable
@@ -33,7 +31,7 @@ from lakehouse.contract.storage import LakePath, lake_path, parquet_file
 from serve.core.messages import rows_of
 from serve.core.model import TableChange, TableInfo
 from serve.errors import FilterError
-from serve.tables.state import StateStep, TableReader, TableState, metadata_of, retention_ms
+from serve.tables.state import StateStep, TableReader, TableState, retention_ms
 
 KEPT = 1_000
 MOST_AT_ONCE = 20_000  # events of a commit that are told one by one
@@ -103,10 +101,7 @@ class EventReader(TableReader):
 
     def info(self) -> TableInfo:
         """Raises TableGone."""
-        try:
-            metadata = metadata_of(DeltaTable(str(self.folder)))
-        except (DeltaError, OSError) as error:
-            raise TableGone(self.folder.name, f"there is no table: {str(error).splitlines()[0]}") from None
+        metadata = self.metadata()
         columns = {("reason" if name == "reject" else name): kind for name, kind in _ENVELOPE.items()}
         columns |= {column_of(name): _KINDS.get(field.declared, _NESTED) for name, field in self._fields.items()}
         for name, spec in self._references.items():
@@ -126,7 +121,7 @@ class EventReader(TableReader):
         info = self.info()
         version = self._log.newest() if version is None else version
         commit = self._log.read(version)
-        last = self._events(commit, MOST_AT_ONCE)
+        last = self._events(commit)
         older: dict[Key, Row] = {}  # the newest first
         for rows in self._before(version):
             for row in reversed(rows):
@@ -144,7 +139,7 @@ class EventReader(TableReader):
         """
         if commit.metadata is not None and commit.metadata["id"] != state.table.table_id:
             raise TableGone(self.folder.name, "the table was replaced")
-        rows = self._events(commit, MOST_AT_ONCE, or_fail=True)
+        rows = self._events(commit, or_fail=True)
         new = {row[:2]: row for row in rows}
         left = tuple(key for key in islice(state.rows, max(0, len(state.rows) - KEPT)) if key not in new)
         return BronzeStep(state.table, commit.version, self._facts_of(commit, rows), new, left, rows=rows)
@@ -153,21 +148,23 @@ class EventReader(TableReader):
         """Events of earlier commits, the newest commit first, as far as the log and the data files reach."""
         for earlier in range(version - 1, max(-1, version - 1 - _BACK), -1):
             try:
-                yield self._events(self._log.read(earlier), MOST_AT_ONCE)
+                yield self._events(self._log.read(earlier))
             except TableGone:
                 return
 
-    def _events(self, commit: Commit, most: int, *, or_fail: bool = False) -> list[Row]:
-        """The last events of a commit, at most so many; with ``or_fail`` TableGone is raised if there are more."""
+    def _events(self, commit: Commit, *, or_fail: bool = False) -> list[Row]:
+        """The last :data:`MOST_AT_ONCE` events of a commit; with ``or_fail`` TableGone is raised if there are more."""
         try:
             tables = [self._table(file) for file in commit.added if file.data_change]
         except FileNotFoundError:
             raise TableGone(self.folder.name, f"a data file of version {commit.version} was cleaned up") from None
         count = sum(table.num_rows for table in tables)
-        if or_fail and count > most:
-            detail = f"version {commit.version} has {count} events, and {most} of one commit are told one by one"
+        if or_fail and count > MOST_AT_ONCE:
+            detail = (
+                f"version {commit.version} has {count} events, and {MOST_AT_ONCE} of one commit are told one by one"
+            )
             raise TableGone(self.folder.name, detail)
-        return self._typed(pa.concat_tables(tables).slice(max(0, count - most))) if tables else []
+        return self._typed(pa.concat_tables(tables).slice(max(0, count - MOST_AT_ONCE))) if tables else []
 
     def _table(self, file: AddedFile) -> pa.Table:
         with parquet_file(file.located(self.folder)) as parquet:
@@ -260,7 +257,7 @@ def _value(kind: pa.DataType, value: Any) -> Any:
     if value is None or kind == _NESTED:
         return value
     if pa.types.is_string(kind):
-        return value if isinstance(value, str) else orjson.dumps(value).decode()
+        return _text_of(value)
     if pa.types.is_boolean(kind):
         return value if isinstance(value, bool) else None
     if isinstance(value, bool | list | dict):

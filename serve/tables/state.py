@@ -110,7 +110,7 @@ def step_of(state: TableState, commit: Commit, read: Callable[[AddedFile], list[
         state: before the commit; only read.
         read: returns rows of a data file in the table's columns.
     """
-    if state.table.folded:
+    if state.table.fold:
         return _fold_step(state, commit, read)
     return _upsert_step(state, commit, read)
 
@@ -247,8 +247,12 @@ class TableReader:
 
     def info(self) -> TableInfo:
         """The table's newest description. Raises TableGone and TableUnreadable."""
+        return describe(self.folder.name, self.metadata())
+
+    def metadata(self) -> dict[str, Any]:
+        """The newest metaData action. Raises TableGone."""
         try:
-            return describe(self.folder.name, metadata_of(DeltaTable(str(self.folder))))
+            return metadata_of(DeltaTable(str(self.folder)))
         except (DeltaError, OSError) as error:
             raise TableGone(self.folder.name, f"there is no table: {str(error).splitlines()[0]}") from None
 
@@ -277,7 +281,7 @@ class TableReader:
         for add in adds.select([c for c in ("path", "partition") if c in adds.column_names]).to_pylist():
             file = AddedFile(add["path"], _texts(add.get("partition")), True)
             rows = self.rows(file)
-            if info.folded:
+            if info.fold:
                 state.rows.update(fold.rows(info.columns, rows, state.rows))
             else:
                 keyed = {info.key_of(row): row for row in rows}
