@@ -160,10 +160,8 @@ class EventReader(TableReader):
             raise TableGone(self.folder.name, f"a data file of version {commit.version} was cleaned up") from None
         count = sum(table.num_rows for table in tables)
         if or_fail and count > MOST_AT_ONCE:
-            detail = (
-                f"version {commit.version} has {count} events, and {MOST_AT_ONCE} of one commit are told one by one"
-            )
-            raise TableGone(self.folder.name, detail)
+            told = f"{MOST_AT_ONCE} of one commit are told one by one"
+            raise TableGone(self.folder.name, f"version {commit.version} has {count} events, and {told}")
         return self._typed(pa.concat_tables(tables).slice(max(0, count - MOST_AT_ONCE))) if tables else []
 
     def _table(self, file: AddedFile) -> pa.Table:
