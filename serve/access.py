@@ -64,15 +64,12 @@ class Closing(Protocol):
 class ReaderKey(Key):
     """A reader's key. ``rate`` is requests a second, ``connections`` are streams and polls.
 
-    Attributes:
-        tables: that it may read; empty: all.
-        rows: SQL condition by table (``*``: every other one) that its rows must fulfil.
-        queries: may add and remove continuous queries and alerts. Queries read whole tables and anybody's can be
-            removed: so this excludes limits to tables, rows or a tenant.
+    With ``queries`` it may add and remove continuous queries and alerts. Queries read whole tables and anybody's can be
+    removed: so this excludes limits to tables, rows or a tenant.
     """
 
-    tables: tuple[str, ...] = ()
-    rows: dict[str, str] = field(default_factory=dict)
+    tables: tuple[str, ...] = ()  # that it may read; empty: all
+    rows: dict[str, str] = field(default_factory=dict)  # SQL conditions by table (`*`: every other one)
     queries: bool = False
 
     def __post_init__(self) -> None:

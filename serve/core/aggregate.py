@@ -162,20 +162,13 @@ class Extreme(DistinctCount):
 
 @dataclass(frozen=True, slots=True)
 class AggregateColumn:
-    """One column of the result.
-
-    Attributes:
-        type: Arrow type of its values.
-        group: index of the grouping column; None for an aggregate.
-        value: what is aggregated, in a row; None: the row itself (``count(*)``).
-        new: makes its accumulator.
-    """
+    """One column of the result."""
 
     name: str
-    type: pa.DataType
-    group: int | None = None
-    value: Getter | None = None
-    new: Callable[[], Accumulator] = Count
+    type: pa.DataType  # Arrow type of its values
+    group: int | None = None  # index of the grouping column; None for an aggregate
+    value: Getter | None = None  # what is aggregated, in a row; None: the row itself (`count(*)`)
+    new: Callable[[], Accumulator] = Count  # makes its accumulator
 
 
 @dataclass(slots=True)

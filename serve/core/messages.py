@@ -36,29 +36,17 @@ _EMPTY_BLOCK = b"\x00\x00\xff\xff"
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One message, ready to be framed.
+    """One message, ready to be framed."""
 
-    Attributes:
-        kind: its ``type``.
-        body: the JSON text.
-        head: its content without rows.
-        position: where it brings the subscriber; None: the position stays.
-        after: the position that a change starts from.
-        table: whose rows it has; None if it has none.
-        rows: upserts of a change, rows of a snapshot.
-        deletes: keys of a change.
-        left: those of ``deletes`` that only left the subscriber's view.
-    """
-
-    kind: str
-    body: bytes
-    head: Mapping[str, Any]
-    position: Position | None = None
-    after: Position | None = None
-    table: TableInfo | None = None
-    rows: Sequence[Row] = ()
-    deletes: Sequence[Key] = ()
-    left: frozenset[Key] = frozenset()
+    kind: str  # its `type`
+    body: bytes  # the JSON text
+    head: Mapping[str, Any]  # its content without rows
+    position: Position | None = None  # where it brings the subscriber; None: the position stays
+    after: Position | None = None  # the position that a change starts from
+    table: TableInfo | None = None  # whose rows it has; None if it has none
+    rows: Sequence[Row] = ()  # upserts of a change, rows of a snapshot
+    deletes: Sequence[Key] = ()  # keys of a change
+    left: frozenset[Key] = frozenset()  # those of `deletes` that only left the subscriber's view
 
 
 def change_messages(change: TableChange, seal: Seal, view: bytes) -> list[Message]:

@@ -22,29 +22,18 @@ DEFAULT_RETENTION_MS = 7 * 86_400_000
 
 @dataclass(frozen=True, slots=True)
 class TableInfo:
-    """A table as subscribers see it.
-
-    Attributes:
-        table_id: id in the Delta metadata.
-        columns: columns that are sent, in the table's order; binary ones are not.
-        key: columns that identify a row.
-        fold: how rows of one key, which are partials, are folded, by column (lakehouse.contract.rows); empty if each
-            key occurs once.
-        types: Arrow types of ``columns``.
-        order: for a fold by ``latest``, the columns whose greatest values win.
-        retention_ms: how long the table keeps the log and removed data files that a position needs.
-        references: of a source, by name: for each there are a column ``NAME``, whether the event has a row of it, and
-            columns ``NAME.FIELD``.
-    """
+    """A table as subscribers see it."""
 
     name: str
-    table_id: str
-    columns: tuple[str, ...]
-    key: tuple[str, ...]
+    table_id: str  # in the Delta metadata
+    columns: tuple[str, ...]  # that are sent, in the table's order; binary ones are not
+    key: tuple[str, ...]  # columns that identify a row
+    # How rows of one key, which are partials, are folded, by column (lakehouse.contract.rows); empty: a key occurs once
     fold: Mapping[str, str] = field(default_factory=dict)
-    types: tuple[pa.DataType, ...] = ()
-    retention_ms: int = DEFAULT_RETENTION_MS
-    order: tuple[str, ...] = ()
+    types: tuple[pa.DataType, ...] = ()  # of `columns`
+    retention_ms: int = DEFAULT_RETENTION_MS  # life of the log and the removed data files that a position needs
+    order: tuple[str, ...] = ()  # for a fold by `latest`: the columns whose greatest values win
+    # Of a source, by name: each has a column `NAME`, whether the event has a row of it, and columns `NAME.FIELD`
     references: Mapping[str, EnrichSpec] = field(default_factory=dict)
 
     @property
@@ -65,27 +54,17 @@ class TableInfo:
 
 @dataclass(frozen=True, slots=True)
 class TableChange:
-    """What one commit changed for a subscriber.
-
-    Attributes:
-        upserts: new or changed rows, in key order.
-        deletes: keys that are gone, in order.
-        facts: of the commit; ``through`` is the last one known.
-        before: rows that upserts and deletes replace, by key.
-        was: the table before the commit if its columns were others; ``before`` has those columns.
-        left: those of ``deletes`` that are still in the table but no longer in the subscriber's view.
-        keys: of the upserts; empty if not computed.
-    """
+    """What one commit changed for a subscriber."""
 
     table: TableInfo
     version: int
-    upserts: tuple[Row, ...]
-    deletes: tuple[Key, ...]
-    facts: CommitFacts
-    before: Mapping[Key, Row] = field(default_factory=dict)
-    was: TableInfo | None = None
-    left: frozenset[Key] = frozenset()
-    keys: tuple[Key, ...] = ()
+    upserts: tuple[Row, ...]  # new or changed rows, in key order
+    deletes: tuple[Key, ...]  # keys that are gone, in order
+    facts: CommitFacts  # `through` is the last one known
+    before: Mapping[Key, Row] = field(default_factory=dict)  # rows that upserts and deletes replace
+    was: TableInfo | None = None  # the table before the commit if its columns were others; `before` has those
+    left: frozenset[Key] = frozenset()  # deletes that are still in the table, no longer in the subscriber's view
+    keys: tuple[Key, ...] = ()  # of the upserts; empty if not computed
     _indexes: dict[int, _Index] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def keyed(self) -> Iterator[tuple[Key, Row]]:
@@ -110,46 +89,28 @@ class TableChange:
 
 @dataclass(frozen=True, slots=True)
 class SubscribeRequest:
-    """What a subscriber asks for, over any transport.
-
-    Attributes:
-        position: where it resumes; None: a snapshot first.
-        where: SQL condition on rows; empty: all rows.
-        columns: wanted columns, besides the key's; empty: all.
-        select: a live aggregate, ``SELECT … GROUP BY …``, instead of rows.
-        conflate: when it lags, it gets the latest row of each key instead of every change.
-        window: how many unacknowledged changes it may be sent; 0: any number.
-    """
+    """What a subscriber asks for, over any transport."""
 
     table: str
-    position: Position | None = None
-    where: str = ""
-    columns: tuple[str, ...] = ()
-    select: str = ""
-    conflate: bool = False
-    window: int = 0
+    position: Position | None = None  # where it resumes; None: a snapshot first
+    where: str = ""  # SQL condition on rows; empty: all rows
+    columns: tuple[str, ...] = ()  # wanted columns, besides the key's; empty: all
+    select: str = ""  # a live aggregate, `SELECT … GROUP BY …`, instead of rows
+    conflate: bool = False  # when it lags, it gets the latest row of each key instead of every change
+    window: int = 0  # how many unacknowledged changes it may be sent; 0: any number
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """A caller and its rights.
+    """A caller and its rights."""
 
-    Attributes:
-        name: for logs; never a secret.
-        tenant: empty if none.
-        tables: that it may read; None: all.
-        rows: SQL conditions by table (``*``: every other one) that its rows must fulfil, whatever else it asks for.
-        key: id of the key that it showed; empty if none was required.
-        queries: may add and remove continuous queries.
-        border: between tenants.
-    """
-
-    name: str = "anyone"
+    name: str = "anyone"  # for logs; never a secret
     tenant: str = ""
-    tables: frozenset[str] | None = None
+    tables: frozenset[str] | None = None  # that it may read; None: all
+    # SQL conditions by table (`*`: every other one) that its rows must fulfil, whatever else it asks for
     rows: Mapping[str, str] = field(default_factory=dict)
-    key: str = ""
-    queries: bool = False
+    key: str = ""  # id of the key that it showed; empty if none was required
+    queries: bool = False  # may add and remove continuous queries
     border: TenantBorder = field(default=UNDECLARED, compare=False)
 
     @property

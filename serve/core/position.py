@@ -33,17 +33,12 @@ class Position:
 
     A commit that fits one message takes a subscriber from (id, V, 0) to (id, V + 1, 0); one that takes three messages
     goes by (id, V, 1) and (id, V, 2). Positions of one table and view compare in the order of delivery.
-
-    Attributes:
-        table_id: id in the Delta metadata; a rebuilt table has another.
-        ordinal: messages of the next version that were delivered already.
-        view: 8 bytes that identify the view: rows held under one filter are no start for another.
     """
 
-    table_id: str
+    table_id: str  # id in the Delta metadata; a rebuilt table has another
     version: int
-    ordinal: int = 0
-    view: bytes = WHOLE
+    ordinal: int = 0  # messages of the next version that were delivered already
+    view: bytes = WHOLE  # 8 bytes that identify the view: rows held under one filter are no start for another
 
     def at(self, version: int, ordinal: int = 0) -> Position:
         return Position(self.table_id, version, ordinal, self.view)

@@ -36,19 +36,12 @@ _MERGES_KEPT = 4  # subscribers that lag together share a merged change
 
 @dataclass(frozen=True, slots=True)
 class RingFrame:
-    """One message in its wire form.
+    """One message in its wire form."""
 
-    Attributes:
-        data: bytes as they go on the wire.
-        position: where the message brings a subscriber.
-        at: when it came, ms on the hub's clock.
-        message: kept if it may be merged with others.
-    """
-
-    data: bytes
-    position: Position
-    at: float
-    message: Message | None = None
+    data: bytes  # bytes as they go on the wire
+    position: Position  # where the message brings a subscriber
+    at: float  # when it came, ms on the hub's clock
+    message: Message | None = None  # kept if it may be merged with others
 
 
 class Ring:
@@ -141,19 +134,13 @@ class Ring:
 
 @dataclass(slots=True)
 class SharedSnapshot:
-    """A snapshot of a view, shared by all who need one, in any wire form.
-
-    Attributes:
-        size: bytes as JSON.
-        total: bytes that the stream had made at that moment.
-        at: ms on the hub's clock.
-    """
+    """A snapshot of a view, shared by all who need one, in any wire form."""
 
     messages: Sequence[Message]
     position: Position
-    size: int
-    total: int
-    at: float
+    size: int  # bytes as JSON
+    total: int  # bytes that the stream had made at that moment
+    at: float  # ms on the hub's clock
     _frames: dict[tuple[str, int], bytes] = field(default_factory=dict)
 
     def frame(self, codec: Codec, part: int) -> bytes:
@@ -245,18 +232,12 @@ class Subscriber:
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """What a transport has to do.
-
-    Attributes:
-        data: bytes to write now, whatever the transport's buffer holds.
-        wake: ask :meth:`serve.core.hub.Hub.data_to_send` for each of them.
-        close: close code; 0: stay connected.
-    """
+    """What a transport has to do."""
 
     to: tuple[Subscriber, ...]
-    data: bytes = b""
-    wake: bool = False
-    close: int = 0
+    data: bytes = b""  # bytes to write now, whatever the transport's buffer holds
+    wake: bool = False  # ask `Hub.data_to_send` for each of them
+    close: int = 0  # close code; 0: stay connected
     reason: str = ""
 
 

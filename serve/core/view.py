@@ -41,21 +41,13 @@ class LiveView(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SubscriberView:
-    """What of a table is seen: plain data, identified by :attr:`id`.
+    """What of a table is seen: plain data, identified by :attr:`id`."""
 
-    Attributes:
-        where: the subscriber's condition, normalized; empty: none.
-        columns: that it wants; empty: all.
-        select: a live aggregate, normalized; empty: none.
-        guard: the principal's condition.
-        id: eight bytes that a position carries; :data:`~serve.core.position.WHOLE` for the whole table.
-    """
-
-    where: str = ""
-    columns: tuple[str, ...] = ()
-    select: str = ""
-    guard: str = ""
-    id: bytes = field(init=False)
+    where: str = ""  # the subscriber's condition, normalized
+    columns: tuple[str, ...] = ()  # that it wants; empty: all
+    select: str = ""  # a live aggregate, normalized
+    guard: str = ""  # the principal's condition, normalized
+    id: bytes = field(init=False)  # eight bytes that a position carries; WHOLE for the whole table
 
     def __post_init__(self) -> None:
         said = [self.where, self.columns, self.select, self.guard]

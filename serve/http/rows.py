@@ -435,19 +435,12 @@ _READ: Mapping[str, Callable[[str], Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """What of a table's history is asked for.
+    """What of a table's history is asked for."""
 
-    Attributes:
-        table: as the view shows it now.
-        view: what of it is seen.
-        start: the position behind which the page begins.
-        until: the last version.
-    """
-
-    table: TableInfo
-    view: SubscriberView
-    start: Position
-    until: int
+    table: TableInfo  # as the view shows it now
+    view: SubscriberView  # what of it is seen
+    start: Position  # the position behind which the page begins
+    until: int  # the last version
 
 
 async def history(request: Request) -> Response:

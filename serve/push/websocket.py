@@ -315,17 +315,11 @@ class SubscriberWebSocket(SubscriberConnection):
 
 @dataclass(slots=True)
 class _Subscription:
-    """One table of a connection.
+    """One table of a connection."""
 
-    Attributes:
-        subscriber: of the hub.
-        ident: id of the call to be answered; None: answered, or no answer wanted.
-        joining: the task that joins the table; None before it starts.
-    """
-
-    subscriber: Subscriber
-    ident: Any
-    joining: asyncio.Task[None] | None = None
+    subscriber: Subscriber  # of the hub
+    ident: Any  # id of the call to be answered; None: answered, or no answer wanted
+    joining: asyncio.Task[None] | None = None  # the task that joins the table; None before it starts
 
 
 class RpcSession:

@@ -38,19 +38,13 @@ _SAME_SUM = 1e-12  # float sums in another order may differ by this much
 
 @dataclass(slots=True)
 class TableState:
-    """The rows at one version.
-
-    Attributes:
-        facts: of the last commit; ``through`` and ``newest_at`` are the last ones known.
-        rows: by key.
-        files: keys in each live file; empty for a table of partials.
-    """
+    """The rows at one version."""
 
     table: TableInfo
     version: int
-    facts: CommitFacts
+    facts: CommitFacts  # of the last commit; `through` and `newest_at` are the last ones known
     rows: dict[Key, Row]
-    files: dict[str, frozenset[Key]] = field(default_factory=dict)
+    files: dict[str, frozenset[Key]] = field(default_factory=dict)  # keys of each live file; none of partials
 
     def position(self, view: bytes = WHOLE) -> Position:
         """Position of a subscriber that has everything of a view."""
@@ -365,17 +359,11 @@ def _cast_text(values: pa.Array, kind: pa.DataType) -> pa.Array:
 
 @dataclass(frozen=True, slots=True)
 class AsOf:
-    """A version or a time.
+    """A version or a time."""
 
-    Attributes:
-        text: as a part of a name: digits.
-        version: None: the newest at ``at``.
-        at: ms since the epoch.
-    """
-
-    text: str
-    version: int | None = None
-    at: int = 0
+    text: str  # as a part of a name: digits
+    version: int | None = None  # None: the newest at `at`
+    at: int = 0  # ms since the epoch
 
 
 def parse_as_of(text: str) -> AsOf:
