@@ -109,12 +109,7 @@ def checked_rows(texts: Sequence[str]) -> dict[str, str]:
 
 
 class Tickets:
-    """Makes and accepts tickets.
-
-    Args:
-        seal: signs tickets, and nothing else.
-        clock: seconds since the epoch.
-    """
+    """Makes and accepts tickets. ``seal`` signs nothing else; ``clock`` gives seconds since the epoch."""
 
     def __init__(self, seal: Seal, clock: Callable[[], float] = time.time) -> None:
         self._seal = seal
@@ -141,12 +136,7 @@ class Tickets:
 
 
 class ReaderGate:
-    """Keys, tickets, origins and limits of one process.
-
-    Args:
-        keys: the readers' keys; if there are any, every caller must show one.
-        clock: seconds, monotonic.
-    """
+    """Keys, tickets, origins and limits of one process. If there are keys, every caller must show one."""
 
     def __init__(
         self,

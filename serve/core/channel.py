@@ -350,15 +350,10 @@ def visible(table: TableInfo, spec: ChannelSpec) -> TableInfo:
 
 
 def view_of(table: TableInfo, request: SubscribeRequest, guard: str, spec: ChannelSpec = EVERYTHING) -> SubscriberView:
-    """The view for a request.
+    """The view for a request: a filter, columns, or a SELECT of rows or of an aggregate, on visible columns only.
 
-    Args:
-        request: filter, columns, or a SELECT of rows or of an aggregate. It may name visible columns only.
-        guard: its principal's condition, on any column.
-        spec: the declared channel.
-
-    Raises:
-        FilterError: the request is refused, or the declaration does not fit the table.
+    ``guard`` is its principal's condition, on any column. Raises FilterError: the request is refused, or ``spec``, the
+    declared channel, does not fit the table.
     """
     seen = visible(table, spec)
     known = Columns.of(table)

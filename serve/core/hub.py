@@ -155,12 +155,10 @@ class Hub:
     def subscribed(self, subscriber: Subscriber, request: SubscribeRequest, now: float) -> Position | None:
         """A subscriber asks for a table, from a position or with a snapshot first.
 
-        Returns:
-            None: it can be sent to. A position: the ring does not reach back to it. Replay the changes after it from
-                the log, then call :meth:`replay_received`.
+        Returns None if it can be sent to. A position: the ring does not reach back to it, so replay what comes after it
+        from the log, then call :meth:`replay_received`.
 
-        Raises:
-            RequestError: no such table, too many subscribers or filters, or a refused filter.
+        Raises RequestError: no such table, too many subscribers or filters, or a refused filter.
         """
         self._now = now
         view = self.view_of(request.table, subscriber.principal, request)
@@ -234,10 +232,9 @@ class Hub:
         return was_silent
 
     def acknowledged(self, subscriber: Subscriber, position: Position) -> bool:
-        """It has processed everything up to ``position``; a position that the ring does not hold is ignored.
+        """It has processed everything up to ``position``; one that the ring does not hold is ignored.
 
-        Returns:
-            Whether its window now takes more: ask :meth:`data_to_send`.
+        Returns whether its window now takes more: ask :meth:`data_to_send`.
         """
         wire_channel = subscriber.wire_channel
         if wire_channel is None:
@@ -350,7 +347,7 @@ class Hub:
         deliveries: list[Outgoing] = []
         for stream, wire_channel in self._wire_channels():
             for subscriber in _suspects(wire_channel):
-                deliveries.extend(self._checked(subscriber, wire_channel, now))
+                deliveries += self._checked(subscriber, wire_channel, now)
             _tidy(stream, now)
         deliveries += self.beat(now, at)
         return deliveries
@@ -559,11 +556,8 @@ class Hub:
             done = stream.run_slice()
         except FilterError as error:
             return self._drop(stream, error)
-        if done:
-            return self._snapshot_made(stream)
-        return self._catch_up(stream) if stream.opened else []
-
-    def _snapshot_made(self, stream: ViewStream) -> list[Outgoing]:
+        if not done:
+            return self._catch_up(stream) if stream.opened else []
         waiting = tuple(stream.waiting)
         stream.waiting.clear()
         for subscriber in waiting:

@@ -50,11 +50,7 @@ class Message:
 
 
 def change_messages(change: TableChange, seal: Seal, view: bytes) -> list[Message]:
-    """The change as one or more messages. The last has ``last: true`` and the commit's version as position.
-
-    Args:
-        change: as the view shows it.
-    """
+    """The change, as a view shows it, in one or more messages. The last has ``last: true`` and the commit's version."""
     table = change.table
     upserts = encode_rows(table.columns, change.upserts)
     deletes = encode_rows(table.key, change.deletes)
@@ -77,12 +73,8 @@ def change_messages(change: TableChange, seal: Seal, view: bytes) -> list[Messag
 def merged(messages: Sequence[Message], seal: Seal) -> Message:
     """Consecutive changes as one, for a subscriber that lags and wants the latest row of each key only.
 
-    Args:
-        messages: at least two changes of one view and one description of the table.
-
-    Returns:
-        A change from the first ``after`` to the last position. ``merged`` is the number of messages; events are summed
-        over the commits that end within.
+    There are at least two, of one view and one description of the table. The result goes from the first ``after`` to
+    the last position; ``merged`` is their number; events are summed over the commits that end within.
     """
     first, final = messages[0], messages[-1]
     table = final.table
@@ -241,12 +233,8 @@ class Codec(Protocol):
 class WebSocketCodec:
     """RFC 6455 text frames, final and unmasked, as a server sends them.
 
-    With ``bits`` they are compressed by RFC 7692 *without context takeover*: each message is deflated by itself, so its
-    bytes are the same for everybody who negotiated the same window.
-
-    Args:
-        name: of the codec, without its compression.
-        bits: base-two logarithm of the LZ77 window; 0: no compression.
+    With ``bits``, the base-two logarithm of the LZ77 window, they are compressed by RFC 7692 *without context
+    takeover*: each message is deflated by itself, so its bytes are the same for all who negotiated the same window.
     """
 
     answers = True

@@ -45,12 +45,7 @@ class RingFrame:
 
 
 class Ring:
-    """Frames ``first`` to ``next - 1``.
-
-    Args:
-        start: the position that the first frame will start from.
-        max_frames, max_bytes: the bound. The newest frame is kept whatever its size.
-    """
+    """Frames ``first`` to ``next - 1``, within a bound. The newest frame is kept whatever its size."""
 
     def __init__(self, start: Position, *, max_frames: int, max_bytes: int) -> None:
         self._frames: deque[RingFrame] = deque()
@@ -86,14 +81,9 @@ class Ring:
             self.first += 1
 
     def prepend(self, start: Position, frames: Sequence[RingFrame]) -> int:
-        """Extend the ring backwards, as far as the bound allows, with the frames right before :attr:`start`.
+        """Extend the ring backwards, as far as the bound allows, by consecutive frames that end at :attr:`start`.
 
-        Args:
-            start: the position before the first of ``frames``.
-            frames: consecutive, the last one ending at :attr:`start`.
-
-        Returns:
-            How many were taken, counted from the end.
+        ``start`` is the position before the first of them. Returns how many were taken, counted from the end.
         """
         if not frames or frames[-1].position != self.start:
             return 0
@@ -156,10 +146,7 @@ class Link(Protocol):
     """One connection. Only :meth:`drained` waits."""
 
     def write(self, data: bytes) -> None:
-        """Take bytes of whole messages, now.
-
-        Only for live subscribers, and for messages out of turn (heartbeats, ``slow``).
-        """
+        """Take bytes of whole messages, now: of live subscribers, or out of turn (heartbeats, ``slow``)."""
 
     def pump(self) -> None:
         """Write what :meth:`serve.core.hub.Hub.data_to_send` gives, until it gives nothing or the socket is full."""
@@ -275,11 +262,7 @@ def deliver(deliveries: Iterable[Outgoing]) -> None:
 
 
 class WireChannel:
-    """A ring in one wire form, and its readers.
-
-    Args:
-        conflates: whether messages are kept beside their bytes, for :meth:`merge`.
-    """
+    """A ring in one wire form, and its readers. If it conflates, messages are kept with their bytes."""
 
     def __init__(self, codec: Codec, ring: Ring, seal: Seal, *, conflates: bool = False) -> None:
         self.codec = codec

@@ -80,14 +80,9 @@ def filter_errors(view: SubscriberView) -> Iterator[None]:
 def rows_view(
     table: TableInfo, where: str, columns: Sequence[str], guard: str, seen: TableInfo | None = None
 ) -> SubscriberView:
-    """The view for a request.
+    """The view for a request; ``seen`` has the columns that ``where`` and ``columns`` may name; None: all.
 
-    Args:
-        where, columns: as the subscriber wrote them.
-        seen: the table with the columns that ``where`` and ``columns`` may name; None: all.
-
-    Raises:
-        FilterError: see :func:`lakehouse.contract.sql.filters.parse_condition`; or a column is missing.
+    Raises FilterError: see :func:`lakehouse.contract.sql.filters.parse_condition`; or a column is missing.
     """
     known, named = Columns.of(table), Columns.of(seen or table)
     if len(columns) > MAX_COLUMNS or sum(map(len, columns)) > MAX_LENGTH:

@@ -33,12 +33,11 @@ _FRESH_S = 10.0  # an older file is of a process that has ended
 
 
 class ServerMetrics:
-    """The metrics of a server.
+    """The metrics of all processes of a port.
 
     Args:
         folder: of the processes' files.
         name: of this process, e.g. ``serve-1``; empty: it has the port to itself.
-        own: metrics of this process.
     """
 
     def __init__(self, folder: Path, name: str, own: Collector) -> None:

@@ -95,20 +95,10 @@ class ByteCache:
 
 
 class RowSource:
-    """Where the rows of answers come from.
-
-    Args:
-        hub: has the tables in memory.
-        tables: waits for tables, and finds the others.
-        workers: read events of bronze.
-
-    Attributes:
-        hits, misses: of the cache of events that were read through.
-    """
+    """Where the rows of answers come from: the hub's tables in memory, the log of the others, workers for bronze."""
 
     def __init__(self, hub: Hub, tables: Tables, workers: Workers) -> None:
-        self.hits = 0
-        self.misses = 0
+        self.hits = self.misses = 0  # of the cache of events that were read through
         self.tables = tables
         self.hub = hub
         self._workers = workers
@@ -187,12 +177,7 @@ class RowSource:
         return found.body
 
     async def older(self, wanted: SubscribeRequest, as_of: str, guard: str, limit: int | None) -> bytes:
-        """The rows of a version as an answer.
-
-        Raises:
-            RequestError: the version is gone, the filter is refused, or too many ask.
-            UnknownTable: no such table.
-        """
+        """The rows of a version as an answer. Raises UnknownTable; RequestError as :meth:`read_log`; FilterError."""
         moment = _moment(as_of)
         reader, spec = await self.stored(wanted.table)
 

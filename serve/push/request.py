@@ -101,13 +101,9 @@ def query_of(text: str) -> dict[str, str]:
 
 
 def subscription_of(query: Mapping[str, str], seal: Seal, *, also: frozenset[str] = frozenset()) -> SubscribeRequest:
-    """The request in a query.
+    """The request in a query; ``also`` are names that the transport reads itself.
 
-    Args:
-        also: names that the transport reads itself.
-
-    Raises:
-        RequestError: a parameter is unknown, missing or wrong.
+    Raises RequestError: a parameter is unknown, missing or wrong.
     """
     if unknown := query.keys() - PARAMETERS - also:
         raise invalid("bad_request", f"unknown parameters: {', '.join(sorted(unknown))}")

@@ -323,16 +323,11 @@ class _Subscription:
 
 
 class RpcSession:
-    """The subscriptions of one connection.
-
-    Args:
-        connection: it is written to, and owns the subscribers.
-        bits: window of compression; 0: none.
-    """
+    """The subscriptions of one connection, which owns the subscribers."""
 
     def __init__(self, connection: SubscriberConnection, bits: int) -> None:
         self._connection = connection
-        self._bits = bits
+        self._bits = bits  # of the compression's window; 0: none
         self._by_table: dict[str, _Subscription] = {}
         self._methods = {"subscribe": self._subscribe, "unsubscribe": self._unsubscribe}
 

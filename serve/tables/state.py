@@ -253,9 +253,7 @@ class TableReader:
     def load(self, version: int | None = None) -> TableState:
         """The state at a version, by default the newest.
 
-        Raises:
-            TableGone: no such table or version, or files of it have been cleaned up.
-            TableUnreadable: it cannot be pushed.
+        Raises TableGone: no such table or version, or files of it were cleaned up. TableUnreadable: it has no channel.
         """
         name = self.folder.name
         try:
@@ -303,9 +301,7 @@ class TableReader:
     def prepare(self, state: TableState, commit: Commit) -> StateStep:
         """The step of a commit; the state is only read.
 
-        Raises:
-            TableGone: files have been cleaned up, or the table was replaced.
-            TableUnreadable: it can no longer be pushed.
+        Raises TableGone: files were cleaned up, or the table was replaced. TableUnreadable: it has no channel any more.
         """
         if commit.metadata is not None:
             info = describe(self.folder.name, commit.metadata)

@@ -204,13 +204,9 @@ class Replay:
         self._live: LiveView | None = None
 
     def next_chunk(self, until: int) -> Sequence[Message]:
-        """The next messages, up to version ``until`` and about :data:`CHUNK_BYTES`; none at ``until``.
+        """The next messages, each with a position, up to version ``until`` and about :data:`CHUNK_BYTES`.
 
-        Each has a position.
-
-        Raises:
-            PositionExpired: log or data files have been cleaned up, the table was replaced, or the view did not fit
-                then.
+        Raises PositionExpired: log or data files were cleaned up, the table was replaced, or the view did not fit then.
         """
         start = self.position
         messages: list[Message] = []
@@ -259,18 +255,13 @@ def _pauses(first: float) -> Iterator[float]:
 
 
 class Tables:
-    """Tails of all products of a lake.
+    """Tails of all products of a lake, and of bronze tables while somebody wants them.
 
     Args:
-        hub: told of every table and commit.
         border: between tenants; queries that are added and removed are entered.
         deliver: carries out the hub's deliveries.
         declared: returns what is declared if it has changed; called in a thread, before tables are looked for.
-        sources: whose bronze tables are followed while somebody wants them.
-
-    Attributes:
-        reads: tables that each query of the run time reads, and those of its alerts; replaced as a whole.
-        asked: when somebody last wanted to subscribe to a table that does not exist yet, by tenant and table.
+        sources: those of the bronze tables.
     """
 
     def __init__(
@@ -294,8 +285,8 @@ class Tables:
         self._border = border
         self._added: dict[str, str] = {}  # columns of the border that run-time queries declare
         self._added_at: tuple[int, int] | None = None
-        self.reads: dict[str, set[str]] = {}
-        self.asked: dict[tuple[str, str], float] = {}
+        self.reads: dict[str, set[str]] = {}  # by queries of the run time, and by its alerts; replaced as a whole
+        self.asked: dict[tuple[str, str], float] = {}  # when a tenant last wanted a table that does not exist yet
         self._deliver = deliver
         self._executor = ThreadPoolExecutor(max_workers=4, thread_name_prefix="tail")
         self._replays = ThreadPoolExecutor(max_workers=_REPLAYS, thread_name_prefix="replay")
@@ -353,10 +344,7 @@ class Tables:
     ) -> None:
         """Subscribe, for any transport: wait for the table, and bring the subscriber up to date.
 
-        ``accepted`` is called before the link is first pumped. Returns when the ring takes over.
-
-        Raises:
-            RequestError: the request cannot be served.
+        ``accepted`` is called before the link is first pumped. Returns when the ring takes over. Raises RequestError.
         """
         subscriber.principal.check_table(request.table)
         await self.wait_for(request.table)
