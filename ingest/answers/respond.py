@@ -193,27 +193,21 @@ class Responder:
         task.add_done_callback(self._callbacks.discard)
 
     async def _call_back(self, token: Token, text: str, callback: str, file: Path) -> None:
-        problem_text = await self._called_back(token, text, callback)
-        if problem_text:
-            logger.warning("an answer could not be pushed to %s: %s", urlsplit(callback).netloc, problem_text)
-        await asyncio.to_thread(file.unlink, missing_ok=True)
-
-    async def _called_back(self, token: Token, text: str, callback: str) -> str:
-        """Why the last attempt failed; empty: the answer was taken."""
-        answer = await self._answers.wait(token)
-        response = _response(answer, text, late=504)
+        response = _response(await self._answers.wait(token), text, late=504)
         headers = {"Content-Type": response.media_type or _JSON_TYPE, "User-Agent": "millrace"}
         async with httpx.AsyncClient(timeout=_CALLBACK_S, follow_redirects=False, trust_env=False) as client:
             for attempt in range(_CALLBACK_TRIES):
                 try:
                     got = await client.post(callback, content=bytes(response.body), headers=headers)
-                    if got.status_code < 300:
-                        return ""
                     problem_text = f"it answers {got.status_code}"
+                    if got.status_code < 300:
+                        break
                 except httpx.HTTPError as error:
                     problem_text = f"{type(error).__name__}: {error}"
                 await asyncio.sleep(0.2 * 4**attempt)
-        return problem_text
+            else:
+                logger.warning("an answer could not be pushed to %s: %s", urlsplit(callback).netloc, problem_text)
+        await asyncio.to_thread(file.unlink, missing_ok=True)
 
 
 def refuse_callback(spec: AnswerSpec, url: str) -> None:

@@ -28,7 +28,7 @@ import orjson
 from ingest.border.admission import Admitted
 from ingest.errors import LogFull, LogUnavailable
 from ingest.log.protocols import PROTOCOLS
-from ingest.log.recovery import FailedStore, Recovery, lock_folder, recover
+from ingest.log.recovery import FailedStore, Recovery, lock_folder
 from ingest.log.segments import (
     EVENT_OVERHEAD,
     EVENTS,
@@ -96,7 +96,7 @@ class MessageLog:
         self._most = limit - max(_LEAST_FOR_MARKS, limit // 100)  # for events; the rest is for marks
         self._segment_bytes = segment_bytes
         self.failed = FailedStore(folder, node)
-        self.recovery: Recovery = recover(folder)
+        self.recovery = Recovery(folder)
         for corrupt in self.recovery.corrupt:
             self.failed.add_corrupt(corrupt)
         self._suspect_ahead = 0 if self.recovery.clean else AHEAD

@@ -16,7 +16,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -90,9 +90,12 @@ class Corrupt:
         return f"{place}: {events}, {'which Kafka has' if self.in_kafka else 'LOST unless their senders repeat them'}"
 
 
-@dataclass(slots=True)
 class Recovery:
-    """What an earlier run left.
+    """What an earlier run left. Every segment in ``folder`` is read and verified, frame by frame in write order.
+
+    Args:
+        mend: cut an interrupted write off the newest segment. False, for a log that may be in use, changes nothing and
+            logs nothing.
 
     Attributes:
         segments: in order.
@@ -105,57 +108,38 @@ class Recovery:
         clean: the earlier run closed the log.
     """
 
-    segments: list[LogSegment] = field(default_factory=list)
-    lanes: list[SourceLane] = field(default_factory=list)
-    next_seq: int = 1
-    acked: int = 0
-    to_replay: int = 0
-    torn_bytes: int = 0
-    corrupt: list[Corrupt] = field(default_factory=list)
-    torn: Corrupt | None = None
-    clean: bool = True
-
-
-def recover(folder: Path, *, mend: bool = True) -> Recovery:
-    """Read and verify every segment in ``folder``; cut an interrupted write off the newest one.
-
-    Without ``mend`` it changes nothing and logs nothing, for a log that may be in use.
-    """
-    return _Fold(mend).run(sorted(folder.glob(f"*{SUFFIX}")))
-
-
-class _Fold:
-    """Folds frames in write order into a :class:`Recovery`."""
-
-    def __init__(self, mend: bool) -> None:
-        self.found = Recovery()
-        self.mend = mend
-        self.open_damage: list[Corrupt] = []  # completed by the next frame
-        self.last_lane = -1
-        self.last_seq = 0
-        self.lanes: dict[int, SourceLane] = {}
-        self.events: list[tuple[LogSegment, array[int], array[int]]] = []  # per segment: sequence numbers, lanes
-
-    def run(self, paths: Sequence[Path]) -> Recovery:
-        found = self.found
+    def __init__(self, folder: Path, *, mend: bool = True) -> None:
+        self.segments: list[LogSegment] = []
+        self.next_seq = 1
+        self.acked = self.to_replay = self.torn_bytes = 0
+        self.corrupt: list[Corrupt] = []
+        self.torn: Corrupt | None = None
+        self.clean = True
+        self._mend = mend
+        self._open_damage: list[Corrupt] = []  # completed by the next frame
+        self._last_lane = -1
+        self._last_seq = 0
+        self._by_index: dict[int, SourceLane] = {}
+        self._events: list[tuple[LogSegment, array[int], array[int]]] = []  # per segment: sequence numbers, lanes
+        paths = sorted(folder.glob(f"*{SUFFIX}"))
         for path in paths:
             self._segment(path, newest=path is paths[-1])
-        self._close_damage(found.next_seq)
-        found.corrupt = [replace(item, in_kafka=item.last_seq < found.acked) for item in found.corrupt]
-        if self.mend:
-            for item in found.corrupt:
+        self._close_damage(self.next_seq)
+        self.corrupt = [replace(item, in_kafka=item.last_seq < self.acked) for item in self.corrupt]
+        if mend:
+            for item in self.corrupt:
                 logger.error("%s; the failed store keeps the bytes", item)
-        for segment, seqs, lanes in self.events:
+        for segment, seqs, lanes in self._events:
             for seq, index in zip(seqs, lanes, strict=True):
-                if seq >= found.acked:
+                if seq >= self.acked:
                     segment.unacked += 1
                     self._lane(index).in_log += 1
-            found.to_replay += segment.unacked
-        found.lanes = [self._lane(index) for index in range(max(self.lanes, default=-1) + 1)]
-        for lane in found.lanes:
+            self.to_replay += segment.unacked
+        self._events.clear()
+        self.lanes = [self._lane(index) for index in range(max(self._by_index, default=-1) + 1)]
+        for lane in self.lanes:
             lane.durable = lane.received
-        found.next_seq = max(found.next_seq, self.last_seq + 1)
-        return found
+        self.next_seq = max(self.next_seq, self._last_seq + 1)
 
     def _segment(self, path: Path, *, newest: bool) -> None:
         try:
@@ -163,35 +147,35 @@ class _Fold:
         except FileNotFoundError:  # a running node has just removed it
             return
         segment = LogSegment(int(path.stem), path, len(data), len(data))
-        self.found.segments.append(segment)
+        self.segments.append(segment)
         seqs, lanes = array("Q"), array("H")
-        self.events.append((segment, seqs, lanes))
+        self._events.append((segment, seqs, lanes))
         for item in scan(data, len(SEGMENT_MAGIC) if data.startswith(SEGMENT_MAGIC) else 0):
             if isinstance(item, Damage):
                 self._damage(segment, data, item, newest=newest)
                 continue
-            if self.open_damage:
+            if self._open_damage:
                 self._close_damage(item.seq, item)
             if item.kind == MARK:
                 self._mark(item)
-            elif item.kind in EVENTS and item.seq > self.last_seq:
-                self.last_seq = item.seq
-                self.found.clean = False  # nothing follows the mark of a clean close
+            elif item.kind in EVENTS and item.seq > self._last_seq:
+                self._last_seq = item.seq
+                self.clean = False  # nothing follows the mark of a clean close
                 seqs.append(item.seq)
                 lanes.append(self._event(item))
 
     def _damage(self, segment: LogSegment, data: bytes, damage: Damage, *, newest: bool) -> None:
-        first = max(self.last_seq + 1, self.found.next_seq if self.last_seq == 0 else 0)
+        first = max(self._last_seq + 1, self.next_seq if self._last_seq == 0 else 0)
         item = Corrupt(segment.path.name, damage.offset, data[damage.offset : damage.end], (), first)
-        self.found.clean = False
+        self.clean = False
         if not (newest and damage.tail):
-            self.open_damage.append(item)
+            self._open_damage.append(item)
             return
-        self.found.torn = replace(item, torn=True)
-        self.found.torn_bytes = damage.end - damage.offset
+        self.torn = replace(item, torn=True)
+        self.torn_bytes = damage.end - damage.offset
         segment.size = segment.durable = damage.offset
-        if self.mend:
-            logger.warning("%s; they are cut off", self.found.torn)
+        if self._mend:
+            logger.warning("%s; they are cut off", self.torn)
             with segment.path.open("r+b") as file:
                 file.truncate(damage.offset)
                 os.fsync(file.fileno())
@@ -199,25 +183,27 @@ class _Fold:
     def _close_damage(self, next_seq: int, frame: LogFrame | None = None) -> None:
         """Complete open damage once the next intact frame shows which events may be missing."""
         after = event_fields(frame.body)[0] if frame is not None and frame.kind in EVENTS else -1
-        for item in self.open_damage:
+        for item in self._open_damage:
             found = {lane for seq, lane in frame_heads(item.data) if item.first_seq <= seq < next_seq}
             names = [
-                self.lanes[index].name for index in sorted(found or {self.last_lane, after}) if index in self.lanes
+                self._by_index[index].name
+                for index in sorted(found or {self._last_lane, after})
+                if index in self._by_index
             ]
-            self.found.corrupt.append(replace(item, lanes=tuple(names), last_seq=next_seq - 1))
-        self.open_damage.clear()
+            self.corrupt.append(replace(item, lanes=tuple(names), last_seq=next_seq - 1))
+        self._open_damage.clear()
 
     def _mark(self, frame: LogFrame) -> None:
         state = orjson.loads(frame.body[1:])
-        self.found.acked = max(self.found.acked, state["acked"])
-        self.found.clean = state["clean"]
-        self.found.next_seq = max(self.found.next_seq, frame.seq)
+        self.acked = max(self.acked, state["acked"])
+        self.clean = state["clean"]
+        self.next_seq = max(self.next_seq, frame.seq)
         for index, values in enumerate(state["lanes"]):
-            self.lanes[index] = SourceLane(index, **values)
+            self._by_index[index] = SourceLane(index, **values)
 
     def _event(self, frame: LogFrame) -> int:
         index, position, received_at, rejected = event_fields(frame.body)
-        self.last_lane = index
+        self._last_lane = index
         lane = self._lane(index)
         lane.received += 1
         lane.rejected += rejected
@@ -230,7 +216,7 @@ class _Fold:
 
     def _lane(self, index: int) -> SourceLane:
         # A mark names a lane before its first event, unless that mark is corrupt.
-        return self.lanes.setdefault(index, SourceLane(index, f"lost/{index}", ""))
+        return self._by_index.setdefault(index, SourceLane(index, f"lost/{index}", ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,7 +369,7 @@ def look(folder: Path) -> LogView:
             running = False
     except EnvironmentProblem:
         running = True
-    found = recover(folder, mend=False)
+    found = Recovery(folder, mend=False)
     failed = list(FailedStore(folder, folder.name, mend=False))
     reasons = Counter(item.reason for item in failed if item.event is not None)
     damage = [item.reason for item in failed if item.event is None]
@@ -406,7 +392,7 @@ def look(folder: Path) -> LogView:
 
 def transient(folder: Path) -> Iterator[dict[str, Any]]:
     """Events that Kafka has not acknowledged, according to the marks, as JSON objects."""
-    found = recover(folder, mend=False)
+    found = Recovery(folder, mend=False)
     for segment in found.segments:
         for item in scan(segment.path.read_bytes()):
             if isinstance(item, Damage) or item.kind not in EVENTS or item.seq < found.acked:

@@ -123,14 +123,13 @@ _MARKED = (
 class CommitGroup:
     """Events that become durable together."""
 
-    __slots__ = ("_closed", "_future", "_then", "counts", "opened", "unacked")
+    __slots__ = ("_closed", "_then", "counts", "opened", "unacked")
 
     def __init__(self) -> None:
         self.opened = time.perf_counter()
         self.counts: dict[SourceLane, int] = {}
         self.unacked = 0
         self._closed = False
-        self._future: asyncio.Future[None] | None = None
         self._then: list[Callable[[], None]] = []
 
     @property
@@ -142,9 +141,14 @@ class CommitGroup:
         """Return when the group is acknowledgeable."""
         if self._closed:
             return
-        if self._future is None:
-            self._future = asyncio.get_running_loop().create_future()
-        await asyncio.shield(self._future)  # a cancelled waiter must not cancel the future of others
+        closed = asyncio.get_running_loop().create_future()
+
+        def wake() -> None:
+            if not closed.done():  # the waiter was cancelled
+                closed.set_result(None)
+
+        self.then(wake)
+        await closed
 
     def then(self, call: Callable[[], None]) -> None:
         """Call back when the group becomes acknowledgeable, which it must not be yet. Exceptions are logged."""
@@ -160,8 +164,6 @@ class CommitGroup:
                     call()
                 except Exception:  # the other callbacks still run
                     logger.exception("a callback for durable events failed")
-            if self._future is not None and not self._future.done():
-                self._future.set_result(None)
 
 
 @dataclass(slots=True)

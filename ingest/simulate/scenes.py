@@ -360,6 +360,9 @@ def write_feeds(
         offers: offers of each merchant.
         start_ms: time of the first version, ms since the epoch.
     """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     files = count = malformed = 0
     for merchant in range(merchants):
         place = folder / f"m{merchant:05}"
@@ -368,7 +371,7 @@ def write_feeds(
             kind = _FEED_FORMATS[(merchant + turn) % len(_FEED_FORMATS)]
             if kind == "parquet":  # cannot hold a malformed row
                 rows = [row for row in rows if row is not None]
-                _write_parquet(place / f"offers-{turn}.parquet", rows)
+                pq.write_table(pa.Table.from_pylist(rows), place / f"offers-{turn}.parquet")
             else:
                 text = (_csv if kind.startswith("csv") else _jsonl)(rows)
                 packed = gzip.compress(text, 1, mtime=0) if kind.endswith(".gz") else text
@@ -393,13 +396,6 @@ def _csv(rows: Sequence[Payload | None]) -> bytes:
 
 def _jsonl(rows: Sequence[Payload | None]) -> bytes:
     return "".join(("{broken" if row is None else json.dumps(row)) + "\n" for row in rows).encode()
-
-
-def _write_parquet(path: Path, rows: Sequence[Payload | None]) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    pq.write_table(pa.Table.from_pylist(list(rows)), path)
 
 
 SCENES: dict[str, Scene] = {
