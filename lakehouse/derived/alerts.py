@@ -142,19 +142,13 @@ COLUMNS = pa.schema(
 
 @dataclass(frozen=True, slots=True)
 class AlertProgress:
-    """How far an alert has looked, with what the next start needs to go on.
+    """How far an alert has looked, with what the next start needs to go on."""
 
-    Attributes:
-        declared: hash of its declaration; what was seen under another is not gone on with.
-        table: id of the product's table.
-        streaks: keys on their way to the other state.
-    """
-
-    declared: str = ""
-    table: str = ""
+    declared: str = ""  # hash of its declaration; what was seen under another is not gone on with
+    table: str = ""  # id of the product's table
     version: int = -1
     clock: int = 0
-    streaks: Mapping[str, Streak] = field(default_factory=dict)
+    streaks: Mapping[str, Streak] = field(default_factory=dict)  # keys on their way to the other state
     spent: Sequence[str] = ()
 
     @classmethod

@@ -281,11 +281,7 @@ class ViewKeeper:
         self._through = ""
 
     def compute(self, base: Follower, engine: ViewEngine) -> pa.Table:
-        """The view's rows over the base as it stands, in order of the key.
-
-        Raises:
-            QueryError: it fails, has too many rows, or two rows with one key.
-        """
+        """The view's rows over the base as it stands, in order of the key. Raises QueryError."""
         rows = engine.query(self.view.name, self._tree, self.view.base, base.rows())
         if rows.num_rows > self._max_rows:
             raise QueryError(

@@ -243,16 +243,12 @@ class Sliding:
 
     ``GROUP BY window(event_time, '30 minutes', '5 seconds')`` makes Spark aggregate each event 360 times. If the query
     says no more of its window than its start and end, panes of five seconds give the same rows.
-
-    Attributes:
-        slide_ms: between the starts of two.
-        end: column with the window's end; None: there is none.
     """
 
     sql: str
     window_ms: int
-    slide_ms: int
-    end: str | None
+    slide_ms: int  # between the starts of two
+    end: str | None  # column with the window's end; None: there is none
 
     @classmethod
     def found_in(cls, select: exp.Select, text: str) -> Sliding | None:

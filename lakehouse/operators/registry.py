@@ -34,11 +34,7 @@ _STATEFUL: dict[str, Callable[[Product], Operator]] = {
 
 
 def operator_of(product: Product) -> Operator:
-    """The operator that keeps a product.
-
-    Raises:
-        BadProduct: its SQL or its aggregates are not of a kind that can be kept up to date.
-    """
+    """The operator that keeps a product. Raises BadProduct: its SQL, or an aggregate, cannot be kept up to date."""
     if product.operator in _STATEFUL:
         return _STATEFUL[product.operator](product)
     if product.operator:

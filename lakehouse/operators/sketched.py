@@ -52,9 +52,6 @@ _FIRST, _SECOND = "millrace_first", "millrace_second"
 class Grouped(Operator, Generic[Held]):
     """Merges the sketches of a window and group, and makes result rows of each.
 
-    Attributes:
-        kind: of the sketches.
-
     Args:
         columns: of the result rows, behind the window's bounds and the groups.
         sums: those of ``columns`` that add up.
@@ -71,7 +68,7 @@ class Grouped(Operator, Generic[Held]):
         self._parameters = json.loads(sketch_property(product))
         self._columns = list(columns)
         self._sums = list(sums)
-        self._held = [*self.kind(self._parameters).columns, *sums]
+        self._held = [WINDOW_END, *self.kind(self._parameters).columns, *sums]
         self._group = [WINDOW_START, *product.by]
         self.key = (*self._group, *([ranks] if ranks else []))
         # Sliding windows hold an event several times, and a lateness leaves some out.
@@ -111,7 +108,9 @@ class Grouped(Operator, Generic[Held]):
             old = old.filter(found)
         states: dict[Key, tuple[Held, Row]] = {}
         for table in (old, partial):
-            for key, row in [] if table is None else self._read(table):
+            if table is None:
+                continue
+            for key, row in zip(self._keys(table), table.select(self._held).to_pylist(), strict=True):
                 if row["sketch"] is None:
                     continue
                 if key not in states:
@@ -127,10 +126,6 @@ class Grouped(Operator, Generic[Held]):
 
     def _keys(self, table: pa.Table) -> Iterator[Key]:
         return zip(*(table[name].to_pylist() for name in self._group), strict=True)
-
-    def _read(self, table: pa.Table) -> Iterator[tuple[Key, Row]]:
-        rows = table.select([WINDOW_END, *self._held]).to_pylist()
-        return zip(self._keys(table), rows, strict=True)
 
     def _listed(self, partial: pa.Table, *columns: str) -> Iterator[tuple[Row, list[pa.Array]]]:
         """Each window and group of counted items, and its values of these columns."""
@@ -224,13 +219,8 @@ class Distinct(Grouped[DistinctSketch]):
     kind = DistinctSketch
 
     def __init__(self, product: Product) -> None:
-        columns = [
-            (product.name, pa.float64()),
-            ("lower", pa.float64()),
-            ("upper", pa.float64()),
-            (product.source, pa.int64()),
-            ("sketch", pa.binary()),
-        ]
+        estimates = [(name, pa.float64()) for name in (product.name, "lower", "upper")]
+        columns = [*estimates, (product.source, pa.int64()), ("sketch", pa.binary())]
         super().__init__(product, columns, [product.source])
 
     def partial_sql(self) -> str:
@@ -303,12 +293,8 @@ class Membership(Grouped[MembershipSketch]):
     kind = MembershipSketch
 
     def __init__(self, product: Product) -> None:
-        columns = [
-            (product.name, pa.float64()),
-            ("fpp", pa.float64()),
-            (product.source, pa.int64()),
-            ("sketch", pa.binary()),
-        ]
+        estimates = [(product.name, pa.float64()), ("fpp", pa.float64())]
+        columns = [*estimates, (product.source, pa.int64()), ("sketch", pa.binary())]
         super().__init__(product, columns, [product.source])
 
     def partial_sql(self) -> str:
@@ -386,13 +372,10 @@ class Quantiles(Grouped[QuantileSketch]):
 
     def agrees(self, one: pa.Table, other: pa.Table) -> bool:
         """Whether both have the same exact columns, and quantiles within :data:`AGREE` errors of each other."""
-        found = [dict(self._results(table)) for table in (one, other)]
-        return found[0].keys() == found[1].keys() and all(
-            self._close(row, found[1][key]) and self._close(found[1][key], row) for key, row in found[0].items()
+        here, there = (dict(zip(self._keys(table), table.to_pylist(), strict=True)) for table in (one, other))
+        return here.keys() == there.keys() and all(
+            self._close(row, there[key]) and self._close(there[key], row) for key, row in here.items()
         )
-
-    def _results(self, table: pa.Table) -> Iterator[tuple[Key, Row]]:
-        return zip(self._keys(table), table.to_pylist(), strict=True)
 
     def _close(self, row: Row, other: Row) -> bool:
         exact = [self._min, self._max, *(name for name, _ in self._counted)]

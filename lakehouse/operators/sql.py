@@ -74,20 +74,14 @@ def check_rows(tree: exp.Expr, product: Product, *, aggregated: exp.Select | Non
     Raises:
         BadProduct: a batch's result would depend on which events share the batch.
     """
-    bad = next(iter(tree.find_all(*_SEES_OTHER_ROWS)), None) or next(
-        (union for union in tree.find_all(exp.Union) if union.args.get("distinct")), None
-    )
-    if bad is None:
-        bad = next(
-            (
-                select
-                for select in tree.find_all(exp.Select)
-                if select is not aggregated
-                and (any(select.args.get(clause) for clause in _CLAUSES) or select.find(exp.AggFunc))
-            ),
-            None,
-        )
-    if bad is not None:
+    found = [*tree.find_all(*_SEES_OTHER_ROWS)]
+    found += [union for union in tree.find_all(exp.Union) if union.args.get("distinct")]
+    for select in tree.find_all(exp.Select):
+        several = any(select.args.get(clause) for clause in _CLAUSES) or select.find(exp.AggFunc)
+        if several and select is not aggregated:
+            found.append(select)
+    if found:
+        bad = found[0]
         text = bad.sql(dialect="spark").replace(WINDOW, "window")
         raise BadProduct(
             product.name,

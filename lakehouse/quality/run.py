@@ -239,11 +239,7 @@ def _append(lake: Lake, at: datetime, found: Sequence[TableCheck]) -> None:
 
 
 def _product_subject(lake: Lake, product: Product) -> Subject:
-    """All rows of a product, folded if the table holds partials.
-
-    Raises:
-        QualityProblem: there is no such table, or it is too large.
-    """
+    """All rows of a product, folded if the table holds partials. Raises QualityProblem: it is absent, or too large."""
     table = lake.table(product.layer, product.name)
     delta = _open(table)
     types = {f.name: _spark_type(f.type) for f in delta.schema().fields}
@@ -251,7 +247,7 @@ def _product_subject(lake: Lake, product: Product) -> Subject:
     _bounded(table, rows)
     if product.storage == "append":
         rows = operator_of(product).merge(None, rows.to_table()) if rows.count_rows() else rows
-    times = ", ".join(f"CAST({_quoted(n)} AS TIMESTAMP) AS {_quoted(n)}" for n, t in types.items() if t == "timestamp")
+    times = ", ".join(f"CAST({_path(n)} AS TIMESTAMP) AS {_path(n)}" for n, t in types.items() if t == "timestamp")
     query = f"SELECT * REPLACE ({times}) FROM rows" if times else "SELECT * FROM rows"  # noqa: S608 - quoted
     return Subject(product.name, product.layer, delta.version(), "", rows, query, types)
 
@@ -293,13 +289,13 @@ def _events_subject(source: Source, rows: Any, version: int, batch: str) -> Subj
         "FROM (SELECT *, TRY(decode(payload)) AS t FROM rows))"
     )
     types = {name: _built(field).sql(dialect="spark").lower() for name, field in fields.items()}
-    given = " AND ".join(["fits", *(f"{_quoted(path)} IS NOT NULL" for path in source.required)])
+    given = " AND ".join(["fits", *(f"{_path(path)} IS NOT NULL" for path in source.required)])
     return Subject(source.name, "bronze", version, batch, rows, query, types, given)
 
 
-def _quoted(path: str) -> str:
+def _path(text: str) -> str:
     """A column, or a field inside one by dots, as SQL."""
-    return ".".join(map(quoted, path.split(".")))
+    return ".".join(map(quoted, text.split(".")))
 
 
 def _plain_times(node: exp.Expr) -> exp.Expr:
@@ -368,12 +364,8 @@ def _spark_type(kind: Any) -> str:
 
 
 def _frame_of(subject: Subject, asked: Sequence[BoundCheck]) -> pd.DataFrame:
-    """The columns that the expectations need, computed ones among them; for the table's shape, its own columns.
-
-    Raises:
-        QualityProblem: a predicate cannot be evaluated by DuckDB, or a column is missing.
-    """
-    wanted = {column: _quoted(column) for column in _columns(asked)}
+    """The columns that the expectations need, computed ones among them; for the table's shape, its own columns."""
+    wanted = {column: _path(column) for column in _columns(asked)}
     for item in asked:
         if item.check.sql:
             wanted[item.computed] = _verdict(item, subject)

@@ -39,49 +39,31 @@ _PREAMBLE = 16  # bytes of a Count-Min sketch before its total weight and counte
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question; an empty one asks for what the sketch can tell by itself.
+    """A question; an empty one asks for what the sketch can tell by itself."""
 
-    Attributes:
-        item: its count, or whether it is in.
-        low, high: the count of items between, both included.
-        quantiles: values at these ranks.
-        rank: the share of values that are no greater than this one.
-        n: number of most frequent items.
-    """
-
-    item: str | None = None
-    low: int | None = None
-    high: int | None = None
-    quantiles: tuple[float, ...] = ()
-    rank: float | None = None
-    n: int = 10
+    item: str | None = None  # its count, or whether it is in
+    low: int | None = None  # the count of items from here …
+    high: int | None = None  # … to here, both included
+    quantiles: tuple[float, ...] = ()  # values at these ranks
+    rank: float | None = None  # the share of values that are no greater than this one
+    n: int = 10  # number of most frequent items
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An estimate with its bounds.
+    """An estimate with its bounds."""
 
-    Attributes:
-        what: the item, range, quantile or measure.
-        lower, upper: bounds.
-        confidence: probability, at least, that the truth lies within; 1 for certain bounds.
-    """
-
-    what: str
+    what: str  # the item, range, quantile or measure
     estimate: float | str
     lower: float | None = None
     upper: float | None = None
-    confidence: float = 1.0
+    confidence: float = 1.0  # probability, at least, that the truth lies within; 1 for certain bounds
 
 
 class Sketch(ABC):
-    """The sketch of a window and group, or of several in one: empty at first.
+    """The sketch of a window and group, or of several in one: empty at first."""
 
-    Attributes:
-        columns: those that :meth:`add` reads.
-    """
-
-    columns: tuple[str, ...] = ("sketch",)
+    columns: tuple[str, ...] = ("sketch",)  # that :meth:`add` reads
 
     @abstractmethod
     def __init__(self, parameters: Row) -> None:
@@ -101,11 +83,7 @@ class Sketch(ABC):
 
 
 def sketch_of(parameters: str) -> Sketch:
-    """An empty sketch like those of a table whose property has these parameters (JSON).
-
-    Raises:
-        BadSketch: the property is not one of ours.
-    """
+    """An empty sketch like those of a table whose property is this JSON. Raises BadSketch: it is not one of ours."""
     try:
         found = json.loads(parameters)
         return _KINDS[found["operator"]](found)
@@ -157,18 +135,13 @@ def canonical_hll(union: datasketches.hll_union) -> datasketches.hll_sketch:
 
 
 class TopSketch(Sketch):
-    """Frequent items.
-
-    Attributes:
-        items: a ``datasketches.frequent_strings_sketch``, which says itself how much it may track.
-        unseen: how often, at most, an item occurred that the sketch knows nothing of.
-    """
+    """Frequent items."""
 
     columns = ("sketch", "unseen")
 
     def __init__(self, parameters: Row) -> None:
-        self.items: Any = None
-        self.unseen = 0
+        self.items: Any = None  # a datasketches.frequent_strings_sketch, which says itself how much it may track
+        self.unseen = 0  # how often, at most, an item occurred that the sketch knows nothing of
 
     def add(self, row: Row) -> None:
         self.unseen += row["unseen"]
@@ -197,11 +170,7 @@ class TopSketch(Sketch):
 
 
 class FrequencySketch(Sketch):
-    """Count-Min.
-
-    Attributes:
-        levels: sketches of the items, and with ``range_bits`` of the items without their lowest bit, two bits, …
-    """
+    """Count-Min: of the items, and with ``range_bits`` of the items without their lowest bit, two bits, …"""
 
     def __init__(self, parameters: Row) -> None:
         bits = parameters.get("range_bits", 0)
@@ -239,11 +208,7 @@ class FrequencySketch(Sketch):
 
 
 def inner_product(one: Sketch, other: Sketch) -> Answer:
-    """The sum over all items of their count in one times their count in the other.
-
-    Raises:
-        BadSketch: they are not both of ``frequency``, or differ in depth or width.
-    """
+    """See :func:`count_min_inner_product`. Raises BadSketch: they are not both of ``frequency``, or differ in shape."""
     if not isinstance(one, FrequencySketch) or not isinstance(other, FrequencySketch):
         raise BadSketch("only tables of frequency have inner products")
     return count_min_inner_product(one.levels[0], other.levels[0])
@@ -339,15 +304,11 @@ class MembershipSketch(Sketch):
 
 
 class QuantileSketch(Sketch):
-    """KLL.
-
-    Attributes:
-        values: a ``datasketches.kll_doubles_sketch``.
-    """
+    """KLL."""
 
     def __init__(self, parameters: Row) -> None:
         self._declared = tuple(parameters["quantiles"])
-        self.values: Any = None
+        self.values: Any = None  # a datasketches.kll_doubles_sketch
 
     def add(self, row: Row) -> None:
         found = datasketches.kll_doubles_sketch.deserialize(row["sketch"])
@@ -425,12 +386,10 @@ class BloomFilter:
 
     @property
     def bits(self) -> int:
-        """Size in bits."""
         return len(self._words) * 64
 
     @property
     def bits_set(self) -> int:
-        """Bits that are one."""
         return int.from_bytes(self._words.tobytes(), "little").bit_count()
 
     @property
@@ -476,11 +435,7 @@ class BloomFilter:
 
     @classmethod
     def deserialize(cls, data: bytes) -> BloomFilter:
-        """The filter that :meth:`serialize`, or DataSketches in another language, wrote.
-
-        Raises:
-            BadSketch: the bytes are not such a filter, or it has another seed.
-        """
+        """What :meth:`serialize`, or DataSketches elsewhere, wrote. Raises BadSketch: none, or of another seed."""
         if len(data) < _EMPTY_SIZE:
             raise BadSketch("too short for a Bloom filter")
         fields = _HEADER.unpack(data[: _HEADER.size].ljust(_HEADER.size, b"\0"))

@@ -31,21 +31,14 @@ _MOST = 1_000  # rows of sketches in memory at once
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Sketches of some windows, merged.
-
-    Attributes:
-        start: of the first window.
-        windows: their number.
-        rows: merged rows: one a window and group.
-        groups: column of ``by`` to the value that it must have, as text.
-    """
+    """Sketches of some windows, merged."""
 
     sketch: Sketch
-    start: datetime
+    start: datetime  # of the first window
     end: datetime
-    windows: int
-    rows: int
-    groups: Mapping[str, str] = field(default_factory=dict)
+    windows: int  # their number
+    rows: int  # merged rows: one a window and group
+    groups: Mapping[str, str] = field(default_factory=dict)  # column of `by` to the value that it must have, as text
 
 
 class SketchTable:
@@ -61,7 +54,6 @@ class SketchTable:
 
     @property
     def operator(self) -> str:
-        """Which operator keeps it."""
         return str(self.parameters["operator"])
 
     def newest(self) -> datetime:

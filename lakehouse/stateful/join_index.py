@@ -31,33 +31,21 @@ _FIRST = b"\x00" * 16
 
 @dataclass(frozen=True, slots=True)
 class PairChange:
-    """A row that the join gained or lost.
+    """A row that the join gained or lost."""
 
-    Attributes:
-        left: the left event's columns as JSON.
-        right: the right one's; None if the left one stands alone.
-        sign: 1 or -1.
-    """
-
-    left: str
-    right: str | None
-    sign: int
+    left: str  # the left event's columns as JSON
+    right: str | None  # the right one's; None if the left one stands alone
+    sign: int  # 1 or -1
 
 
 @dataclass(frozen=True, slots=True)
 class JoinEntry:
-    """One event that is remembered.
+    """One event that is remembered."""
 
-    Attributes:
-        side: :data:`LEFT` or :data:`RIGHT`.
-        at: its time, microseconds since the epoch.
-        body: its columns as JSON.
-    """
-
-    side: int
-    at: int
+    side: int  # LEFT or RIGHT
+    at: int  # its time, microseconds since the epoch
     step: int
-    body: str
+    body: str  # its columns as JSON
 
 
 class JoinIndex:

@@ -25,21 +25,14 @@ _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 @dataclass(frozen=True, slots=True)
 class StateFacts:
-    """What one product remembers.
-
-    Attributes:
-        live: rows, or events of both sides of a join, that later events go on from.
-        settled: rows that stay as they are; 0 for a join.
-        bytes: of a join's index on disk; 0 for others, whose table is their state.
-        clock: newest event time that it knows of, or None.
-    """
+    """What one product remembers."""
 
     product: str
     operator: str
-    live: int
-    settled: int
-    bytes: int
-    clock: datetime | None
+    live: int  # rows, or events of both sides of a join, that later events go on from
+    settled: int  # rows that stay as they are; 0 for a join
+    bytes: int  # of a join's index on disk; 0 for others, whose table is their state
+    clock: datetime | None  # newest event time that it knows of, or None
 
 
 def stateful_products(pipeline: Pipeline) -> list[Product]:

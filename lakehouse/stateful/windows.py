@@ -229,17 +229,12 @@ def _summed(kind: pa.DataType, how: str) -> pa.DataType:
 
 @dataclass(frozen=True, slots=True)
 class DeclaredAggregate:
-    """One declared aggregate.
-
-    Attributes:
-        row: the same for a single row: folded over rows it gives what ``sql`` gives.
-        fold: ``sum``, ``min`` or ``max``; of a list :data:`LIST`.
-    """
+    """One declared aggregate."""
 
     name: str
     sql: str
-    row: str
-    fold: str
+    row: str  # the same for a single row: folded over rows it gives what `sql` gives
+    fold: str  # `sum`, `min` or `max`; of a list LIST
 
 
 def greatest(lists: pa.ChunkedArray, groups: npt.NDArray[np.int64], most: int) -> pa.Array:
