@@ -36,7 +36,6 @@ from lakehouse.contract.sql.spark import (
     grouped,
     outputs,
     parse_query,
-    to_duckdb,
 )
 from lakehouse.contract.storage import parquet_file, remove_tree
 from lakehouse.errors import QueryError
@@ -219,7 +218,7 @@ class ViewEngine:
         timer.start()
         try:
             self._connection.register(relation, rows)
-            found = pa.table(self._connection.sql(to_duckdb(tree)).to_arrow_table())
+            found = pa.table(self._connection.sql(tree.sql(dialect="duckdb")).to_arrow_table())
         except duckdb.InterruptException:
             raise QueryError(name, f"it takes more than {_LIMIT_S:.0f} s", "Make it cheaper") from None
         except duckdb.Error as error:

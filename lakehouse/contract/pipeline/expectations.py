@@ -14,8 +14,6 @@ from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.tomlfile import duration_ms, one_of
 
 QUARANTINE, WARN, HALT, FAIL = "quarantine", "warn", "halt", "fail"
-ACTIONS = (QUARANTINE, WARN, HALT)
-CHECK_ACTIONS = (FAIL, WARN)
 BORDER = "border"
 FRESH = "fresh"  # ours: the newest value of a time column is not older than `within`
 
@@ -83,7 +81,7 @@ class Expectation:
     at: str = ""
 
     def __post_init__(self) -> None:
-        one_of("action", self.action, ACTIONS)
+        one_of("action", self.action, (QUARANTINE, WARN, HALT))
         if self.at:
             one_of("at", self.at, (BORDER,))
         if self.at and self.action != QUARANTINE:
@@ -126,7 +124,7 @@ def _check(name: str, value: Any, key: str) -> Check:
     sql, expect = given.get("sql", ""), given.get("expect", "")
     if not all(isinstance(text, str) for text in (action, sql, expect)):
         raise ConfigError("sql, expect and action are texts", key=key)
-    one_of(f"{key}.action", action, CHECK_ACTIONS)
+    one_of(f"{key}.action", action, (FAIL, WARN))
     if expect == FRESH:
         _check_fresh(rest, key)
     elif expect:

@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,18 +62,14 @@ class View:
 
 def in_order(views: dict[str, View]) -> list[View]:
     """The views, each after the one that it reads. Raises ConfigError."""
-    done: dict[str, View] = {}
-    waiting = dict(views)
-    while waiting:
-        ready = [name for name, view in waiting.items() if view.base not in waiting]
-        if not ready:
-            name = next(iter(waiting))
-            raise ConfigError(
-                "it reads itself, over other views", key=f"products.{name}.from", remedy="Break the circle"
-            )
-        for name in ready:
-            done[name] = waiting.pop(name)
-    return list(done.values())
+    try:
+        order = list(
+            TopologicalSorter({name: {view.base} & views.keys() for name, view in views.items()}).static_order()
+        )
+    except CycleError as error:
+        key = f"products.{error.args[1][0]}.from"
+        raise ConfigError("it reads itself, over other views", key=key, remedy="Break the circle") from None
+    return [views[name] for name in order]
 
 
 @dataclass(frozen=True, slots=True)

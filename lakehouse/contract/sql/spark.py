@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import sqlglot
@@ -188,33 +188,30 @@ def both_hold(one: str, other: str) -> bool:
 
 
 _Bound = tuple[float, float]  # a number, and 1 or -1 if the value must be above or below it, 0 if it may be equal
-_BOUNDS: dict[type[exp.Expr], Callable[[float], tuple[_Bound, _Bound]]] = {
-    exp.GT: lambda n: ((n, 1), (math.inf, 0)),
-    exp.GTE: lambda n: ((n, 0), (math.inf, 0)),
-    exp.LT: lambda n: ((-math.inf, 0), (n, -1)),
-    exp.LTE: lambda n: ((-math.inf, 0), (n, 0)),
-    exp.EQ: lambda n: ((n, 0), (n, 0)),
+_SIDES: dict[type[exp.Expr], tuple[int, int]] = {
+    exp.GT: (1, 1),
+    exp.GTE: (1, 0),
+    exp.LT: (-1, 1),
+    exp.LTE: (-1, 0),
+    exp.EQ: (0, 0),
 }
-_TURNED: dict[type[exp.Expr], type[exp.Expr]] = {
-    exp.GT: exp.LT,
-    exp.GTE: exp.LTE,
-    exp.LT: exp.GT,
-    exp.LTE: exp.GTE,
-    exp.EQ: exp.EQ,
-}
+"""A comparison: 1 if the value lies above the number, -1 if below; and 1 if they may not be equal."""
 
 
 def _comparison(tree: exp.Expr) -> tuple[exp.Expr, _Bound, _Bound] | None:
     """What a comparison compares, and the lowest and highest value that meet it; None: it is not one with a number."""
     tree = tree.unnest()
-    if type(tree) not in _BOUNDS:
+    if type(tree) not in _SIDES:
         return None
-    left, right = tree.this, tree.expression
-    for kind, value, number in ((type(tree), left, right), (_TURNED[type(tree)], right, left)):
+    above, strict = _SIDES[type(tree)]
+    for value, number, side in ((tree.this, tree.expression, above), (tree.expression, tree.this, -above)):
         try:
-            return value, *_BOUNDS[kind](float(number.sql()))
+            n = float(number.sql())
         except ValueError:
             continue
+        low = (n, strict) if side >= 0 else (-math.inf, 0)
+        high = (n, -strict) if side <= 0 else (math.inf, 0)
+        return value, low, high
     return None
 
 
@@ -442,11 +439,6 @@ def grouped(tree: exp.Query) -> tuple[str, ...]:
 def to_spark(tree: exp.Expr) -> str:
     """The same in Spark's dialect: what was checked, and not what a second parser makes of the text."""
     return re.sub(rf"\b{WINDOW}(?=\()", "window", tree.sql(dialect="spark"), flags=re.IGNORECASE)
-
-
-def to_duckdb(tree: exp.Expr) -> str:
-    """The same in DuckDB's dialect."""
-    return tree.sql(dialect="duckdb")
 
 
 def _depth(tree: exp.Expr) -> int:

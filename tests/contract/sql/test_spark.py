@@ -15,7 +15,6 @@ from lakehouse.contract.sql.spark import (
     outputs,
     parse_condition,
     parse_query,
-    to_duckdb,
     to_spark,
 )
 
@@ -139,4 +138,4 @@ def test_in_either_dialect() -> None:
     tree = parse_query("SELECT window.start AS w FROM t GROUP BY window(at, '1 minute')", max_bytes=999)
     assert to_spark(tree) == "SELECT window.start AS w FROM t GROUP BY window(at, '1 minute')"
     tree = parse_query("SELECT if(a, 1, 2) AS x, max_by(a, b) AS m FROM t", max_bytes=999)
-    assert to_duckdb(tree) == "SELECT CASE WHEN a THEN 1 ELSE 2 END AS x, ARG_MAX(a, b) AS m FROM t"
+    assert tree.sql(dialect="duckdb") == "SELECT CASE WHEN a THEN 1 ELSE 2 END AS x, ARG_MAX(a, b) AS m FROM t"
