@@ -50,9 +50,6 @@ def log(
     transient: Annotated[
         bool, typer.Option("--transient", help="Show events that Kafka has not acknowledged instead of failed ones.")
     ] = False,
-    limit: Annotated[
-        int | None, typer.Option(help="Show this many events.", min=1, show_default=f"{_ROWS}; with --json all")
-    ] = None,
     retry: Annotated[
         bool, typer.Option("--retry", help="Send failed events to Kafka again, under their ids; the node must not run.")
     ] = False,
@@ -63,7 +60,8 @@ def log(
 ) -> None:
     """Show the message logs of collecting nodes: events under way, failed ones with reasons, damage.
 
-    With NODE, --json prints one object a line: payload (base64 if it is not text), reason and envelope.
+    With NODE it shows the first 20; --json prints all, one object a line: payload (base64 if it is not text), reason
+    and envelope.
     Exit status of --retry: 1 Kafka refused some events again.
     """
     folder = Lake.of(chosen_settings()).state / "log"
@@ -72,7 +70,7 @@ def log(
     elif retry:
         _retry(folder, node, event_id or (), as_json)
     else:
-        _show_events(folder, node, transient, limit, as_json)
+        _show_events(folder, node, transient, as_json)
 
 
 def _list_nodes(folder: Path, as_json: bool) -> None:
@@ -99,13 +97,13 @@ def _list_nodes(folder: Path, as_json: bool) -> None:
             out.print(f"{view.node}: damage: {text}", markup=False)
 
 
-def _show_events(folder: Path, node: str, under_way: bool, limit: int | None, as_json: bool) -> None:
+def _show_events(folder: Path, node: str, under_way: bool, as_json: bool) -> None:
     from ingest.log.recovery import failed, log_of, transient
 
     found = log_of(folder, node)
     items = transient(found) if under_way else failed(found)
     if as_json:
-        for item in itertools.islice(items, limit):
+        for item in items:
             print_json(item)
         return
     rows = [
@@ -113,7 +111,7 @@ def _show_events(folder: Path, node: str, under_way: bool, limit: int | None, as
             *(escape(str(item.get(name, ""))) for name in ("seq", "source", "event_id", "reason")),
             escape(item.get("payload", item.get("payload_base64", ""))[:_SHOWN]),
         )
-        for item in itertools.islice(items, limit or _ROWS)
+        for item in itertools.islice(items, _ROWS)
     ]
     print_table(("seq", "source", "event id", "reason", "payload"), rows, right=("seq",))
 
@@ -411,15 +409,11 @@ def maintain(
             return
 
 
-def replay(
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Build every product again from bronze and compare digests.")
-    ] = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Prove that bronze alone gives the same products. Exit status 1: a digest differs."""
-    if not verify:
-        raise ConfigError("say what to do", key="replay", remedy="millrace replay --verify")
+def replay(as_json: JsonOption = False) -> None:
+    """Prove that bronze alone gives the same products: build them again, compare digests. Exit status 1: one differs.
+
+    Nothing is written.
+    """
     from jobs.lineage import replay_step, told
     from lakehouse.replay import verify as compare
 

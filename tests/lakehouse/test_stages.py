@@ -88,6 +88,6 @@ def test_stages_in_drivers_of_their_own_by_spark_submit_one_of_them_killed(new_s
         for process in drivers.values():
             process.wait(120)
     assert_exact(place.lake, place.pipeline, place.records)
-    replay = [sys.executable, "-m", "jobs.cli", "replay", "--verify", "--lake", str(place.lake.root)]
+    replay = [sys.executable, "-m", "jobs.cli", "replay", "--lake", str(place.lake.root)]
     done = subprocess.run([*replay, "--pipeline", place.settings.pipeline], cwd=ROOT, timeout=300, check=False)
     assert done.returncode == 0

@@ -162,7 +162,7 @@ class Example:
         return mark.clock if mark else None
 
     def verified(self, spark: SparkSession) -> dict[str, bool]:
-        """What ``replay --verify`` says of each table."""
+        """What ``replay`` says of each table."""
         return {found.table: found.equal for found in verify(spark, self.settings, self.pipeline)}
 
 
