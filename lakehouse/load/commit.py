@@ -85,7 +85,8 @@ class Ledger:
             pass
 
     def _caught_up(self, delta: DeltaTable) -> bool:
-        held = self._position()
+        with self._env.begin() as txn:
+            held = _parsed(txn.get(_POSITION))
         table_id, version = held
         if table_id == str(delta.metadata().id) and version > delta.version():
             delta.update_incremental()  # another loader has noted a newer commit
@@ -125,10 +126,6 @@ class Ledger:
 
     def close(self) -> None:
         self._env.close()
-
-    def _position(self) -> tuple[str, int]:
-        with self._env.begin() as txn:
-            return _parsed(txn.get(_POSITION))
 
     def _put(
         self, done: Iterable[FilePosition], held: tuple[str, int], newest: tuple[str, int], *, clear: bool = False
@@ -175,18 +172,12 @@ class Ledger:
             filter=pc.starts_with(pc.field("topic"), TOPIC) & (pc.field("offset") == 0) & pc.field("reject").is_null(),
         )
         ids = dict(zip(begun["topic"].to_pylist(), begun["event_id"].to_pylist(), strict=True))
-        counted = rows.group_by("topic").aggregate([("offset", "max"), ("reject", "count")]).to_pylist()
-        return [
-            FilePosition(
-                topic.removeprefix(TOPIC),
-                row["offset_max"] + 1,
-                row["reject_count"],
-                -1,
-                first=short_digest(ids[topic]) if topic in ids else "",
-            )
-            for row in counted
-            for topic in [row["topic"]]
-        ]
+        done = []
+        for row in rows.group_by("topic").aggregate([("offset", "max"), ("reject", "count")]).to_pylist():
+            file, rejects = row["topic"].removeprefix(TOPIC), row["reject_count"]
+            first = short_digest(ids[row["topic"]]) if row["topic"] in ids else ""
+            done.append(FilePosition(file, row["offset_max"] + 1, rejects, -1, first=first))
+        return done
 
 
 def _parsed(position: bytes | None) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""Loads files: reads, seals and commits chunks of rows, one chunk behind the reading, in one or several processes.
+"""Loads files: reads, seals and commits chunks of rows, one chunk behind the reading, in one process or several.
 
 A large file is committed chunk by chunk, each with the position to go on from; small files share a chunk. A loader
 claims a file while it reads it, with a lock on a byte that the fingerprint names, so that several loaders share the

@@ -59,8 +59,6 @@ class ControlCall:
     """One request.
 
     Attributes:
-        path, query: parameters.
-        body: the decoded body, if the operation has one.
         tag: revision that the caller wants to change (``If-Match``); empty: any.
         serve_url: where apps reach the servers.
         change: the transaction, if the operation changes something.
@@ -184,9 +182,8 @@ def change_app(call: ControlCall) -> AppRow:
     row = call.matches(_app_row(call, call.path["tenant"], call.path["app"]))
     change, ends = call.changing, call.body.ends
     row.ends, row.revision = _ms(ends), change.revision
-    call.session.execute(
-        update(KeyRow).where(KeyRow.tenant == row.tenant, KeyRow.app == row.name).values(revision=change.revision)
-    )
+    keys = update(KeyRow).where(KeyRow.tenant == row.tenant, KeyRow.app == row.name)
+    call.session.execute(keys.values(revision=change.revision))
     change.log("app.change", row.name, row.tenant, ends=_text(row.ends))
     return row
 
@@ -500,9 +497,8 @@ def _page(call: ControlCall, name: Any, kind: type[_E], *where: Any) -> types.Pa
             raise invalid("bad_request", "after is what next said")
         rows = rows.where(name > after)
     found = call.session.scalars(rows.limit(limit)).all()
-    return types.Page(
-        [shown(call, kind, row) for row in found], getattr(found[-1], name.key) if len(found) == limit else None
-    )
+    following = getattr(found[-1], name.key) if len(found) == limit else None
+    return types.Page([shown(call, kind, row) for row in found], following)
 
 
 def _owned(call: ControlCall, kind: Any) -> list[Any]:

@@ -119,7 +119,7 @@ class ControlContext:
 
     Attributes:
         serve_url: where apps reach the servers.
-        server: sends what the servers keep to them.
+        server: a client of theirs, for what they keep.
         epoch: of this process: revisions are compared within one, so that a restored database confuses nobody.
     """
 

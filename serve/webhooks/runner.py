@@ -76,11 +76,7 @@ CODEC = HookCodec()
 
 @dataclass(frozen=True, slots=True)
 class LinkRecord:
-    """A message out of the link.
-
-    Attributes:
-        content: what the text says.
-    """
+    """A message out of the link: its JSON text, and what that says."""
 
     body: bytes
     content: Mapping[str, Any]
@@ -113,7 +109,7 @@ class HookLink:
         self.principal = principal
         self.subscriber = Subscriber(self, CODEC, "webhook", principal)
         self.closed: RequestError | None = None
-        self.some = asyncio.Event()
+        self._some = asyncio.Event()
         self._hub = hub
         self._records: deque[LinkRecord] = deque()
         self._empty = asyncio.Event()
@@ -121,17 +117,17 @@ class HookLink:
     def write(self, data: bytes) -> None:
         """Not called for changes: a subscriber with a window fetches."""
         self._take(data)
-        self.some.set()
+        self._some.set()
 
     def _take(self, data: bytes) -> None:
         self._records.extend(LinkRecord(line, orjson.loads(line)) for line in data.splitlines())
 
     def pump(self) -> None:
-        self.some.set()
+        self._some.set()
 
     def close(self, code: int, reason: str) -> None:
         self.closed = RequestError(code, "closed", reason)
-        self.some.set()
+        self._some.set()
 
     def buffered(self) -> int:
         """0: fetched messages are not in a socket."""
@@ -143,14 +139,23 @@ class HookLink:
             self._empty.clear()
             await self._empty.wait()
 
-    def next(self) -> LinkRecord | None:
-        """The next message; None: wait for :attr:`some`."""
-        if not self._records and self.closed is None:
-            self._take(self._hub.data_to_send(self.subscriber))
-        record = self._records.popleft() if self._records else None
-        if not self._records:
-            self._empty.set()
-        return record
+    async def records(self, joining: asyncio.Task[None]) -> AsyncIterator[LinkRecord]:
+        """The messages, until the hub closes the link or the table cannot be joined: that error is raised."""
+        while True:
+            self._some.clear()
+            if not self._records and self.closed is None:
+                self._take(self._hub.data_to_send(self.subscriber))
+            record = self._records.popleft() if self._records else None
+            if not self._records:
+                self._empty.set()
+            if record is not None:
+                yield record
+            elif self.closed is not None:
+                raise self.closed
+            elif joining.done() and not joining.cancelled() and (error := joining.exception()) is not None:
+                raise error
+            else:
+                await self._some.wait()
 
 
 class ReceiverGone(ServeError):
@@ -218,7 +223,7 @@ class WebhookRunner:
         joining = asyncio.create_task(self._fleet.tables.join(link.subscriber, request))
         joining.add_done_callback(lambda _: link.pump())
         try:
-            async for record in self._records(link, joining):
+            async for record in link.records(joining):
                 if record.lagged and self._sent:  # resume from there
                     return
                 if record.empty:
@@ -229,7 +234,8 @@ class WebhookRunner:
                         one = await self._settled(one, principal)
                     if one.state == FAILING:
                         break
-                self._acknowledged(link, record)
+                if (position := self._position(record.position)) is not None:
+                    self._fleet.hub.acknowledged(link.subscriber, position)
         finally:
             joining.cancel()
             self._fleet.hub.unsubscribed(link.subscriber)
@@ -242,28 +248,11 @@ class WebhookRunner:
             raise RequestError(RequestError.UNAUTHORIZED, "unauthorized", "the key that made it is gone")
         return principal
 
-    async def _records(self, link: HookLink, joining: asyncio.Task[None]) -> AsyncIterator[LinkRecord]:
-        while True:
-            link.some.clear()
-            if (record := link.next()) is not None:
-                yield record
-                continue
-            if link.closed is not None:
-                raise link.closed
-            if joining.done() and not joining.cancelled() and (error := joining.exception()) is not None:
-                raise error
-            await link.some.wait()
-
     def _position(self, token: str) -> Position | None:
         try:
             return self._fleet.hub.seal.parse(token) if token else None
         except RequestError:
             return None  # the lake has another key: start over
-
-    def _acknowledged(self, link: HookLink, record: LinkRecord) -> None:
-        position = self._position(record.position)
-        if position is not None:
-            self._fleet.hub.acknowledged(link.subscriber, position)
 
     async def _passed(self, record: LinkRecord) -> None:
         """Store the position of a change without rows for this webhook; nothing is delivered."""
@@ -328,8 +317,7 @@ def secret_of(seal: Seal, ident: str) -> bytes:
 def delivery_id(hook: Webhook, record: LinkRecord, sent: str) -> str:
     """An id that is the same for the same message, before and after a crash.
 
-    Args:
-        sent: where the webhook was before: it tells messages without a position apart.
+    ``sent``, where the webhook was before, tells messages without a position apart.
     """
     parts = (hook.id.encode(), record.kind.encode(), (record.position or sent).encode(), record.body)
     return "msg_" + hashlib.sha256(b"\0".join(parts)).hexdigest()[:32]
@@ -350,9 +338,6 @@ def cloud_event(hook: Webhook, one: WebhookDelivery) -> dict[str, str]:
 
 class WebhookFleet:
     """The webhooks of a lake, as far as this process runs them.
-
-    Args:
-        folder: of the lake's webhooks.
 
     Attributes:
         counts: attempts and dead letters by outcome, of all webhooks.
@@ -387,24 +372,21 @@ class WebhookFleet:
     async def run(self) -> None:
         """Start and stop runners until cancelled."""
         try:
-            await self._watch()
+            while True:
+                try:
+                    if self._made is not None or (self._folder / "webhooks.db").exists():
+                        await self._reconcile()
+                except Exception:
+                    log.exception("webhooks could not be looked at")
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_LOOK_S):
+                        await self._look.wait()
+                self._look.clear()
         finally:
             for ident in list(self._running):
                 await self._stop(ident)
             if self._made is not None:
                 self._made.close()
-
-    async def _watch(self) -> None:
-        while True:
-            try:
-                if self._made is not None or (self._folder / "webhooks.db").exists():
-                    await self._reconcile()
-            except Exception:
-                log.exception("webhooks could not be looked at")
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LOOK_S):
-                    await self._look.wait()
-            self._look.clear()
 
     async def _reconcile(self) -> None:
         store = await self.store()
