@@ -55,8 +55,7 @@ _POSITION, _INTENT = b"\x00position", b"\x00intent"
 def at_table(table: str) -> Iterator[None]:
     """Translates errors of the system, of Delta and of the ledger: they are not the fault of the rows.
 
-    Raises:
-        CommitFailed: for each of them.
+    Raises CommitFailed: for each of them.
     """
     try:
         yield
@@ -210,8 +209,7 @@ class Committer:
     def commit(self, parts: Sequence[SealedSegment]) -> int:
         """Append the rows of these segments in one commit; returns its bronze version.
 
-        Raises:
-            FileTaken: another loader has loaded one of the files meanwhile; nothing has been committed.
+        Raises FileTaken: another loader has loaded one of the files meanwhile; nothing has been committed.
         """
         rows = self._sealer.rows(parts)
         ready = self._ready / f"{uuid.uuid4().hex}.parquet"

@@ -160,8 +160,7 @@ class FeedFetcher:
     def fetch(self, feed: FeedSpec) -> Download | None:
         """Check the address; None if it offers nothing new.
 
-        Raises:
-            FetchFailed: it gives no file, or one that is too large or too slow. The next call resumes the download.
+        Raises FetchFailed: it gives no file, or one that is too large or too slow. The next call resumes the download.
         """
         with Cutoff(feed.timeout_ms / 1000, self._stop) as cutoff:
             for number in range(1, TRIES + 1):

@@ -78,8 +78,6 @@ class OpenFile:
     Attributes:
         name: path, for messages.
         format: ``csv``, ``tsv``, ``jsonl``, ``parquet``, or that of a reader of one's own.
-        encoding: of CSV and JSON lines, as Python names it.
-        delimiter: of CSV, one character.
     """
 
     name: str
@@ -106,8 +104,7 @@ def is_finished(path: Path) -> bool:
 def find(paths: Iterable[str | Path]) -> list[FeedFile]:
     """The files that the arguments name: files, folders (recursively) and globs; each once, in order.
 
-    Raises:
-        ConfigError: an argument matches nothing.
+    Raises ConfigError: an argument matches nothing.
     """
     found: dict[Path, FeedFile] = {}
     for text in paths:
@@ -139,8 +136,7 @@ def fingerprint_of(file: IO[bytes]) -> str:
 def format_of(path: Path, file: IO[bytes], wanted: str = "auto") -> str:
     """The wanted format; of ``auto`` the format by the name, else by the first bytes.
 
-    Raises:
-        BadFile: the format is unknown.
+    Raises BadFile: the format is unknown.
     """
     if wanted != "auto":
         return wanted
@@ -164,8 +160,7 @@ def format_of(path: Path, file: IO[bytes], wanted: str = "auto") -> str:
 def unpacked(name: str, file: IO[bytes], encoding: str = "utf-8", skip: int = 0) -> TextStream:
     """The text of the file as UTF-8, without its first ``skip`` bytes; gzip is detected by its first bytes.
 
-    Raises:
-        BadFile: while reading: the gzip stream is cut off or damaged, or the text does not have the encoding.
+    Raises BadFile: while reading: the gzip stream is cut off or damaged, or the text does not have the encoding.
     """
     file.seek(0)
     packed = file.read(2) == _GZIP

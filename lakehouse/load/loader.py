@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -59,10 +60,9 @@ class Deadline:
     """The SLA of a load.
 
     Attributes:
-        began: start of the load, seconds since the epoch.
+        began: seconds since the epoch.
         allowed_s: the longest it may take; None: no SLA.
-        total: bytes to read.
-        read: bytes read, by file.
+        total, read: bytes to read, and read by file.
     """
 
     began: float
@@ -72,9 +72,9 @@ class Deadline:
     now: Callable[[], float] = time.time
 
     @property
-    def at(self) -> float | None:
-        """The deadline, seconds since the epoch."""
-        return None if self.allowed_s is None else self.began + self.allowed_s
+    def at(self) -> float:
+        """The deadline, seconds since the epoch; infinite without an SLA."""
+        return math.inf if self.allowed_s is None else self.began + self.allowed_s
 
     def expected(self) -> float | None:
         """The expected end at the pace up to now, seconds since the epoch; None before the first byte."""
@@ -86,14 +86,11 @@ class Deadline:
     @property
     def in_danger(self) -> bool:
         """Whether it is late, or will be at this pace."""
-        if self.at is None:
-            return False
-        expected = self.expected()
-        return self.now() > self.at or (expected is not None and expected > self.at)
+        return max(self.now(), self.expected() or 0.0) > self.at
 
     def is_late(self, finished_at: int) -> bool:
         """Whether this end of a file (microseconds since the epoch) is after the deadline."""
-        return self.at is not None and finished_at > self.at * 1e6
+        return finished_at > self.at * 1e6
 
 
 def append_reports(lake: Lake, load: str, source: str, reports: Sequence[FileReport], deadline: Deadline) -> None:
@@ -102,14 +99,12 @@ def append_reports(lake: Lake, load: str, source: str, reports: Sequence[FileRep
         return
     table = lake.table("silver", LOADS)
     table.create(_REPORTS, {PROPERTY_KEY: "load,name,file"}, "Files given to the batch loader, and the result of each")
-    at = None if deadline.at is None else int(deadline.at * 1e6)
+    at = None if deadline.allowed_s is None else int(deadline.at * 1e6)
     rows = [
-        {name: getattr(report, name, None) for name in _REPORTS.names}
-        | {"load": load, "source": source, "deadline": at, "late": deadline.is_late(report.finished_at)}
+        asdict(report) | {"load": load, "source": source, "deadline": at, "late": deadline.is_late(report.finished_at)}
         for report in reports
     ]
-    plain = pa.schema([f.with_type(pa.int64()) if pa.types.is_timestamp(f.type) else f for f in _REPORTS])
-    write_deltalake(str(table.path), pa.Table.from_pylist(rows, schema=plain).cast(_REPORTS), mode="append")
+    write_deltalake(str(table.path), pa.Table.from_pylist(rows, schema=_REPORTS), mode="append")
 
 
 class LoaderMetrics(Collector):
@@ -140,7 +135,7 @@ class LoaderMetrics(Collector):
     def deadline(self, source: str, deadline: Deadline) -> None:
         """Set the time that the current load has left."""
         expected = deadline.expected()
-        if deadline.at is not None and expected is not None:
+        if deadline.allowed_s is not None and expected is not None:
             self._left.labels(source).set(deadline.at - expected)
 
     def ended(self, source: str, seconds: float, late: bool) -> None:
@@ -162,8 +157,7 @@ class Load:
     """The result of a load.
 
     Attributes:
-        id: its id in table ``loads``.
-        reports: one a file.
+        id: in table ``loads``.
         seconds: from the opening of the first file to the last commit.
         late: whether it ended after its deadline.
     """
@@ -202,9 +196,7 @@ def load(
         notify: receives progress and each finished file.
 
     Raises:
-        LoaderDied: a worker process was killed.
-        CommitFailed: bronze does not take rows.
-            In both cases the table gets the reports of the finished files.
+        LoaderDied, CommitFailed: see :func:`load_files`. The table gets the reports of the finished files.
     """
     name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
     metrics = metrics or LoaderMetrics()
@@ -254,10 +246,7 @@ class Inbox:
     and rename, or just write. A crash between a load and the move repeats nothing: the next load finds the file in
     bronze, and moves it. A file that took the name of another during its load stays.
 
-    Args:
-        folder: files arrive in it or in folders below it.
-        settle_s: time without a change.
-        now: monotonic seconds.
+    Files arrive in the folder or in folders below it. ``now`` gives monotonic seconds.
     """
 
     def __init__(self, folder: Path, settle_s: float = 2.0, now: Callable[[], float] = time.monotonic) -> None:
@@ -288,8 +277,7 @@ class Inbox:
     def put_away(self, reports: Sequence[FileReport]) -> set[Path]:
         """Move the reported files; a failed one gets a ``NAME.reason.txt`` next to it.
 
-        Returns:
-            Files that stay, because another file took their name during the load; they are loaded next.
+        Returns those that stay, because another file took their name during the load; they are loaded next.
         """
         unread = set()
         for report in reports:
@@ -338,13 +326,7 @@ def _given_back(file: Path, path: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class FeedResult:
-    """The result of checking a feed.
-
-    Attributes:
-        feed: its name.
-        load: of the new file, or None.
-        problem: why there is no complete load; empty: nothing is new, or the file was loaded.
-    """
+    """The result of checking a feed; ``problem`` says why there is no complete load, and is empty if nothing is new."""
 
     feed: str
     load: Load | None = None
@@ -355,7 +337,6 @@ class LoaderService:
     """Loads until it is stopped. Its metrics are also a file in the lake.
 
     Args:
-        stop: ends it.
         allowed_s: SLA of an inbox's load, from the time that its files are finished; feeds declare their own.
         once: end when all present files are loaded, or all feeds checked whether they are due or not.
     """

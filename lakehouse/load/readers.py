@@ -154,8 +154,7 @@ def to_json(rows: pa.Table, select: str = "to_json(r)") -> list[bytes]:
 def read_csv(opened: OpenFile, source: Source, offset: int) -> Iterator[Segment]:
     """Segments of the rows from ``offset`` on: 0, or the end of a segment. Each call reads the header.
 
-    Raises:
-        BadFile: no header, or an unreadable text.
+    Raises BadFile: no header, or an unreadable text.
     """
     parser = _CsvParser(opened, source)
     offset = max(offset, parser.begin)

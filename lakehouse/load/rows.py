@@ -294,11 +294,7 @@ def _no_headers(size: int) -> pa.Array:
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """A written file that waits for its commit.
-
-    Attributes:
-        stamp_at: offset of the value of ``bronze_at`` in the file.
-    """
+    """A written file that waits for its commit. ``stamp_at``: offset of the value of ``bronze_at`` in the file."""
 
     path: Path
     rows: int

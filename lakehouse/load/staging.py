@@ -34,13 +34,7 @@ _BATCH_ROWS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """The state of a staging table after a refresh.
-
-    Attributes:
-        product_version: version of the product that the copy shows.
-        version: the staging table's own version.
-        changed: whether the refresh made a commit.
-    """
+    """The state of a staging table after a refresh; ``changed``: the refresh made a commit."""
 
     name: str
     product: str

@@ -64,8 +64,6 @@ class LoadJob:
     Attributes:
         node: id of the loader, the rows' ``collector``.
         kind: format; ``auto``: by the name or the first bytes of each file.
-        encoding: of CSV and JSON lines.
-        delimiter: of CSV.
         max_rejects: share of refused rows (0 to 1) above which a file is refused.
         gate: check the source's expectations on each batch of rows (some 4 MB) before its commit.
         chunk_rows: rows of a commit, about; 32 MiB of payloads end a chunk too.

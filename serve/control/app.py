@@ -113,8 +113,7 @@ def make_control_app(settings: Settings, store: ControlStore) -> Starlette:
 async def run_control(settings: Settings, *, ready: Callable[[str], None], stop: asyncio.Event) -> None:
     """Run the control plane until ``stop`` is set.
 
-    Raises:
-        ConfigError, EnvironmentProblem: the database, the address or the certificate cannot be used.
+    Raises ConfigError, EnvironmentProblem: the database, the address or the certificate cannot be used.
     """
     control = settings.control
     tls = uses_tls(settings.serve)

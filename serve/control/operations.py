@@ -352,8 +352,7 @@ def remove_source(call: ControlCall) -> None:
 def checked_source(name: str, declaration: dict[str, Any]) -> dict[str, Any]:
     """The declaration, if processes will take it: :mod:`lakehouse.contract.pipeline.folder`.
 
-    Raises:
-        RequestError: it could not.
+    Raises RequestError: it could not.
     """
     try:
         source, products = added_source(declaration, Path(f"{name}.toml"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Any, Generic, Literal, TypeVar
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, Struct
 
 from lakehouse.contract.sql.filters import MAX_LENGTH
 
@@ -223,4 +223,4 @@ class Problem(Struct):
     type: str = "about:blank"
     detail: str = ""
     code: str = ""
-    remedy: str = field(default="")
+    remedy: str = ""

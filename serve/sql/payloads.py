@@ -43,12 +43,7 @@ _TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class PayloadSchema:
-    """What the JSON payloads of a source hold.
-
-    Attributes:
-        ddl: of the fields.
-        unwrap: steps to the object that holds them.
-    """
+    """What the JSON payloads of a source hold: fields, and the steps to the object that has them."""
 
     ddl: str
     unwrap: tuple[str, ...] = ()
@@ -62,12 +57,8 @@ def payload_schemas(sources: Iterable[Source]) -> dict[str, PayloadSchema]:
 def events_sql(relation: str, columns: Collection[str], schema: PayloadSchema) -> str:
     """The SELECT: the envelope, ``reason`` (why the border refused it), ``payload`` as JSON, and the declared fields.
 
-    A payload that is no JSON is null, and so is a field that is absent or does not fit its type.
-
-    Args:
-        relation: name of the rows, quoted where it needs to be.
-        columns: that the rows have.
-        schema: of the payloads.
+    A payload that is no JSON is null, and so is a field that is absent or does not fit its type. ``relation`` is the
+    name of the rows, quoted where it needs to be, and ``columns`` are those that they have.
     """
     fields = parse_ddl(schema.ddl)
     structure = _text(json.dumps({name: _structure(field) for name, field in fields.items()}))

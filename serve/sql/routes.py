@@ -77,8 +77,7 @@ class Workers:
     ) -> StatementResult:
         """Run a statement. Cancelling ends it, with its process. The payloads of ``sources`` can be read as columns.
 
-        Raises:
-            RequestError: it is refused, fails or takes too long, or too many wait.
+        Raises RequestError: it is refused, fails or takes too long, or too many wait.
         """
         serve = self._settings.serve
         if self.running >= serve.max_sql * (1 + _WAITING):

@@ -115,7 +115,6 @@ class StatementResult:
     Attributes:
         body: the rows, a JSON array of objects or an Arrow IPC stream.
         columns: name and type of each.
-        rows: how many.
         truncated: whether there were more than the bounds allow.
         versions: of each table that was read.
         code, detail: of a refusal or failure, for programs and for people; empty: it succeeded.

@@ -36,12 +36,10 @@ _DELIVERY = "id, webhook, kind, position, body, state, attempts, status, error, 
 
 @dataclass(frozen=True, slots=True)
 class Webhook:
-    """A registered webhook.
+    """A registered webhook: a subscription, and the URL that is called.
 
     Attributes:
-        id: public.
         key: id of the key that made it; empty if there were no keys then.
-        table, where, columns, select, conflate: as in a subscription.
         created: ms since the epoch.
         cloudevents: whether each message is sent as a CloudEvent.
     """
@@ -89,7 +87,7 @@ class WebhookProgress:
 
     Attributes:
         position: that it resumes from.
-        sent: position of the last message, delivered or dead; changes that had nothing for it may have come since.
+        sent: of the last message, delivered or dead; changes that had nothing for it may have come since.
         state: ``active``, ``failing``, ``stopped`` or ``gone``.
     """
 
