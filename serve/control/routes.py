@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import re
 import secrets
@@ -82,17 +83,14 @@ class Watchers:
 
     async def known(self, revision: int, most_s: float) -> tuple[int, int]:
         """Wait until every process that looks knows a revision; how many do, of how many."""
-        count = (0, 0)
 
-        def all_know() -> bool:
-            nonlocal count
+        def counted() -> tuple[int, int]:
             now = asyncio.get_running_loop().time()
             here = [node for node in self._nodes.values() if self._here(node, now)]
-            count = sum(node.revision >= revision for node in here), len(here)
-            return count[0] == count[1]
+            return sum(node.revision >= revision for node in here), len(here)
 
-        await self._until(all_know, most_s)
-        return count
+        await self._until(lambda: len({*counted()}) == 1, most_s)
+        return counted()
 
     @staticmethod
     def _here(node: _Node, now: float) -> bool:
@@ -103,14 +101,10 @@ class Watchers:
         self._moved = asyncio.Event()
 
     async def _until(self, true: Callable[[], bool], most_s: float) -> None:
-        deadline = asyncio.get_running_loop().time() + most_s
-        while not true():
-            try:
-                async with asyncio.timeout_at(deadline):
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(most_s):
+                while not true():
                     await self._moved.wait()
-            except TimeoutError:
-                true()
-                return
 
 
 @dataclass(frozen=True, slots=True)
