@@ -7,7 +7,6 @@ import contextlib
 import gc
 import logging
 import resource
-import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from functools import cache, partial
 from typing import Any
@@ -34,7 +33,7 @@ from serve.http.rows import RowSource
 from serve.push.sse import ServingHttpProtocol
 from serve.push.websocket import WEBSOCKET, SubscriberWebSocket
 from serve.sql.routes import Workers
-from serve.tables.tables import Declarations, Tables, clock_ms
+from serve.tables.tables import Declarations, Tables, clock_ms, now_ms
 from serve.webhooks.runner import WebhookFleet
 
 log = logging.getLogger(__name__)
@@ -221,14 +220,14 @@ async def _run_clock(hub: Hub, settings: ServeSettings) -> None:
         while (left := (due - clock_ms()) / 1000) > 0:
             await asyncio.sleep(min(left, _BEAT_S) if hub.beating else left)
             if hub.beating:
-                deliver(hub.beat(clock_ms(), int(time.time() * 1000)))
+                deliver(hub.beat(clock_ms(), now_ms()))
         now = clock_ms()
         sizes = {subscriber: subscriber.link.buffered() for subscriber in hub.waiting()}
         for subscriber, size in sizes.items():
             if size < buffered.get(subscriber.link, 0) and hub.heard_from(subscriber, now):
                 subscriber.link.pump()
         buffered = {subscriber.link: size for subscriber, size in sizes.items()}
-        deliver(hub.tick(now, int(time.time() * 1000)))
+        deliver(hub.tick(now, now_ms()))
 
 
 async def _tell_demand(hub: Hub, tables: Tables, pipeline: Callable[[], Pipeline]) -> None:

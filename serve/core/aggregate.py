@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from decimal import Context, Decimal
-from typing import Any, Protocol
+from typing import Any
 
 import pyarrow as pa
 from sqlglot import exp
@@ -43,17 +43,9 @@ _ARROW = {
 }
 
 
-class Accumulator(Protocol):
-    """Takes values in, and out again; never NULL."""
-
-    def add(self, value: Any) -> None: ...
-
-    def remove(self, value: Any) -> None: ...
-
-    def result(self) -> Any: ...
-
-
 class Count:
+    """Counts values. Base of all that take values in, and out again; never NULL."""
+
     def __init__(self) -> None:
         self.count = 0
 
@@ -63,18 +55,18 @@ class Count:
     def remove(self, value: Any) -> None:
         self.count -= 1
 
-    def result(self) -> int:
+    def result(self) -> Any:
         return self.count
 
 
-class Total:
+class Total(Count):
     """The exact sum, rounded once; None for no values, or if it is beyond a float.
 
     Floats: J. R. Shewchuk, Adaptive Precision Floating-Point Arithmetic, 1997: partials that do not overlap.
     """
 
     def __init__(self) -> None:
-        self.count = 0
+        super().__init__()
         self._whole: int | Decimal = 0
         self._partials: list[float] = []
 
@@ -123,8 +115,9 @@ def _finite(result: Callable[[], float]) -> float | None:
     return value if math.isfinite(value) else None
 
 
-class DistinctCount:
+class DistinctCount(Count):
     def __init__(self) -> None:
+        super().__init__()
         self._counts: dict[Any, int] = {}
 
     def add(self, value: Any) -> None:
@@ -168,13 +161,13 @@ class AggregateColumn:
     type: pa.DataType  # Arrow type of its values
     group: int | None = None  # index of the grouping column; None for an aggregate
     value: Getter | None = None  # what is aggregated, in a row; None: the row itself (`count(*)`)
-    new: Callable[[], Accumulator] = Count  # makes its accumulator
+    new: Callable[[], Count] = Count  # takes values in and out
 
 
 @dataclass(slots=True)
 class _Group:
     rows: int
-    parts: list[Accumulator] = field(default_factory=list)
+    parts: list[Count] = field(default_factory=list)
 
 
 def aggregate_view(
@@ -208,7 +201,7 @@ class AggregateView:
         self._settle(touched)
 
     def advance(self, change: TableChange) -> TableChange:
-        """Groups with new results, and groups without rows."""
+        """Groups with new results, and groups without rows; otherwise as of :class:`serve.core.view.RowsView`."""
         if change.was is not None:
             return self._rebound(change)
         touched: set[Key] = set()
@@ -223,6 +216,7 @@ class AggregateView:
         return self._told(change, *self._settle(touched))
 
     def source(self, rows: Mapping[Key, Row]) -> list[tuple[Key, Row]]:
+        """The groups, whatever the table's rows are."""
         return list(self._results.items())
 
     def rows(self, pairs: Iterable[tuple[Key, Row]]) -> Iterable[tuple[Key, Row]]:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from lakehouse.contract.errors import ConfigError
 from lakehouse.contract.pipeline import Pipeline
@@ -27,11 +27,13 @@ from serve.core.messages import Codec, Message, change_messages, encode_rows, sn
 from serve.core.model import SubscribeRequest, TableChange, TableInfo, in_order
 from serve.core.position import WHOLE, Position, Seal
 from serve.core.ring import Ring, SharedSnapshot, Subscriber, WireChannel
-from serve.core.view import LiveView, RowsView, SubscriberView, filter_errors, rows_before, rows_view
+from serve.core.view import RowsView, SubscriberView, filter_errors, rows_before, rows_view
 from serve.errors import FilterError, RequestError
 from serve.tables.state import TableState
 
 _T = TypeVar("_T")
+LiveView: TypeAlias = RowsView | AggregateView
+"""A view at work on one table."""
 
 NOT_SERVED = "its pipeline declares that it has no channel; query it with SQL"
 _FILTER_RING_BYTES = 1_048_576  # of a filter; a filter passes a part of its table, and there may be thousands
@@ -370,14 +372,3 @@ def view_of(table: TableInfo, request: SubscribeRequest, guard: str, spec: Chann
         both = conjunction(*(parse_condition(text, Columns.of(seen)) for text in (where, plain[1])))
         where = "" if both is None else both.sql("duckdb")
     return rows_view(table, where, asked or (seen.columns if spec.columns else ()), guard, seen)
-
-
-def channel_problem(table: TableInfo, specs: Mapping[str, ChannelSpec]) -> str:
-    """Why the declared channel does not fit the table; empty if it fits."""
-    spec = specs.get(table.name, EVERYTHING)
-    try:
-        if spec.narrows:
-            view_of(table, SubscribeRequest(table.name), "", spec)
-    except FilterError as error:
-        return str(error)
-    return ""

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import orjson
 
@@ -20,23 +20,6 @@ from serve.errors import FilterError
 
 MAX_COLUMNS = 1_000
 FEW_ROWS = 8  # changes this small are scanned even if a condition pins a column
-
-
-class LiveView(Protocol):
-    """A view at work on one table."""
-
-    @property
-    def table(self) -> TableInfo:
-        """The view's columns and key."""
-
-    def advance(self, change: TableChange) -> TableChange:
-        """The change in the view. Call it for every commit, in order. Raises FilterError: the columns no longer fit."""
-
-    def source(self, rows: Mapping[Key, Row]) -> list[tuple[Key, Row]]:
-        """Input of :meth:`rows`: the table's current rows, or the view's own."""
-
-    def rows(self, pairs: Iterable[tuple[Key, Row]]) -> Iterable[tuple[Key, Row]]:
-        """The view's rows by key, for part of :meth:`source`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +97,10 @@ class RowsView:
         self._bind(table)
 
     def advance(self, change: TableChange) -> TableChange:
-        """Rows that are in the view now; keys gone from the table or out of the condition."""
+        """The change in the view: rows that are in it now, and keys gone from the table or out of the condition.
+
+        Call it for every commit, in order. Raises FilterError: the columns no longer fit.
+        """
         if change.was is not None:
             return self._rebound(change)
         if change.table is not self._source:
@@ -141,9 +127,11 @@ class RowsView:
         return TableChange(self.table, change.version, tuple(upserts), tuple(deletes), facts, left=frozenset(left))
 
     def source(self, rows: Mapping[Key, Row]) -> list[tuple[Key, Row]]:
+        """Input of :meth:`rows`: the table's current rows."""
         return list(rows.items())
 
     def rows(self, pairs: Iterable[tuple[Key, Row]]) -> Iterable[tuple[Key, Row]]:
+        """The view's rows by key, for part of :meth:`source`."""
         matches, project = self._matches, self._project
         if matches is not None:
             pairs = [pair for pair in pairs if matches(pair[1]) is True]

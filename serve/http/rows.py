@@ -38,12 +38,12 @@ from lakehouse.contract.rows import Key, Row
 from lakehouse.contract.sql import BOOL, DATE, DECIMAL, FLOAT, INT, TEXT, TIMESTAMP
 from lakehouse.contract.sql.closures import as_date, as_timestamp, kind_of
 from lakehouse.contract.storage import LakePath, Stamp
-from serve.core.channel import NOT_SERVED, Channel, live_view, opened_view, rows_in_order, view_of
+from serve.core.channel import NOT_SERVED, Channel, LiveView, live_view, opened_view, rows_in_order, view_of
 from serve.core.hub import Hub
 from serve.core.messages import encode_rows, to_json
 from serve.core.model import Principal, SubscribeRequest, TableInfo, in_order
 from serve.core.position import Position, Seal
-from serve.core.view import LiveView, RowsView, SubscriberView, filter_errors
+from serve.core.view import RowsView, SubscriberView, filter_errors
 from serve.errors import FilterError, PositionExpired, RequestError, SqlError
 from serve.push.request import admitted, invalid, problem, query_of, subscription_of, whole_number
 from serve.sql.routes import Workers

@@ -33,13 +33,13 @@ from lakehouse.contract.pipeline.folder import Alert
 from lakehouse.contract.pipeline.product import EVERYTHING, ChannelSpec
 from lakehouse.contract.pipeline.tenants import TenantBorder
 from lakehouse.contract.storage import LakePath, is_away
-from serve.core.channel import NOT_SERVED, channel_problem, finished, opened_view
+from serve.core.channel import NOT_SERVED, LiveView, finished, opened_view, view_of
 from serve.core.hub import Hub
 from serve.core.messages import Message, change_messages
 from serve.core.model import SubscribeRequest, TableChange, TableInfo
 from serve.core.position import Position, Seal
 from serve.core.ring import Outgoing, Subscriber
-from serve.core.view import LiveView, SubscriberView, filter_errors
+from serve.core.view import SubscriberView, filter_errors
 from serve.errors import FilterError, PositionExpired, RequestError
 from serve.tables.events import EventReader
 from serve.tables.state import StateStep, TableReader, TableState
@@ -513,8 +513,12 @@ class Tables:
             await asyncio.sleep(pause)
 
     def _check_fits(self, table: TableInfo) -> None:
-        if why := channel_problem(table, self._hub.specs):
-            raise TableUnreadable(table.name, f"products.{table.name}.channel does not fit it: {why}")
+        spec = self._hub.specs.get(table.name, EVERYTHING)
+        try:
+            if spec.narrows:
+                view_of(table, SubscribeRequest(table.name), "", spec)
+        except FilterError as error:
+            raise TableUnreadable(table.name, f"products.{table.name}.channel does not fit it: {error}") from None
 
     async def _tell_opened(self, name: str, problem: str | None) -> None:
         if problem is None:
