@@ -8,8 +8,8 @@ here too, and a copy of an event is told again, under the same key.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from datetime import UTC
 from decimal import Decimal, InvalidOperation
 from functools import lru_cache
@@ -57,35 +57,24 @@ _KINDS: Mapping[str, pa.DataType] = {
 _NESTED = pa.list_(pa.null())  # of a kind that no filter takes; sent as the payload has it
 
 
-@dataclass(frozen=True, slots=True)
-class BronzeStep(StateStep):
-    """``rows``: the commit's events in order, copies too."""
-
-    rows: Sequence[Row] = ()
-
-
 class BronzeState(TableState):
     """Events in the order in which they, or their last copies, came."""
 
     def apply(self, step: StateStep) -> TableChange:
         change = TableState.apply(self, step)
-        if isinstance(step, BronzeStep):
-            self.take(step.rows)
+        _append(self.rows, step.upserts.values())
         return change
 
-    def take(self, rows: Iterable[Row]) -> None:
-        for row in rows:
-            self.rows.pop(row[:2], None)
-            self.rows[row[:2]] = row
+
+def _append(rows: dict[Key, Row], newest: Iterable[Row]) -> None:
+    """Put rows at the end, also those whose key is there."""
+    for row in newest:
+        rows.pop(row[:2], None)
+        rows[row[:2]] = row
 
 
 class EventReader(TableReader):
-    """Reads the bronze table of a source.
-
-    Args:
-        source: its schema names the columns.
-        schemas: folder of the schemas that payloads in Avro name.
-    """
+    """Reads the bronze table of a source. ``schemas`` is the folder of the schemas that payloads in Avro name."""
 
     def __init__(self, folder: LakePath, source: Source, schemas: LakePath) -> None:
         super().__init__(folder)
@@ -130,7 +119,7 @@ class EventReader(TableReader):
                 break
         state = BronzeState(info, version, self._facts_of(commit, last), {})
         state.rows.update(reversed(list(islice(older.items(), KEPT))))
-        state.take(last)
+        _append(state.rows, last)
         return state
 
     def prepare(self, state: TableState, commit: Commit) -> StateStep:
@@ -140,9 +129,10 @@ class EventReader(TableReader):
         if commit.metadata is not None and commit.metadata["id"] != state.table.table_id:
             raise TableGone(self.folder.name, "the table was replaced")
         rows = self._events(commit, or_fail=True)
-        new = {row[:2]: row for row in rows}
+        new: dict[Key, Row] = {}
+        _append(new, rows)
         left = tuple(key for key in islice(state.rows, max(0, len(state.rows) - KEPT)) if key not in new)
-        return BronzeStep(state.table, commit.version, self._facts_of(commit, rows), new, left, rows=rows)
+        return StateStep(state.table, commit.version, self._facts_of(commit, rows), new, left)
 
     def _before(self, version: int) -> Iterator[list[Row]]:
         """Events of earlier commits, the newest commit first, as far as the log and the data files reach."""
