@@ -259,10 +259,7 @@ class SubscriberWebSocket(SubscriberConnection):
                     self._wire.fail(CloseCode.INVALID_DATA, "text that is not UTF-8")
                 elif self._wire.state is State.OPEN:  # whatever follows a close is ignored
                     self._flush()  # pongs for earlier pings
-                    if self._rpc is not None:
-                        self._rpc.received(message)
-                    else:
-                        self._heed(message)
+                    self._message(message)
 
     def _answered(self) -> None:
         """A pong: the other side has read as far as our ping."""
@@ -270,6 +267,12 @@ class SubscriberWebSocket(SubscriberConnection):
         were_silent = [self.hub.heard_from(subscriber, now) for subscriber in self.subscribers]
         if any(were_silent):
             self.pump()
+
+    def _message(self, message: bytes) -> None:
+        if self._rpc is not None:
+            self._rpc.received(message)
+        else:
+            self._heed(message)
 
     def _heed(self, text: bytes) -> None:
         """Handle an acknowledgement or a new filter."""
