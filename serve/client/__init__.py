@@ -26,7 +26,7 @@ Errors::
 from __future__ import annotations
 
 from serve.client.once import Declined, ExactlyOnce, OnceHandler, SeenItem, SeenStore, SqliteSeen
-from serve.client.publish import EventState, Publisher, PublisherOptions
+from serve.client.publish import EventState, Publisher, PublisherOptions, SyncPublisher
 from serve.client.stores import FileStore, MemoryStore, PositionStore, SqliteStore
 from serve.client.subscription import (
     Change,
@@ -35,11 +35,11 @@ from serve.client.subscription import (
     SlowNotice,
     Snapshot,
     Subscription,
+    SyncSubscription,
     TableQuery,
     TableView,
     subscribe,
 )
-from serve.client.sync import SyncPublisher, SyncSubscription
 from serve.client.transports import (
     BadFilter,
     BadMessage,

@@ -30,6 +30,7 @@ import httpx
 import orjson
 
 from serve.client.stores import ClientDatabase
+from serve.client.subscription import InThread
 from serve.client.transports import ClientError, ConnectionLost, Forbidden, Refused, Unauthorized, http_base, pause_s
 
 log = logging.getLogger(__name__)
@@ -317,6 +318,29 @@ class Publisher:
         if kept or done:
             await self._database.run(write)
             await self._told()
+
+
+class SyncPublisher(InThread[Publisher]):
+    """Makes a publisher one to enter with ``with``: ``with SyncPublisher(Publisher(…)) as publisher``."""
+
+    def __init__(self, publisher: Publisher) -> None:
+        super().__init__(publisher, f"publisher {publisher.source}")
+
+    def publish(self, *events: Mapping[str, Any]) -> list[str]:
+        """As :meth:`Publisher.publish`."""
+        return self.wait(self.state.publish(*events))
+
+    def settled(self) -> None:
+        """As :meth:`Publisher.settled`."""
+        self.wait(self.state.settled())
+
+    def rejected(self) -> list[tuple[EventState, bytes]]:
+        """As :meth:`Publisher.rejected`."""
+        return self.wait(self.state.rejected())
+
+    def forget(self, ids: Iterable[str]) -> None:
+        """As :meth:`Publisher.forget`."""
+        self.wait(self.state.forget(ids))
 
 
 def _accepted(answer: httpx.Response) -> Mapping[str, Any]:

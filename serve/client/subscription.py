@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, Generic, Self, TypeAlias, TypeVar
 
 from serve.client.stores import PositionStore
 from serve.client.transports import (
@@ -445,3 +446,75 @@ class _SubscriptionReader:
 
 subscribe = Subscription
 """``async with subscribe(URL, TABLE) as messages``"""
+
+
+# Without asyncio
+
+_T = TypeVar("_T")
+_C = TypeVar("_C", bound=AbstractAsyncContextManager[Any])
+
+
+class InThread(Generic[_C]):
+    """Enters and leaves an asynchronous object in the loop of a thread, for programs without asyncio."""
+
+    def __init__(self, state: _C, name: str) -> None:
+        self.state = state
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        try:
+            self.wait(self.state.__aenter__())
+        except BaseException:
+            self._stop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self.wait(self.state.__aexit__(kind, error, trace))
+        finally:
+            self._stop()
+
+    def wait(self, work: Coroutine[Any, Any, _T]) -> _T:
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def _stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+class SyncSubscription(InThread[Subscription]):
+    """Makes a subscription one to enter with ``with`` and to read with ``for``.
+
+    ``with SyncSubscription(subscribe(URL, TABLE)) as messages``. Several threads may read it, each with a
+    :meth:`reader` of its own.
+
+    Attributes:
+        state: the subscription itself; read ``position``, ``behind``, ``lag_ms``, ``slow`` and ``keeping_up`` there.
+    """
+
+    def __init__(self, subscription: Subscription) -> None:
+        super().__init__(subscription, f"subscription {subscription.table}")
+
+    def __iter__(self) -> Iterator[Message]:
+        return self.reader()
+
+    def reader(self) -> Iterator[Message]:
+        """One more reader. Asking it for the next message says that the one before is processed."""
+        messages = self.state.reader()
+
+        async def following() -> Message:
+            return await anext(messages)
+
+        while True:
+            yield self.wait(following())
