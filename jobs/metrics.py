@@ -161,7 +161,8 @@ class DriverCollector(Collector):
             "millrace_lakehouse_table_age_seconds", "Time since its last commit.", labels=["layer", "table"]
         )
         for table in self._lake.tables():
-            number = (found := DeltaLog(table.path)).newest()
+            found = DeltaLog(table.path)
+            number = found.newest()
             written = found.written_at(number)
             if written is None:  # removed since, or being made
                 continue
