@@ -62,10 +62,9 @@ class View:
 
 def in_order(views: dict[str, View]) -> list[View]:
     """The views, each after the one that it reads. Raises ConfigError."""
+    reads = {name: {view.base} & views.keys() for name, view in views.items()}
     try:
-        order = list(
-            TopologicalSorter({name: {view.base} & views.keys() for name, view in views.items()}).static_order()
-        )
+        order = list(TopologicalSorter(reads).static_order())
     except CycleError as error:
         key = f"products.{error.args[1][0]}.from"
         raise ConfigError("it reads itself, over other views", key=key, remedy="Break the circle") from None
@@ -187,7 +186,7 @@ class Pipeline:
         views: by name: the ``[products.NAME]`` that say ``from``.
         staging: by name: copies of a part of a product, for slow readers.
         path: the ``pipeline.toml`` it was read from.
-        added: names of the sources that were added at run time, see :mod:`~lakehouse.contract.pipeline.folder`.
+        added: names of the sources that were added at run time, see :class:`PipelineFiles`.
     """
 
     sources: dict[str, Source]
@@ -274,17 +273,12 @@ def load_pipeline(folder: Path) -> Pipeline:
     _set_views_apart(raw)
     try:
         pipeline = build(Pipeline, raw, file=path)
-        try:
-            check_product_keys(pipeline.products, raw.get("products", {}))
-            check_tenants(pipeline)
-        except ConfigError as error:
-            raise placed(error, path, error.key) from None
-        return pipeline
+        check_product_keys(pipeline.products, raw.get("products", {}))
+        check_tenants(pipeline)
     except ConfigError as error:
-        if error.key.startswith("views."):  # a view is written as a product
-            error.key = f"products.{error.key.removeprefix('views.')}"
-            error.line = line_of(path, error.key)
-        raise
+        key = re.sub(r"^views\.", "products.", error.key)  # a view is written as a product
+        raise placed(error, path, key) from None
+    return pipeline
 
 
 def _set_views_apart(raw: dict[str, Any]) -> None:
