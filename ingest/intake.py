@@ -21,7 +21,7 @@ import msgspec
 import orjson
 
 from ingest.answers.acks import RecentEvents, Signer
-from ingest.border.access import Sender, SenderGate
+from ingest.border.access import ApiKey, SenderGate
 from ingest.border.admission import Admitted, Border, Extra, Refusal, tell_refused
 from ingest.delivery import KafkaDelivery
 from ingest.enrich import Enricher
@@ -149,7 +149,7 @@ class RequestIntake:
     gate: SenderGate
     signer: Signer
 
-    def enter(self, source: str, kind: str, length: int, key: str | None) -> tuple[Intake, Sender]:
+    def enter(self, source: str, kind: str, length: int, key: str | None) -> tuple[Intake, ApiKey]:
         """Judge a request by its head; returns the way of the source's events, and who sends.
 
         Args:
@@ -191,7 +191,7 @@ class RequestIntake:
             )
 
     def take(
-        self, intake: Intake, sender: Sender, kind: str, body: bytes, attributes: Mapping[str, str] | None = None
+        self, intake: Intake, sender: ApiKey, kind: str, body: bytes, attributes: Mapping[str, str] | None = None
     ) -> RequestResult:
         """Put the events of a body into the log and send them on.
 

@@ -232,7 +232,7 @@ class Refiner:
             record.value or b"",
             suspect=suspect,
             origin=origin,
-            tenant=front.tenant if front is not None else None,
+            tenant=front.tenant if front is not None else "",
             fallback_id=origin if source.event_id_template is None else None,
         )
         envelope = event.envelope

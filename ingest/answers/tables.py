@@ -296,7 +296,7 @@ class ProductRows:
         self._widths: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def seen_by(self, tenant: str | None, product: str) -> TenantRows:
+    def seen_by(self, tenant: str, product: str) -> TenantRows:
         """The part of a product that a tenant sees; equal parts compare equal. Raises RequestRefused (404)."""
         whose = tenant or self.home
         column = self._border.limit(whose, product)

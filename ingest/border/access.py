@@ -23,23 +23,29 @@ from lakehouse.contract.settings import Settings
 MOST_INCOMING_BYTES = 256 * 1024 * 1024
 
 
-@dataclass(frozen=True, slots=True)
-class Sender:
-    """Who sends.
+_RIGHTS = ("hash", "tenant", "sources")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class ApiKey(Key):
+    """A sender's key, see :class:`~lakehouse.contract.access.Key`; its rate is in events a second.
 
     Attributes:
-        key: None if no key is required.
-        tenant: of the events; None: the node's.
-        max_event_bytes: below the source's limit; None: the source's.
+        sources: it may send to these; empty: all.
+        max_event_bytes: limit below the source's; 0: the source's.
     """
 
-    key: ApiKey | None = None
-    tenant: str | None = None
-    max_event_bytes: int | None = None
+    sources: tuple[str, ...] = ()
+    max_event_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        Key.__post_init__(self)
+        if self.max_event_bytes < 0:
+            raise ConfigError("a limit is not negative", key="keys", remedy="Write 0 for no limit")
 
 
-ANONYMOUS = Sender()
-_RIGHTS = ("hash", "tenant", "sources")
+ANONYMOUS = ApiKey("0" * 64)
+"""Who sends where no key is required."""
 
 
 class SenderGate:
@@ -69,7 +75,6 @@ class SenderGate:
         self._rejects_per_s = rejects_per_s
         self._clock = clock
         self._buckets: dict[tuple[str, str], TokenBucket] = {}
-        self._senders: dict[str, Sender] = {}
         self._held: Counter[tuple[str, str]] = Counter()
         self.refused: Counter[tuple[str, str]] = Counter()
         self.not_kept: Counter[str] = Counter()
@@ -78,20 +83,17 @@ class SenderGate:
 
     # --- keys
 
-    def admit(self, source: Source, presented: str | None) -> Sender:
-        """The sender with this key. Raises RequestRefused: 401, it is missing or unknown; 403, it is for others."""
+    def admit(self, source: Source, presented: str | None) -> ApiKey:
+        """The sender's key, or :data:`ANONYMOUS`. Raises RequestRefused: 401, missing or unknown; 403, for others."""
         if self._keys is None or not self._keys.required:
             return ANONYMOUS
         key = self.key(presented)
         if key.sources and source.name not in key.sources:
             raise RequestRefused(f"this key may not send to {source.name!r}", 403, code="forbidden")
-        sender = self._senders.get(key.id)
-        if sender is None or sender.key is not key:  # reloading the file makes new keys
-            sender = self._senders[key.id] = Sender(key, key.tenant or None, key.max_event_bytes or None)
-        return sender
+        return key
 
-    def show(self, product: Product, pipeline: Pipeline, presented: str | None) -> Sender:
-        """The sender, if its key may send to every source of the product. Raises RequestRefused."""
+    def show(self, product: Product, pipeline: Pipeline, presented: str | None) -> ApiKey:
+        """The sender's key, if it may send to every source of the product. Raises RequestRefused."""
         sender = self.admit(pipeline.sources[product.source], presented)
         if product.right:
             self.admit(pipeline.sources[product.right], presented)
@@ -118,14 +120,14 @@ class SenderGate:
 
     # --- rates
 
-    def spend(self, source: Source, sender: Sender, events: int) -> None:
+    def spend(self, source: Source, sender: ApiKey, events: int) -> None:
         """Take this many events from the allowances of source and key: both or none. Raises RequestRefused: 429."""
         now = self._clock()
         asked = []
         if source.max_rate:
             asked.append(self._bucket(("source", source.name), source.max_rate, f"source {source.name!r}", now))
-        if sender.key is not None and sender.key.rate:
-            asked.append(self._bucket(("key", sender.key.id), sender.key.rate, "this key", now))
+        if sender.rate:
+            asked.append(self._bucket(("key", sender.id), sender.rate, "this key", now))
         for bucket in asked:
             bucket.take(events, now)
 
@@ -165,13 +167,13 @@ class SenderGate:
         self.connections -= 1
         self.release(held)
 
-    def hold(self, source: Source, sender: Sender, held: frozenset[tuple[str, str]]) -> frozenset[tuple[str, str]]:
+    def hold(self, source: Source, sender: ApiKey, held: frozenset[tuple[str, str]]) -> frozenset[tuple[str, str]]:
         """Count a connection towards the limits of the source and of the key, once each. Raises RequestRefused: 429."""
         wanted = []
         if source.max_connections:
             wanted.append((("source", source.name), source.max_connections))
-        if sender.key is not None and sender.key.connections:
-            wanted.append((("key", sender.key.id), sender.key.connections))
+        if sender.connections:
+            wanted.append((("key", sender.id), sender.connections))
         if not wanted:
             return held
         new = [(whose, most) for whose, most in wanted if whose not in held]
@@ -202,24 +204,6 @@ class SenderGate:
             self._held[whose] -= 1
             if not self._held[whose]:
                 del self._held[whose]
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class ApiKey(Key):
-    """A sender's key, see :class:`~lakehouse.contract.access.Key`; its rate is in events a second.
-
-    Attributes:
-        sources: it may send to these; empty: all.
-        max_event_bytes: limit below the source's; 0: the source's.
-    """
-
-    sources: tuple[str, ...] = ()
-    max_event_bytes: int = 0
-
-    def __post_init__(self) -> None:
-        Key.__post_init__(self)
-        if self.max_event_bytes < 0:
-            raise ConfigError("a limit is not negative", key="keys", remedy="Write 0 for no limit")
 
 
 def keys_path(settings: Settings) -> Path:

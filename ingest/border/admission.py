@@ -134,8 +134,8 @@ class Border:
         *,
         suspect: bool = False,
         origin: str | None = None,
-        tenant: str | None = None,
-        max_bytes: int | None = None,
+        tenant: str = "",
+        max_bytes: int = 0,
         fallback_id: str | None = None,
         extra: Extra = (),
         refusal: Refusal | None = None,
@@ -145,14 +145,14 @@ class Border:
         Args:
             suspect: Kafka may have the event already.
             origin: lane and index of an event that its upstream can repeat, so that a generated id is the same then.
-            tenant: owner of the event; None: the node's tenant.
-            max_bytes: a limit below the source's, or None.
+            tenant: owner of the event; empty: the node's tenant.
+            max_bytes: a limit below the source's; 0: the source's.
             fallback_id: its id if the payload has none.
             extra: further headers.
             refusal: why it is refused already.
         """
         limit = self.source.max_event_bytes
-        if max_bytes is not None and max_bytes < limit:
+        if 0 < max_bytes < limit:
             limit = max_bytes
         if len(payload) > limit:
             reason = f"the event has {len(payload)} bytes, more than the {limit} that are allowed"
@@ -185,9 +185,7 @@ class Border:
         )
         return Admitted(envelope, (key or event_id).encode(), payload, refusal, shed)
 
-    def admit_all(
-        self, payloads: Sequence[bytes], *, tenant: str | None = None, max_bytes: int | None = None
-    ) -> list[Admitted]:
+    def admit_all(self, payloads: Sequence[bytes], *, tenant: str = "", max_bytes: int = 0) -> list[Admitted]:
         """:meth:`admit` of each, at half the cost: one pass accepts what is clearly good."""
         if self._shedder is not None:
             return [self.admit(payload, tenant=tenant, max_bytes=max_bytes) for payload in payloads]

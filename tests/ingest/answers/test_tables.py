@@ -40,7 +40,7 @@ def test_a_tenant_finds_its_own_rows_whatever_it_asks_for(lake: Lake) -> None:
         assert b'"score":%d' % score in rows.by_keys(part, {("v1",)})[1]["v1",]
     assert rows.seen_by("acme", "prices") == rows.seen_by("home", "prices"), "one read serves both"
     assert len(rows.by_key(rows.seen_by("acme", "prices"), ["v1"]).rows) == 2
-    assert len(rows.by_key(rows.seen_by(None, "secrets"), ["v1"]).rows) == 2
+    assert len(rows.by_key(rows.seen_by("", "secrets"), ["v1"]).rows) == 2
     with pytest.raises(RequestRefused) as hidden:
         rows.seen_by("acme", "secrets")
     with pytest.raises(RequestRefused) as missing:

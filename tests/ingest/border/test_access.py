@@ -18,7 +18,6 @@ from ingest.border import access
 from ingest.border.access import (
     ANONYMOUS,
     ApiKey,
-    Sender,
     SenderGate,
     TokenBucket,
     keys_path,
@@ -73,9 +72,9 @@ def test_a_batch_larger_than_a_second_passes_and_leaves_a_debt() -> None:
 
 def test_a_key_has_a_rate_of_its_own() -> None:
     gate = SenderGate(clock=Clock())
-    sender = Sender(ApiKey("0" * 64, id="a", rate=5))
+    sender = ApiKey("0" * 64, id="a", rate=5)
     for _ in range(6):
-        gate.spend(source(), Sender(ApiKey("0" * 64, id="b")), 1)
+        gate.spend(source(), ApiKey("0" * 64, id="b"), 1)
     gate.spend(source(), sender, 5)
     with pytest.raises(RequestRefused, match="this key takes 5 events a second"):
         gate.spend(source(), sender, 1)
@@ -84,14 +83,14 @@ def test_a_key_has_a_rate_of_its_own() -> None:
 def test_what_one_allowance_refuses_is_not_taken_from_the_other() -> None:
     gate = SenderGate(clock=Clock())
     shared = source(max_rate=10)
-    greedy = Sender(ApiKey("0" * 64, id="a", rate=1))
+    greedy = ApiKey("0" * 64, id="a", rate=1)
     gate.spend(shared, greedy, 1)
     for _ in range(50):
         with pytest.raises(RequestRefused, match="this key"):
             gate.spend(shared, greedy, 1)
     gate.spend(shared, ANONYMOUS, 9)
     with pytest.raises(RequestRefused, match="source 'clicks'"):
-        gate.spend(shared, Sender(ApiKey("0" * 64, id="b", rate=1)), 1)
+        gate.spend(shared, ApiKey("0" * 64, id="b", rate=1), 1)
 
 
 def test_connections_are_counted_once_and_given_back() -> None:
