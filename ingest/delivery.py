@@ -12,7 +12,6 @@ import dataclasses
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from ingest.kafka import HELD_BACK, KafkaPublisher, SendOutcome
 from ingest.log.message_log import AHEAD, MessageLog
@@ -21,26 +20,13 @@ from lakehouse.contract.envelope import about
 
 logger = logging.getLogger(__name__)
 
-IN_FLIGHT_EVENTS = 50_000
+IN_FLIGHT_EVENTS = 50_000  # that the publisher has and Kafka has not acknowledged
+IN_FLIGHT_BYTES = 32 * 1024 * 1024  # of their payloads
+TAIL_BYTES = 8 * 1024 * 1024  # of payloads that wait in memory, not counting those that are not on disk yet
 HAND_OVER_S = 0.01  # waking the publisher costs more than an event; Kafka's linger is shortened by this
 HAND_OVER_EVENTS = 256
 READ_BYTES = 2 * 1024 * 1024
 _BACKOFF_MAX_S = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class DeliveryLimits:
-    """Limits of a delivery.
-
-    Attributes:
-        in_flight_bytes: most payload bytes that the publisher has and Kafka has not acknowledged.
-        tail_bytes: most payload bytes that wait in memory, not counting those that are not on disk yet.
-        hand_over_s: longest time before an event is handed to the publisher.
-    """
-
-    in_flight_bytes: int = 32 * 1024 * 1024
-    tail_bytes: int = 8 * 1024 * 1024
-    hand_over_s: float = HAND_OVER_S
 
 
 class KafkaDelivery:
@@ -49,6 +35,7 @@ class KafkaDelivery:
     Args:
         publisher: started by the caller.
         known: called with the outcome of each event.
+        hand_over_s: longest time before an event is handed to the publisher.
         guarantee: of a source by its name (:attr:`lakehouse.contract.pipeline.source.Source.guarantee`).
 
     Attributes:
@@ -60,7 +47,7 @@ class KafkaDelivery:
         log: MessageLog,
         publisher: KafkaPublisher,
         known: Callable[[SendOutcome], None],
-        limits: DeliveryLimits = DeliveryLimits(),
+        hand_over_s: float = HAND_OVER_S,
         guarantee: Callable[[str], str] = lambda _: "exactly_once",
     ) -> None:
         self._guarantee = guarantee
@@ -68,9 +55,7 @@ class KafkaDelivery:
         self._log = log
         self._publisher = publisher
         self._known = known
-        self._limit = limits.in_flight_bytes
-        self._tail_limit = limits.tail_bytes
-        self._hand_over_s = limits.hand_over_s
+        self._hand_over_s = hand_over_s
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self._sent: dict[int, LoggedEvent] = {}  # by sequence number, which is also their order
@@ -130,7 +115,7 @@ class KafkaDelivery:
         size = sum([len(event.payload) for event in events])
         if (
             self._live
-            and self._sent_bytes + size <= self._limit
+            and self._sent_bytes + size <= IN_FLIGHT_BYTES
             and len(self._sent) + len(events) <= IN_FLIGHT_EVENTS
             and events[-1].seq - self._log.durable_seq <= AHEAD
         ):
@@ -143,7 +128,7 @@ class KafkaDelivery:
 
     def _may_send(self, event: LoggedEvent) -> bool:
         return (
-            self._sent_bytes < self._limit
+            self._sent_bytes < IN_FLIGHT_BYTES
             and len(self._sent) < IN_FLIGHT_EVENTS
             and event.seq - self._log.durable_seq <= AHEAD
         )
@@ -208,7 +193,7 @@ class KafkaDelivery:
     async def _catch_up(self) -> None:
         """Send waiting events while there is room; go live when none are left."""
         tail, ahead = self._tail, self._log.durable_seq + AHEAD
-        while not self._again and self._sent_bytes < self._limit and len(self._sent) < IN_FLIGHT_EVENTS:
+        while not self._again and self._sent_bytes < IN_FLIGHT_BYTES and len(self._sent) < IN_FLIGHT_EVENTS:
             if tail and tail[0].seq == self._next:
                 if tail[0].seq > ahead:
                     return  # the next write wakes us
@@ -225,7 +210,7 @@ class KafkaDelivery:
         tail, size = self._tail, 0
         events: list[LoggedEvent] = []
         most = min(len(tail), IN_FLIGHT_EVENTS - len(self._sent))
-        room = self._limit - self._sent_bytes
+        room = IN_FLIGHT_BYTES - self._sent_bytes
         while len(events) < most and size < room and tail[0].seq <= ahead:
             event = tail.popleft()
             size += len(event.payload)
@@ -261,7 +246,7 @@ class KafkaDelivery:
 
     def _trim(self) -> None:
         """Drop the oldest waiting events from memory if the tail is too long and they are on disk."""
-        while self._tail_bytes > self._tail_limit and self._tail and self._tail[0].seq <= self._log.durable_seq:
+        while self._tail_bytes > TAIL_BYTES and self._tail and self._tail[0].seq <= self._log.durable_seq:
             event = self._tail.popleft()
             self._tail_bytes -= len(event.payload)
             if self._cursor is None:

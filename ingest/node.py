@@ -22,7 +22,7 @@ from ingest.border.admission import KEPT_BYTES, Border, FrontBorder, Shedder, Wa
 from ingest.collectors import Collector, CollectorContext, UpstreamStatus, make_collector
 from ingest.collectors.http import HttpServer, NodeStats, check_exposure, make_app
 from ingest.collectors.upstream import shown_url
-from ingest.delivery import HAND_OVER_S, DeliveryLimits, KafkaDelivery
+from ingest.delivery import HAND_OVER_S, KafkaDelivery
 from ingest.enrich import Enricher
 from ingest.errors import BrokerUnavailable
 from ingest.intake import Intake, RequestIntake
@@ -110,8 +110,7 @@ class CollectorNode:
             protocol=collect.protocol,
         )
         recent = RecentEvents(self._topics)
-        limits = DeliveryLimits(hand_over_s=hand_over_s)
-        self._delivery = KafkaDelivery(self._log, self._publisher, recent.known, limits, self._guarantee)
+        self._delivery = KafkaDelivery(self._log, self._publisher, recent.known, hand_over_s, self._guarantee)
         self._sources = SourceSet(settings, options, self._file, self._log, self._delivery, recent)
         for source in declared.values():
             self._sources.add(source)

@@ -11,7 +11,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from ingest.delivery import DeliveryLimits, KafkaDelivery
+from ingest import delivery as delivery_module
+from ingest.delivery import KafkaDelivery
 from ingest.kafka import SendOutcome
 from ingest.log.message_log import AHEAD, MessageLog
 from ingest.log.segments import LoggedEvent
@@ -48,10 +49,16 @@ def sent(events: Sequence[LoggedEvent]) -> list[SendOutcome]:
     return [SendOutcome(event, 0, event.seq) for event in events]
 
 
+@pytest.fixture
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery_module, "IN_FLIGHT_BYTES", 20_000)
+    monkeypatch.setattr(delivery_module, "TAIL_BYTES", 30_000)
+
+
 @asynccontextmanager
-async def delivering(log: MessageLog, **limits: int) -> AsyncIterator[tuple[KafkaDelivery, ByHand, list[SendOutcome]]]:
+async def delivering(log: MessageLog) -> AsyncIterator[tuple[KafkaDelivery, ByHand, list[SendOutcome]]]:
     publisher, known = ByHand(), list[SendOutcome]()
-    delivery = KafkaDelivery(log, publisher, known.append, DeliveryLimits(hand_over_s=0, **limits))
+    delivery = KafkaDelivery(log, publisher, known.append, hand_over_s=0)
     task = asyncio.create_task(delivery.run())
     yield delivery, publisher, known
     task.cancel()
@@ -72,10 +79,11 @@ async def test_straight_through(open_log: OpenLog) -> None:
         assert lane.published == 100
 
 
+@pytest.mark.usefixtures("small_limits")
 async def test_in_flight_is_bounded_and_the_rest_is_read_back_in_order(open_log: OpenLog) -> None:
     log = open_log(segment_bytes=50_000)
     lane = log.lane("rsvps/http/0", "rsvps")
-    async with delivering(log, in_flight_bytes=20_000, tail_bytes=30_000) as (delivery, publisher, _):
+    async with delivering(log) as (delivery, publisher, _):
         for n in range(2000):
             delivery.offer(append(log, lane, n, 1000))
             if n % 100 == 0:
@@ -202,10 +210,11 @@ async def test_recovery_sends_again_in_order_marked_suspect(open_log: OpenLog) -
     await again.close()
 
 
+@pytest.mark.usefixtures("small_limits")
 async def test_events_that_came_together_are_sent_once_and_in_order(open_log: OpenLog) -> None:
     log = open_log()
     lane = log.lane("rsvps/http/0", "rsvps")
-    async with delivering(log, in_flight_bytes=20_000, tail_bytes=30_000) as (delivery, publisher, known):
+    async with delivering(log) as (delivery, publisher, known):
         made = random.Random(5)
         number = 0
         while number < 3_000:

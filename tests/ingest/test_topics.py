@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from kafka import KafkaAdminClient, KafkaConsumer, TopicPartition
 
 from ingest.broker import EmbeddedBroker
-from ingest.delivery import DeliveryLimits, KafkaDelivery
+from ingest.delivery import KafkaDelivery
 from ingest.kafka import ALARM, WARN, SendOutcome, check_topics, ensure_topics, judge
 from ingest.log.message_log import MessageLog
 from ingest.log.segments import LoggedEvent
@@ -157,7 +157,7 @@ async def test_what_each_guarantee_does(open_log: Callable[..., MessageLog], gua
     """The interface is real, Kafka behind it is not: its answer must be lost at a known event."""
     log, kafka = open_log(), Unsure()
     lane = log.lane("rsvps/http/0", "rsvps")
-    delivery = KafkaDelivery(log, kafka, lambda _: None, DeliveryLimits(hand_over_s=0.0), guarantee=lambda _: guarantee)
+    delivery = KafkaDelivery(log, kafka, lambda _: None, hand_over_s=0.0, guarantee=lambda _: guarantee)
     kafka.start(delivery.deliver)
     running = asyncio.create_task(delivery.run())
     for number in range(8):
@@ -182,9 +182,7 @@ async def test_at_most_once_outlives_a_crash(open_log: Callable[..., MessageLog]
     await log.close()  # nothing was acknowledged by Kafka: what it has, nobody knows
     log, kafka = open_log(), Unsure()
     assert log.recovery.to_replay == 5
-    delivery = KafkaDelivery(
-        log, kafka, lambda _: None, DeliveryLimits(hand_over_s=0.0), guarantee=lambda _: "at_most_once"
-    )
+    delivery = KafkaDelivery(log, kafka, lambda _: None, hand_over_s=0.0, guarantee=lambda _: "at_most_once")
     kafka.start(delivery.deliver)
     running = asyncio.create_task(delivery.run())
     async with asyncio.timeout(60):

@@ -29,7 +29,7 @@ from ingest.border.admission import Border
 from ingest.collectors import wire
 from ingest.collectors.http import HttpServer, NodeStats, check_exposure, make_app
 from ingest.collectors.wire import Head, parse_head
-from ingest.delivery import DeliveryLimits, KafkaDelivery
+from ingest.delivery import KafkaDelivery
 from ingest.intake import Intake, RequestIntake
 from ingest.kafka import SendOutcome
 from ingest.log.message_log import MessageLog
@@ -91,7 +91,7 @@ async def serving(
     pipeline = pipeline_of("t", "http", **{"max_event_bytes": 100_000, **source})
     log = log or MessageLog(folder / "log", "n1", limit=LIMIT)
     publisher, recent = Taking(), RecentEvents({"clicks": "t"})
-    delivery = KafkaDelivery(log, publisher, recent.known, DeliveryLimits(hand_over_s=0))
+    delivery = KafkaDelivery(log, publisher, recent.known, hand_over_s=0)
     publisher.start(delivery.deliver)
     lane = log.lane("clicks/http/0", "clicks")
     border = Border(pipeline.sources["clicks"], tenant="default", collector="n1")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ingest.delivery import DeliveryLimits, KafkaDelivery
+from ingest.delivery import KafkaDelivery
 from ingest.errors import LogFull, LogUnavailable
 from ingest.kafka import SendOutcome
 from ingest.log.message_log import MessageLog
@@ -62,7 +62,7 @@ async def test_sbml_writes_each_event_when_it_is_sent_and_deletes_on_kafkas_answ
     log = open_log(protocol="sbml")
     lane = log.lane("rsvps/http/0", "rsvps")
     publisher = ByHand()
-    delivery = KafkaDelivery(log, publisher, lambda _: None, DeliveryLimits(hand_over_s=3600))
+    delivery = KafkaDelivery(log, publisher, lambda _: None, hand_over_s=3600)
     disk = Disk(monkeypatch)
     events = [append(log, lane, n) for n in range(10)]
     for event in events:
@@ -88,7 +88,7 @@ async def test_hml_writes_many_events_at_once_while_they_are_under_way(
     log = open_log(protocol="hml")
     lane = log.lane("rsvps/http/0", "rsvps")
     publisher = ByHand()
-    delivery = KafkaDelivery(log, publisher, lambda _: None, DeliveryLimits(hand_over_s=3600))
+    delivery = KafkaDelivery(log, publisher, lambda _: None, hand_over_s=3600)
     disk = Disk(monkeypatch)
     events = [append(log, lane, n) for n in range(200)]
     for event in events:
@@ -107,7 +107,7 @@ async def test_a_log_of_one_is_read_by_the_others(protocol: str, open_log: OpenL
     log = open_log(protocol=protocol, segment_bytes=4096)
     lane = log.lane("rsvps/http/0", "rsvps")
     publisher = ByHand()
-    delivery = KafkaDelivery(log, publisher, lambda _: None, DeliveryLimits(hand_over_s=0))
+    delivery = KafkaDelivery(log, publisher, lambda _: None, hand_over_s=0)
     task = asyncio.create_task(delivery.run())
     for n in range(100):
         delivery.offer(append(log, lane, n))
@@ -125,7 +125,7 @@ async def test_a_log_of_one_is_read_by_the_others(protocol: str, open_log: OpenL
 SENDER = """
 import asyncio, os, random, sys
 from pathlib import Path
-from ingest.delivery import DeliveryLimits, KafkaDelivery
+from ingest.delivery import KafkaDelivery
 from ingest.log.message_log import MessageLog
 from ingest.kafka import SendOutcome
 from tests.ingest.conftest import append
@@ -149,7 +149,7 @@ async def main():
     log = MessageLog(folder / "log", "n1", limit=64 << 20, segment_bytes=100_000, protocol=protocol)
     lane = log.lane("rsvps/http/0", "rsvps")
     kafka = Kafka(folder / "kafka", seed)
-    delivery = KafkaDelivery(log, kafka, lambda _: None, DeliveryLimits(hand_over_s=0.002))
+    delivery = KafkaDelivery(log, kafka, lambda _: None, hand_over_s=0.002)
     kafka.deliver = delivery.deliver
     asyncio.create_task(delivery.run())
     n = lane.received
@@ -237,7 +237,7 @@ async def test_a_full_disk_pushes_back_and_loses_nothing(protocol: str, small_di
     log = MessageLog(small_disk / "log", "n1", limit=64 << 20, segment_bytes=64 << 10, protocol=protocol)
     lane = log.lane("rsvps/http/0", "rsvps")
     kafka = Later()
-    delivery = KafkaDelivery(log, kafka, lambda _: None, DeliveryLimits(hand_over_s=0))
+    delivery = KafkaDelivery(log, kafka, lambda _: None, hand_over_s=0)
     task = asyncio.create_task(delivery.run())
     taken, acknowledged = [], []
     try:
@@ -277,7 +277,7 @@ async def test_a_full_disk_pushes_back_and_loses_nothing(protocol: str, small_di
 async def test_what_a_full_disk_holds_comes_back_after_a_crash(protocol: str, small_disk: Path) -> None:
     log = MessageLog(small_disk / "log", "n1", limit=64 << 20, segment_bytes=64 << 10, protocol=protocol)
     lane = log.lane("rsvps/http/0", "rsvps")
-    delivery = KafkaDelivery(log, ByHand(), lambda _: None, DeliveryLimits(hand_over_s=0))
+    delivery = KafkaDelivery(log, ByHand(), lambda _: None, hand_over_s=0)
     taken: Sequence[int] = range(0)
     with pytest.raises(LogUnavailable):
         for n in range(5_000):
