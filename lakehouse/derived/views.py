@@ -18,7 +18,7 @@ from urllib.parse import unquote
 
 import duckdb
 import pyarrow as pa
-from deltalake import CommitProperties, DeltaTable, Transaction, write_deltalake
+from deltalake import CommitProperties, DeltaTable, Schema, Transaction, write_deltalake
 from deltalake.exceptions import DeltaError
 from sqlglot import exp
 
@@ -338,8 +338,8 @@ class ViewKeeper:
             return self.delta
         if self.table.exists():
             delta = DeltaTable(str(self.table.path))
-            found = pa.schema(delta.schema().to_arrow())
-            if delta.metadata().configuration.get(PROPERTY_VIEW) == self._declaration and _same(found, schema):
+            declared = delta.metadata().configuration.get(PROPERTY_VIEW)
+            if declared == self._declaration and delta.schema() == Schema.from_arrow(schema):
                 self._rows = delta.to_pyarrow_table().cast(schema).sort_by([(c, "ascending") for c in self.key])
                 self._through = str(DeltaLog(self.table.path).newest_info(names.COMMIT_THROUGH) or "")
                 self.delta = delta
@@ -380,9 +380,3 @@ def proofs(lake: Lake, pipeline: Pipeline) -> Iterator[tuple[str, int, int, pa.T
             follower.open(json.loads(found)[1])
             rows = keeper.compute(follower, engine)
         yield view.name, delta.version(), follower.version, delta.to_pyarrow_table(), rows
-
-
-def _same(one: pa.Schema, other: pa.Schema) -> bool:
-    """Whether columns are alike, nullability and the size of texts apart."""
-    columns = [[(field.name, str(field.type).replace("large_", "")) for field in schema] for schema in (one, other)]
-    return columns[0] == columns[1]

@@ -7,6 +7,7 @@ of columns to keep instead.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ from lakehouse.contract.rows import Fold
 from lakehouse.contract.sql.spark import WINDOW, line_of
 from lakehouse.contract.tomlfile import duration_ms
 from lakehouse.errors import BadProduct
-from lakehouse.operators.base import WINDOW_START, Operator, in_time, pane_ms, spread_and_merged
+from lakehouse.operators.base import WINDOW_START, Operator, in_time, spread_and_merged
 from lakehouse.operators.sql import check_rows, parse
 
 VIEW = "joined"
@@ -120,16 +121,16 @@ class Join(Aggregate):
         return pa.concat_tables([gained, lost])
 
     def columns(self, source: str) -> set[str] | None:
-        """Columns of one side that the SQL reads; None: all, or it is not known."""
+        """Columns of one side that the SQL reads, in lower case; None: all, or it is not known."""
         tree = parse(self._product)
         if any(not isinstance(star.parent, exp.Count) for star in tree.find_all(exp.Star)):
             return None
         found: set[str] = set()
         for column in tree.find_all(exp.Column):
-            path = [part.name for part in column.parts]
-            if path[0].lower() == VIEW:
+            path = [part.name.lower() for part in column.parts]
+            if path[0] == VIEW:
                 path = path[1:]
-            if path and path[0].lower() == source.lower():
+            if path and path[0] == source.lower():
                 if len(path) == 1:
                     return None
                 found.add(path[1])
@@ -270,8 +271,7 @@ class Sliding:
         except ValueError:
             return None
         pattern = rf",\s*(['\"]){re.escape(length)}\1\s*,\s*(['\"]){re.escape(slide)}\2\s*\)"
-        pane = pane_ms(window_ms, slide_ms) if slide_ms else 0
-        sql, replaced = re.subn(pattern, f", '{pane} milliseconds')", text)
+        sql, replaced = re.subn(pattern, f", '{math.gcd(window_ms, slide_ms)} milliseconds')", text)
         names = {name: outer[id(column)] for name, column in columns.items()}
         if replaced != 1 or not 0 < slide_ms < window_ms or names.get("start") != WINDOW_START:
             return None

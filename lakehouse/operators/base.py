@@ -254,7 +254,7 @@ def windowed(product: Product, columns: str, *, where: str = "", group: Sequence
         where: condition on the input; by default the item is not null.
         source: what to select from; by default the product's input.
     """
-    pane = pane_ms(product.window_ms, product.slide_ms)
+    pane = math.gcd(product.window_ms, product.slide_ms)
     by = [f"`{name}`" for name in product.by]
     select = ", ".join([f"window.start AS {WINDOW_START}", f"window.end AS {WINDOW_END}", *by, columns])
     grouped = ", ".join([f"window(`{product.time}`, '{pane} milliseconds')", *by, *group])
@@ -277,11 +277,6 @@ def in_time(product: Product, sql: str) -> str:
 
 
 # --- sliding windows
-
-
-def pane_ms(window_ms: int, slide_ms: int) -> int:
-    """Length of a pane in milliseconds."""
-    return math.gcd(window_ms, slide_ms)
 
 
 def spread(panes: pa.Table, window_ms: int, slide_ms: int, *, end: str | None = WINDOW_END) -> pa.Table:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 from deltalake import DeltaTable
@@ -20,7 +21,7 @@ from lakehouse.contract.sql.ddl import Field, parse_ddl
 from lakehouse.contract.storage import LakePath, parquet_file, write_whole
 from lakehouse.errors import QualityProblem
 
-SAMPLE = 200  # events
+_SAMPLE = 200  # events
 _MOST = 100  # reported paths
 
 
@@ -54,19 +55,19 @@ def unknown_fields(payloads: Iterable[bytes | None], source: Source) -> Counter[
     return Counter(dict(found.most_common(_MOST)))
 
 
-def sample(table: TableRef, rows: int = SAMPLE) -> list[bytes | None]:
-    """Payloads of the newest data files of a bronze table."""
+def sample(table: TableRef) -> list[bytes | None]:
+    """Payloads of the newest data files of a bronze table, at most :data:`_SAMPLE`."""
     adds = DeltaTable(str(table.path)).get_add_actions(flatten=True)
     times = adds.column("modification_time").to_pylist()
     paths = [path for _, path in sorted(zip(times, adds.column("path").to_pylist(), strict=True), reverse=True)]
     found: list[bytes | None] = []
     for path in paths[:8]:
-        if len(found) >= rows:
+        if len(found) >= _SAMPLE:
             break
-        for batch in parquet_file(table.path / path).iter_batches(batch_size=rows, columns=["payload"]):
-            found += batch.column(0).to_pylist()
-            break
-    return found[:rows]
+        batches = parquet_file(table.path / path).iter_batches(batch_size=_SAMPLE, columns=["payload"])
+        for first in islice(batches, 1):
+            found += first.column(0).to_pylist()
+    return found[:_SAMPLE]
 
 
 def note_unknown_fields(lake: Lake, source: Source) -> list[str]:

@@ -38,16 +38,6 @@ class PairChange:
     sign: int  # 1 or -1
 
 
-@dataclass(frozen=True, slots=True)
-class JoinEntry:
-    """One event that is remembered."""
-
-    side: int  # LEFT or RIGHT
-    at: int  # its time, microseconds since the epoch
-    step: int
-    body: str  # its columns as JSON
-
-
 class JoinIndex:
     """Both sides of one join; the product's retention bounds what is remembered."""
 
@@ -101,13 +91,13 @@ class JoinIndex:
             txn.put(_POSITION, position.encode())
             return list(self._changes(txn, [key for key in keys if key is not None], step)) if changes else []
 
-    def lookup(self, join_key: bytes) -> list[JoinEntry]:
-        """Everything that is remembered of a key, left events first, by time."""
+    def lookup(self, join_key: bytes) -> list[tuple[int, int, str]]:
+        """Side, time (microseconds since the epoch) and JSON of all events of a key: left ones first, by time."""
         found = []
         with self._env.begin() as txn:
             for key, value in _between(txn.cursor(self._events), join_key + b"\x00", join_key + b"\x02"):
                 _, side, at, _ = _KEY.unpack(key)
-                found.append(JoinEntry(side, at - _BIAS, *_parts(value)))
+                found.append((side, at - _BIAS, _parts(value)[1]))
         return found
 
     def forget(self, before: int) -> int:

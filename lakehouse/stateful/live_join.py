@@ -324,9 +324,8 @@ class JoinedSources:
     def _seen_by_sql(self, events: DataFrame, source: Source) -> StructType:
         """Those columns of one side, of payload and envelope, that the SQL reads."""
         wanted = self.operator.columns(source.name)
-        lower = None if wanted is None else {name.lower() for name in wanted}
         offered = [*payload_columns(source), *ENVELOPE_COLUMNS]
-        names = [name for name in offered if lower is None or name.lower() in lower] or ["event_id"]
+        names = [name for name in offered if wanted is None or name.lower() in wanted] or ["event_id"]
         return events.select(*(F.col(f"`{name}`") for name in names)).schema
 
     def _event(self, side: int) -> Column:

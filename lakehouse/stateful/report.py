@@ -80,11 +80,11 @@ def remembered(lake: Lake, product: Product, key: Mapping[str, str]) -> list[dic
     with closing(JoinIndex(index_folder(lake, product.name), product, readonly=True)) as index:
         return [
             {
-                "side": product.source if entry.side == LEFT else product.right,
-                "at": _EPOCH + timedelta(microseconds=entry.at),
-                "event": json.loads(entry.body),
+                "side": product.source if side == LEFT else product.right,
+                "at": _EPOCH + timedelta(microseconds=at),
+                "event": json.loads(body),
             }
-            for entry in index.lookup(join_key([key[name] for name in known]))
+            for side, at, body in index.lookup(join_key([key[name] for name in known]))
         ]
 
 

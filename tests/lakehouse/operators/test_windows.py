@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from datetime import UTC, datetime, timedelta
 
 import pyarrow as pa
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lakehouse.contract.pipeline import Product
-from lakehouse.operators.base import TIMESTAMP, pane_ms, spread
+from lakehouse.operators.base import TIMESTAMP, spread
 from lakehouse.operators.registry import operator_of
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -20,7 +21,7 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 @given(st.integers(1, 60), st.integers(1, 60), st.lists(st.integers(-200, 200), min_size=1, max_size=10, unique=True))
 def test_a_pane_lies_whole_in_each_of_its_windows(window: int, slide: int, numbers: list[int]) -> None:
     window, slide = max(window, slide), min(window, slide)
-    pane = pane_ms(window * 1_000, slide * 1_000) // 1_000
+    pane = math.gcd(window, slide)
     starts = [EPOCH + timedelta(seconds=number * pane) for number in numbers]
     panes = pa.table({"window_start": pa.array(starts, TIMESTAMP), "n": numbers})
     rows = spread(panes, window * 1_000, slide * 1_000).to_pylist()
