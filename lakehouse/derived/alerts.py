@@ -25,7 +25,7 @@ from lakehouse.contract.deltalog import DeltaLog
 from lakehouse.contract.errors import QueryRefused, crash_point
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline.folder import Alert, Patience
-from lakehouse.contract.pipeline.tenants import UNDECLARED, TenantBorder
+from lakehouse.contract.pipeline.tenants import TenantBorder
 from lakehouse.contract.sql.spark import parse_condition
 from lakehouse.derived.views import KEPT, Follower, ViewEngine
 from lakehouse.errors import QueryError
@@ -158,21 +158,17 @@ class AlertProgress:
 
 
 class AlertBook:
-    """Table ``alerts``; this process is its one writer.
+    """Table ``alerts``; this process is its one writer."""
 
-    Attributes:
-        delta: the table as it was last written.
-    """
-
-    def __init__(self, lake: Lake, border: TenantBorder = UNDECLARED) -> None:
-        self.table = lake.table("gold", names.ALERTS)
+    def __init__(self, lake: Lake, border: TenantBorder) -> None:
         self._border = border
         self.progress: dict[str, AlertProgress] = {}
         self._rows: dict[tuple[str, str], dict[str, Any]] = {}
+        table = lake.table("gold", names.ALERTS)
         properties = {names.PROPERTY_KEY: "alert,key", **KEPT}
-        self.table.create(COLUMNS, properties, "Conditions over products: raised and cleared")
-        self.delta = DeltaTable(str(self.table.path))
-        if found := DeltaLog(self.table.path).newest_info(COMMIT_ALERTS, within=None):
+        table.create(COLUMNS, properties, "Conditions over products: raised and cleared")
+        self.delta = DeltaTable(str(table.path))
+        if found := DeltaLog(table.path).newest_info(COMMIT_ALERTS, within=None):
             self.progress = {name: AlertProgress.read(progress) for name, progress in json.loads(found).items()}
         for row in self.delta.to_pyarrow_table().to_pylist():
             self._rows[row["alert"], row["key"]] = row | {"tenant": self._tenant(row["product"], row["key"])}
@@ -269,9 +265,7 @@ class Watcher:
             self.machine.streaks, self.machine.spent = dict(progress.streaks), set(progress.spent)
 
     def look(self, product: Follower, engine: ViewEngine) -> None:
-        """Look at the version at which the product stands, and say what there is to say.
-
-        A version that was looked at is passed over.
+        """Look at the version at which the product stands, unless that was done, and say what there is to say.
 
         Raises:
             QueryError: a condition fails, or too many keys are alerted.

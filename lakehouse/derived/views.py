@@ -249,14 +249,7 @@ def _plain(name: str, field: pa.Field) -> pa.DataType:
 
 
 class ViewKeeper:
-    """The one writer of a view's table. Raises QueryError: the SQL may not be a view's.
-
-    Args:
-        max_rows, max_columns: more make it fail.
-
-    Attributes:
-        delta: the table as it was last written; None before that.
-    """
+    """The one writer of a view's table. Raises QueryError: the SQL may not be a view's, or has too many columns."""
 
     def __init__(self, view: View, table: TableRef, owner: str, *, max_rows: int, max_columns: int) -> None:
         self.view = view
@@ -275,7 +268,7 @@ class ViewKeeper:
             raise QueryError(view.name, "which columns name one row?", 'Add key = ["…"]')
         declared = json.dumps([view.base, view.sql, self.key])
         self._declaration = hashlib.blake2b(declared.encode(), digest_size=16).hexdigest()
-        self.delta: DeltaTable | None = None
+        self.delta: DeltaTable | None = None  # as it was last written
         self._rows: pa.Table | None = None
         self._through = ""
 

@@ -266,15 +266,16 @@ class Frequency(Grouped[FrequencySketch]):
         rows = []
         for named, (items, counts) in self._listed(partial, _ITEM, _COUNT):
             sketch = FrequencySketch(self._parameters)
+            levels = sketch.start()
             events = outside = 0
             for item, count in zip(items.to_pylist(), counts.to_pylist(), strict=True):
                 events += count
                 if item is None:
                     outside += count
                     continue
-                sketch.levels[0].update(item, count)
-                for level in range(1, len(sketch.levels)):
-                    sketch.levels[level].update(item >> level, count)
+                levels[0].update(item, count)
+                for level in range(1, len(levels)):
+                    levels[level].update(item >> level, count)
             rows.append({**named, self._product.source: events, "outside": outside, **sketch.serialize()})
         return pa.Table.from_pylist(rows, schema=self.schema)
 

@@ -97,12 +97,7 @@ class Finding:
 
 
 class ExpectationEngine:
-    """One run of checkpoints.
-
-    Args:
-        report: folder of the HTML report; None for none.
-        now: reference time of freshness.
-    """
+    """One run of checkpoints, with a ``report`` in HTML if there is a folder for it; freshness counts from ``now``."""
 
     def __init__(self, report: Path | None = None, now: datetime | None = None) -> None:
         os.environ.setdefault("GX_ANALYTICS_ENABLED", "false")

@@ -175,13 +175,18 @@ class FrequencySketch(Sketch):
     def __init__(self, parameters: Row) -> None:
         bits = parameters.get("range_bits", 0)
         self.columns = ("sketch", *(f"sketch_{level}" for level in range(1, bits)))
-        shape = (parameters["depth"], parameters["width"])
+        self._shape = (parameters["depth"], parameters["width"])
         self._ranges = bool(bits)
-        self.levels = [datasketches.count_min_sketch(*shape) for _ in self.columns]
+        self.levels: list[datasketches.count_min_sketch] = []
+
+    def start(self) -> list[datasketches.count_min_sketch]:
+        """Levels that have counted nothing; the first row that is added brings its own."""
+        self.levels = [datasketches.count_min_sketch(*self._shape) for _ in self.columns]
+        return self.levels
 
     def add(self, row: Row) -> None:
         found = [datasketches.count_min_sketch.deserialize(row[column]) for column in self.columns]
-        if self.levels[0].is_empty():
+        if not self.levels:
             self.levels = found
             return
         for mine, other in zip(self.levels, found, strict=True):
@@ -193,7 +198,8 @@ class FrequencySketch(Sketch):
             return [count_min_range(self.levels, question.low, question.high)]
         if question.item is None:
             return [Answer("items", self.levels[0].total_weight)]
-        return [count_min_point(self.levels[0], self._item(question.item))]
+        item = self._item(question.item)
+        return [count_min_point(self.levels[0], item)]
 
     def serialize(self) -> dict[str, bytes]:
         return {column: sketch.serialize() for column, sketch in zip(self.columns, self.levels, strict=True)}
