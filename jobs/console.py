@@ -218,7 +218,6 @@ class JsonFormatter(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
         line = {
             "at": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
@@ -245,7 +244,6 @@ class OneAMinute(logging.Filter):
         self._due = 0.0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is passed."""
         if record.name.partition(".")[0] != self._above:
             return True
         if record.created < self._due:

@@ -223,7 +223,6 @@ class PlayProgress:
 
     @property
     def total(self) -> int:
-        """Events of all sources."""
         return sum(self.sent.values())
 
 

@@ -27,8 +27,11 @@ from lakehouse.contract.lake import Lake
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
+_PATIENCE_S = 5.0  # a JVM that answers later is told of as one that does not
+_AHEAD = ("maxOffsetsBehindLatest", "numBytesOutstanding")
 
 
 class Counts(Collector):
@@ -87,12 +90,6 @@ def metrics_server(port: int, *collectors: Collector) -> Iterator[str]:
         thread.join()
 
 
-log = logging.getLogger(__name__)
-
-_PATIENCE_S = 5.0  # a JVM that answers later is told of as one that does not
-_AHEAD = ("maxOffsetsBehindLatest", "numBytesOutstanding")
-
-
 class DriverCollector(Collector):
     """Metrics of the queries and the tables, made when somebody asks.
 
@@ -126,7 +123,6 @@ class DriverCollector(Collector):
         return iter(())
 
     def close(self) -> None:
-        """Ask no more."""
         self._asker.shutdown(cancel_futures=True)
 
     def _of_queries(self, reports: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:

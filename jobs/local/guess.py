@@ -51,7 +51,6 @@ class Shape:
     element: Shape | None = None
 
     def add(self, value: Any) -> None:
-        """Take one more value in."""
         kind = _kind(value)
         self.kinds[kind] += 1
         if kind == "struct":
@@ -93,7 +92,6 @@ class Shape:
 
     @property
     def ddl(self) -> str:
-        """The type in Spark's DDL."""
         if self.kind == "list":
             return f"ARRAY<{self.element.ddl if self.element else 'STRING'}>"
         if self.kind == "struct":
@@ -176,7 +174,6 @@ class Leaf:
 
     @property
     def distinct(self) -> int:
-        """How many values it has."""
         return len({value for value in self.values if value is not None})
 
     @property

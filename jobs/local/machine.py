@@ -27,9 +27,12 @@ from lakehouse.contract.pipeline import load_pipeline
 from lakehouse.contract.settings import Settings, conf_dir, load_settings
 from lakehouse.contract.storage import write_whole
 
+logger = logging.getLogger(__name__)
+
 GIB = 1 << 30
 MEMORY_BYTES = 4 * GIB  # Spark driver 2.5, broker 0.5, the Python processes together 0.5, and air
 DISK_BYTES = 5 * GIB  # Kafka's and the collector's logs are bounded to a few GiB
+_PATIENCE_S = 300.0  # for a class archive
 _PACKAGES = {
     "ingest": ("kafka", "deltalake", "pyarrow", "sqlglot", "starlette", "uvicorn", "websockets"),
     "serve": ("datasketches", "deltalake", "duckdb", "sqlglot", "starlette", "uvicorn", "websockets"),
@@ -286,11 +289,6 @@ def _reach_kafka(bootstrap: str) -> str:
     if reason:
         raise EnvironmentProblem(reason, "Start it, or unset MILLRACE_KAFKA to use the embedded broker")
     return ""
-
-
-logger = logging.getLogger(__name__)
-
-_PATIENCE_S = 300.0
 
 
 def prepare(tell: Callable[[str], None]) -> None:

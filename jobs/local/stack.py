@@ -61,7 +61,6 @@ class StackPart:
 
     @property
     def running(self) -> bool:
-        """Whether its process lives."""
         return self.pid is not None
 
 

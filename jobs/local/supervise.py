@@ -39,6 +39,8 @@ REFUSED = 78
 LACKING = 69
 """Exit status of a part that the machine lacks something for (EX_UNAVAILABLE): a restart may help later."""
 MARK_VARIABLE = "MILLRACE_MARK"
+_TEND_S = 0.2
+_READY_S = 60.0
 
 
 class PartRefused(MillraceError):
@@ -232,10 +234,6 @@ def _how(code: int | None) -> str:
     if code is None:
         return "unknown"
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
-
-
-_TEND_S = 0.2
-_READY_S = 60.0
 
 
 def mark_of_child() -> Path | None:
