@@ -184,7 +184,7 @@ class WebhookRunner:
                 self._trouble = ""
                 continue
             except ReceiverGone:
-                await self._say("stopped", "the receiver answered 410 ReceiverGone")
+                await self._say("stopped", "the receiver answered 410 Gone")
                 return
             except RequestError as error:
                 trouble = str(error)

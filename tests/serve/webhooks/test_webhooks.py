@@ -116,8 +116,9 @@ async def test_what_is_not_taken_is_tried_again_and_then_a_dead_letter(
         receiver.answers = [410]
         product.overwrite(topics(0, [6]), [window(0)])
         async with asyncio.timeout(60):
-            while (await client.get(f"/v1/webhooks/{made['id']}")).json()["state"] != "stopped":  # noqa: ASYNC110
+            while (shown := (await client.get(f"/v1/webhooks/{made['id']}")).json())["state"] != "stopped":  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
+        assert shown["detail"] == "the receiver answered 410 Gone"
 
 
 async def test_a_filter_leaves_changes_out_and_the_chain_stays_whole(root: Path) -> None:
