@@ -19,13 +19,12 @@ from lakehouse.contract.pipeline import Product, Source
 from lakehouse.contract.storage import spark_uri
 from lakehouse.contract.tomlfile import duration_ms
 from lakehouse.errors import BadSketch
+from lakehouse.operators.base import TIMESTAMP, WINDOW_END, WINDOW_START, in_time, input_sql
 from lakehouse.sketches.kinds import Sketch, sketch_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-_START, _END = "window_start", "window_end"
-_TIME = pa.timestamp("us", "UTC")
 _MOST = 1_000  # rows of sketches in memory at once
 
 
@@ -58,7 +57,7 @@ class SketchTable:
 
     def newest(self) -> datetime:
         """Start of the newest window. Raises BadSketch: the table is empty."""
-        starts = self._delta.to_pyarrow_dataset().to_table(columns=[_START])[_START]
+        starts = self._delta.to_pyarrow_dataset().to_table(columns=[WINDOW_START])[WINDOW_START]
         newest: datetime | None = pc.max(starts).as_py()
         if newest is None:
             raise BadSketch(f"table {self.ref.name} has no windows yet")
@@ -83,8 +82,8 @@ class SketchTable:
                 if row["sketch"] is None:  # a lower rank of top_n
                     continue
                 sketch.add(row)
-                starts.add(row[_START])
-                ends.add(row[_END])
+                starts.add(row[WINDOW_START])
+                ends.add(row[WINDOW_END])
                 count += 1
         if not count:
             raise BadSketch(f"table {self.ref.name} has no such windows")
@@ -93,17 +92,17 @@ class SketchTable:
     def _rows(
         self, held: Sequence[str], start: datetime | None, end: datetime | None, groups: Mapping[str, str]
     ) -> pa.Table:
-        condition = ds.field(_START).is_valid()
+        condition = ds.field(WINDOW_START).is_valid()
         if start is not None:
-            condition &= ds.field(_START) >= pa.scalar(start, _TIME)
+            condition &= ds.field(WINDOW_START) >= pa.scalar(start, TIMESTAMP)
         if end is not None:
-            condition &= ds.field(_START) < pa.scalar(end, _TIME)
+            condition &= ds.field(WINDOW_START) < pa.scalar(end, TIMESTAMP)
         by = self.parameters.get("by", [])
         for column, value in groups.items():
             if column not in by:
                 raise BadSketch(f"table {self.ref.name} has no groups by {column!r}; it has: {', '.join(by) or 'none'}")
             condition &= ds.field(column).cast(pa.string()) == value
-        rows = self._delta.to_pyarrow_dataset().to_table(columns=[_START, _END, *held], filter=condition)
+        rows = self._delta.to_pyarrow_dataset().to_table(columns=[WINDOW_START, WINDOW_END, *held], filter=condition)
         return self._side_by_side(rows, start) if self.parameters.get("slide") and rows.num_rows else rows
 
     def _side_by_side(self, rows: pa.Table, start: datetime | None) -> pa.Table:
@@ -111,11 +110,11 @@ class SketchTable:
         window, slide = (duration_ms(self.parameters[key]) for key in ("window", "slide"))
         if window % slide:
             raise BadSketch(f"windows of {window} ms every {slide} ms cannot be laid side by side")
-        first = pc.min(rows[_START]).as_py()
+        first = pc.min(rows[WINDOW_START]).as_py()
         if start is not None:  # the first that starts no earlier
             late = (start - datetime(1970, 1, 1, tzinfo=UTC)) % timedelta(milliseconds=slide)
             first = start if not late else start - late + timedelta(milliseconds=slide)
-        since = pc.cast(pc.subtract(rows[_START], pa.scalar(first, rows[_START].type)), pa.int64())
+        since = pc.cast(pc.subtract(rows[WINDOW_START], pa.scalar(first, rows[WINDOW_START].type)), pa.int64())
         tiles = pc.divide(since, window * 1_000)
         return rows.filter(pc.equal(pc.multiply(tiles, window * 1_000), since))
 
@@ -138,9 +137,9 @@ def is_held(lake: Lake, place: str, item: str, span: Span) -> bool:
     for name, value in span.groups.items():
         if name in data.schema.names:
             condition &= ds.field(name).cast(pa.string()) == value
-    if _START in data.schema.names:
-        condition &= ds.field(_START) >= pa.scalar(span.start, _TIME)
-        condition &= ds.field(_START) < pa.scalar(span.end, _TIME)
+    if WINDOW_START in data.schema.names:
+        condition &= ds.field(WINDOW_START) >= pa.scalar(span.start, TIMESTAMP)
+        condition &= ds.field(WINDOW_START) < pa.scalar(span.end, TIMESTAMP)
     return bool(data.head(1, columns=[column], filter=condition).num_rows)
 
 
@@ -148,7 +147,6 @@ def is_in_bronze(spark: SparkSession, lake: Lake, source: Source, product: Produ
     """Whether an event of the product's source with this item counts in the span, by the product's own SQL in Spark."""
     from pyspark.sql import functions as F
 
-    from lakehouse.operators.base import in_time, input_sql
     from lakehouse.silver.conform import conform
 
     rows = spark.read.format("delta").load(spark_uri(lake.bronze(source.name).path))
