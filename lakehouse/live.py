@@ -205,7 +205,7 @@ class LiveProducts(BronzeFollower):
         needed = (*_READ, *self._watch.columns)
         self.local = LocalQueries(spark, source, products, operators, needed, settings.tenant)
         self._spark = self.local.session
-        self._maintenance = Maintenance(lake, sources=[source])
+        self._maintenance = Maintenance()
         self._marks = Marks()
         self._committed_at = self._noted_at = time.monotonic()
         self._writing = threading.Condition()  # held while this driver writes bronze, or looks up how far bronze is
@@ -258,7 +258,6 @@ class LiveProducts(BronzeFollower):
             self._writing.notify_all()
 
     def _close(self) -> None:
-        self._maintenance.close()
         self.seen.close()
         self.local.close()
 

@@ -8,8 +8,8 @@ Three rules:
   can be compacted beside the writers.
 - No file or version is removed that was promised to a subscriber, or that a query has still to read.
 
-Writers take care of their own tables (:class:`Maintenance`). ``millrace maintain`` does it for a whole lake
-(:func:`maintain`), and a driver for tables that none of its queries writes (:class:`Caretaker`).
+Writers take care of their own tables (:class:`Maintenance`), a thread of the driver of all others
+(:class:`Caretaker`), and ``millrace maintain`` of a whole lake (:func:`maintain`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
@@ -34,8 +33,8 @@ from lakehouse.bronze.table import UNLIKE, BronzeClock, progress
 from lakehouse.contract.deltalog import DeltaLog, kept_ms
 from lakehouse.contract.errors import crash_point
 from lakehouse.contract.lake import LOADS, PROPERTY_DECLARATION, QUALITY, QUARANTINE, WARNINGS, Lake, TableRef
-from lakehouse.contract.pipeline import Pipeline, Product, Source
-from lakehouse.contract.storage import LakePath
+from lakehouse.contract.pipeline import Pipeline, Product
+from lakehouse.contract.storage import is_away
 from lakehouse.contract.tomlfile import duration_ms
 from lakehouse.declaration import product_declaration, source_declaration
 from lakehouse.errors import LakehouseError, TableBusy
@@ -68,7 +67,6 @@ _WORTH = 0.7  # a fold that leaves more of the rows than this share is not worth
 _DATE = re.compile(r"(?:^|/)date=(\d{4}-\d{2}-\d{2})/")
 # Several writers append to these and retry: commits of care do not conflict with theirs.
 _SHARED = (QUARANTINE, WARNINGS, QUALITY, LOADS)
-_looks: dict[LakePath, float] = {}  # last look of this process at a lake
 
 
 # --- Bronze
@@ -227,12 +225,8 @@ def checkpoint_log(lake: Lake, table: TableRef, *, every: int = CHECKPOINT_EVERY
     return "log checkpoint"
 
 
-def vacuum_table(lake: Lake, table: TableRef, *, locked: bool = False) -> int:
-    """Delete files that no kept version needs; returns how many.
-
-    Args:
-        locked: the caller holds the writer's lock; without it, only bronze and tables whose writers retry.
-    """
+def vacuum_table(lake: Lake, table: TableRef) -> int:
+    """Delete files that no kept version needs; returns how many. The caller holds its writer's lock, but bronze's."""
     delta = DeltaTable(str(table.path))
     if table.layer == "bronze":
         kept_s = kept_ms(delta.metadata().configuration, "deletedFileRetentionDuration") / 1000
@@ -240,8 +234,6 @@ def vacuum_table(lake: Lake, table: TableRef, *, locked: bool = False) -> int:
             return 0
         with _bronze_turn(lake, table) as properties:
             return len(DeltaTable(str(table.path)).vacuum(dry_run=False, commit_properties=properties))
-    if not locked and table.name not in _SHARED:
-        return 0
     if table.name in _SHARED and len(delta.file_uris()) >= MANY_FILES:
         delta.optimize.compact(target_size=SMALL)
     return len(delta.vacuum(dry_run=False)) if delta.vacuum(dry_run=True) else 0
@@ -260,48 +252,23 @@ def leading(lake: Lake) -> Iterator[bool]:
 
 
 class Maintenance:
-    """Takes care of the tables of a lake inside a running driver, a little at a time.
-
-    A thread beside the batches does what makes no commit of a product, and bronze, in one process of the lake at a
-    time. :meth:`after_batch` itself does what makes a commit of a product, in the thread of the product's writer.
+    """Takes care of a writer's products between its batches, one product at a time, in the writer's thread.
 
     Args:
         now: monotonic seconds.
-        sources: whose retention of bronze, and fields of payloads, it looks after.
-
-    Attributes:
-        sources: by name; others may be set at any time.
     """
 
-    def __init__(self, lake: Lake, now: Callable[[], float] = time.monotonic, sources: Iterable[Source] = ()) -> None:
-        self.sources = {source.name: source for source in sources}
-        self._lake = lake
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="maintenance")
-        self._running: Future[None] | None = None
-        self._looked = self._swept = now()
         self._tidied: dict[str, float] = {}
         self._removed: dict[str, float] = {}
 
-    def after_batch(self, stores: Sequence[ProductStore] = ()) -> None:
-        """Called by the writer of ``stores`` between batches; takes care of at most one of them."""
+    def after_batch(self, stores: Iterable[ProductStore]) -> None:
+        """Look whether one of the writer's products needs care."""
         now = self._now()
         for store in stores:
             if self._care_of(store, now):
                 break
-        if self._running is not None and not self._running.done():
-            return
-        if now - self._looked >= LOOK_EVERY_S:
-            self._looked = _looks[self._lake.root] = now
-            self._running = self._worker.submit(self._look)
-
-    def looked_lately(self) -> bool:
-        """Whether an instance of this process has looked at the lake within the time of two looks."""
-        return self._now() - _looks.get(self._lake.root, -LOOK_EVERY_S * 3) < LOOK_EVERY_S * 2
-
-    def close(self) -> None:
-        """Finish the current look."""
-        self._worker.shutdown(cancel_futures=True)
 
     def _care_of(self, store: ProductStore, now: float) -> bool:
         name = store.table.name
@@ -315,34 +282,6 @@ class Maintenance:
         except Exception:  # care must never stop the writer; it is tried again
             log.warning("maintenance of %s failed", name, exc_info=True)
         return False
-
-    def _look(self) -> None:
-        with leading(self._lake) as first:
-            if not first:
-                return
-            sweep_now = self._now() - self._swept >= SWEEP_EVERY_S
-            for table in self._lake.tables():
-                try:
-                    if "stay" in checkpoint_log(self._lake, table):
-                        log.warning("bronze %s keeps old versions that a query has still to read", table.name)
-                    if table.layer == "bronze":
-                        self._look_at_bronze(table, sweep_now)
-                    if sweep_now and (table.layer == "bronze" or table.name in _SHARED):
-                        vacuum_table(self._lake, table)
-                except Exception:  # as above
-                    log.warning("maintenance of %s failed", table.name, exc_info=True)
-            if sweep_now:
-                self._swept = self._now()
-
-    def _look_at_bronze(self, table: TableRef, sweep_now: bool) -> None:
-        compact_bronze(self._lake, table)
-        source = self.sources.get(table.name)
-        if source is None or not sweep_now:
-            return
-        if fresh := note_unknown_fields(self._lake, source):
-            log.warning("payloads of %s have fields that the schema lacks: %s", table.name, ", ".join(fresh[:10]))
-        if source.bronze_retention:
-            end_retention(self._lake, table, duration_ms(source.bronze_retention))
 
 
 @dataclass(frozen=True, slots=True)
@@ -404,7 +343,7 @@ def _care_of(lake: Lake, pipeline: Pipeline, table: TableRef, everything: bool, 
             yield done
     if done := checkpoint_log(lake, table, every=1 if everything else CHECKPOINT_EVERY):
         yield done
-    if removed := vacuum_table(lake, table, locked=True):
+    if removed := vacuum_table(lake, table):
         yield f"{removed} files deleted"
 
 
@@ -429,12 +368,11 @@ def _is_redeclared(pipeline: Pipeline, product: Product, store: ProductStore) ->
 
 
 class Caretaker:
-    """A thread of the driver that takes care of tables without a running writer, and watches the topics' retention.
+    """A thread of the driver that takes care of bronze, of logs, and of tables without a running writer.
 
-    Products and joins take care of their tables between two batches (:class:`Maintenance`).
-    This thread helps a driver whose sources are quiet, a driver of bronze alone, and tables with another writer or
-    none: staging copies, ``loads``, removed products, products of a stage that does not run. It also refreshes staging
-    copies on their schedules.
+    Products and joins take care of their own tables between two batches (:class:`Maintenance`). One process of a lake
+    at a time does what this thread does. It also watches the topics' retention, and refreshes staging copies on their
+    schedules.
 
     Args:
         ask: asks the broker; None: the driver has none.
@@ -446,18 +384,16 @@ class Caretaker:
     ) -> None:
         self._lake = lake
         self._now = now
-        self._maintenance = Maintenance(lake, now)
         self._watch = RetentionWatch(lake, ask, now) if ask is not None else None
         self._staged: dict[str, float] = {}
         self.declare(pipeline)
-        self._rounded = now()
+        self._swept = now()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="caretaker", daemon=True)
 
     def declare(self, pipeline: Pipeline) -> None:
         """Follow another pipeline from the next turn on."""
         self._pipeline = pipeline
-        self._maintenance.sources = pipeline.sources
         if self._watch is not None:
             self._watch.sources = pipeline.sources
 
@@ -468,30 +404,47 @@ class Caretaker:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        self.close()
-
-    def close(self) -> None:
-        """Finish the current work."""
-        self._maintenance.close()
 
     def turn(self) -> list[str]:
-        """Look once; returns what was done to tables without a running writer."""
-        said: list[str] = []
+        """Look once; returns what was done to copies and to tables without a running writer."""
         if self._watch is not None:
             self._watch.turn()
-        said += self._staging()
-        if self._now() - self._rounded >= SWEEP_EVERY_S:
+        said = list(self._staging())
+        sweeps = self._now() - self._swept >= SWEEP_EVERY_S
+        self._look(sweeps)
+        if sweeps:
             try:
                 for done in maintain(self._lake, self._pipeline, fold_rows=FOLD_ROWS, bronze=False):
                     if done.said:
                         said.append(f"{done.table}: {done.said}")
                         log.info("care of %s, which has no running writer: %s", done.table, done.said)
-                self._rounded = self._now()
+                self._swept = self._now()
             except LakehouseError as error:  # another process takes care now: try again at the next turn
                 log.debug("%s", error)
-        elif not self._maintenance.looked_lately():
-            self._maintenance.after_batch()
         return said
+
+    def _look(self, sweeps: bool) -> None:
+        """Take care of what needs no writer's lock."""
+        with leading(self._lake) as first:
+            for table in self._lake.tables() if first else ():
+                try:
+                    if "stay" in checkpoint_log(self._lake, table):
+                        log.warning("bronze %s keeps old versions that a query has still to read", table.name)
+                    if table.layer == "bronze":
+                        compact_bronze(self._lake, table)
+                        if sweeps:
+                            self._sweep_bronze(table)
+                except Exception:  # the other tables need care too; it is tried again
+                    log.warning("maintenance of %s failed", table.name, exc_info=True)
+
+    def _sweep_bronze(self, table: TableRef) -> None:
+        source = self._pipeline.sources.get(table.name)
+        if source is not None:
+            if fresh := note_unknown_fields(self._lake, source):
+                log.warning("payloads of %s have fields that the schema lacks: %s", table.name, ", ".join(fresh[:10]))
+            if source.bronze_retention:
+                end_retention(self._lake, table, duration_ms(source.bronze_retention))
+        vacuum_table(self._lake, table)
 
     def _staging(self) -> Iterator[str]:
         """Refresh the copies that are due; at the start of the driver all with a schedule are."""
@@ -513,5 +466,6 @@ class Caretaker:
         while not self._stop.wait(LOOK_EVERY_S):
             try:
                 self.turn()
-            except Exception:  # care must never end the driver; it is tried again
-                log.warning("care of the lake failed", exc_info=True)
+            except Exception as error:  # care must never end the driver; it is tried again
+                if not is_away(error):  # of that the store tells
+                    log.warning("care of the lake failed", exc_info=True)

@@ -86,7 +86,7 @@ class LiveJoin(BronzeFollower):
         self._store = store_of(product, lake.table(product.layer, product.name), pipeline.name, declaration)
         self._no_pairs = self._joined.partial([])
         self._max_bytes = byte_size(settings.spark.max_bytes_per_trigger)
-        self._maintenance = Maintenance(lake)
+        self._maintenance = Maintenance()
         self._marks = Marks()
         self._committed_at = time.monotonic()
         self._open_indexes()
@@ -114,7 +114,6 @@ class LiveJoin(BronzeFollower):
             self._maintenance.after_batch([self._store])
 
     def _close(self) -> None:
-        self._maintenance.close()
         self._close_indexes()
 
     # --- from one position to another

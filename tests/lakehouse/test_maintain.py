@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import closing
 from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 
@@ -36,7 +35,6 @@ from lakehouse.maintain import care as maintenance_care
 from lakehouse.maintain.backlog import RETENTION_SHARE, WATCH_EVERY_S, Backlog
 from lakehouse.maintain.care import (
     CHECKPOINT_EVERY,
-    LOOK_EVERY_S,
     MANY_FILES,
     SWEEP_EVERY_S,
     TIDY_EVERY_S,
@@ -53,7 +51,7 @@ from lakehouse.maintain.care import (
     vacuum_table,
 )
 from tests.crash_points import CARE_CRASH_POINTS
-from tests.lakehouse.lakes import T0, bronze_rows, eventually, pipeline_in
+from tests.lakehouse.lakes import T0, bronze_rows, pipeline_in
 from tests.s3 import S3Server
 
 PER_CITY = Product(
@@ -308,26 +306,25 @@ def test_days_past_their_retention_go_once_they_were_read(
     bronze(lake, 1, day=today, first=4)
 
 
-def test_a_driver_looks_after_logs_bronze_and_its_products(lake: Lake) -> None:
+def test_a_driver_looks_after_logs_bronze_and_its_products(tmp_path: Path, lake: Lake) -> None:
     store = store_with(lake, PER_CITY, CHECKPOINT_EVERY + 1)
     table = bronze(lake, 70)
     now = [0.0]
-    care = Maintenance(lake, now=lambda: now[0])
+    care = Maintenance(now=lambda: now[0])
     care.after_batch([store])
+    caretaker = Caretaker(lake, pipeline_in(tmp_path / "p", "t"), now=lambda: now[0])
 
-    def look() -> bool:
-        now[0] += LOOK_EVERY_S + 1
-        care.after_batch([store])
+    def looked() -> bool:
+        caretaker.turn()
         kept = (store.table.path / "_delta_log" / "_last_checkpoint").is_file()
         return kept and len(DeltaTable(str(table.path)).file_uris()) == 1
 
     with leading(lake) as first:
         assert first
-        assert not look()  # another process does it
-    eventually(look)
+        assert not looked()  # another process does it
+    assert looked()
     now[0] += max(TIDY_EVERY_S, SWEEP_EVERY_S)
     care.after_batch([store])
-    care.close()
     assert DeltaTable(str(store.table.path)).to_pyarrow_table().num_rows == 3
     assert DeltaLog(store.table.path).oldest() == 0  # nothing that is promised was cut
     assert DeltaLog(store.table.path).newest() > CHECKPOINT_EVERY
@@ -348,17 +345,13 @@ def test_a_driver_looks_after_what_none_of_its_queries_keeps(
     for number in range(5):
         append_reports(lake, str(number), "clicks", [report(number)], Deadline(0.0, None, 1))
     now = [0.0]
-    with closing(Caretaker(lake, pipeline, now=lambda: now[0])) as care, WriterLocks(lake, ["totals"]):
-        assert care.turn() == [], "nothing is due"
-
-        def look() -> bool:
-            now[0] += LOOK_EVERY_S * 3
-            said.extend(care.turn())
-            loads = DeltaTable(str(lake.table("silver", LOADS).path))
-            return len(DeltaTable(str(table.path)).file_uris()) == 1 and len(loads.file_uris()) == 1
-
-        said: list[str] = []
-        eventually(look)
+    care = Caretaker(lake, pipeline, now=lambda: now[0])
+    with WriterLocks(lake, ["totals"]):
+        assert care.turn() == [], "no sweep is due"
+        assert len(DeltaTable(str(table.path)).file_uris()) == 1
+        now[0] += SWEEP_EVERY_S
+        said = care.turn()
+    assert len(DeltaTable(str(lake.table("silver", LOADS).path)).file_uris()) == 1
     assert [text for text in said if text.startswith("per_city: folded")]
     assert DeltaTable(str(store.table.path)).to_pyarrow_table().num_rows == 3
     assert counts(taken) == [1, 1, 1]
@@ -383,14 +376,14 @@ def test_what_comes_near_a_topics_retention_alarms_by_itself(tmp_path: Path, cap
 
     said: list[tuple[list[str], list[float]]] = []
     now = [0.0]
-    with closing(Caretaker(lake, pipeline, ask, now=lambda: now[0])) as care:
-        for _ in found:
-            caplog.clear()
-            care.turn()
-            care.turn()  # nothing is due
-            shares = [sample.value for sample in next(iter(RETENTION_SHARE.collect())).samples]
-            said.append(([record.levelname for record in caplog.records if record.name.endswith(".backlog")], shares))
-            now[0] += WATCH_EVERY_S
+    care = Caretaker(lake, pipeline, ask, now=lambda: now[0])
+    for _ in found:
+        caplog.clear()
+        care.turn()
+        care.turn()  # nothing is due
+        shares = [sample.value for sample in next(iter(RETENTION_SHARE.collect())).samples]
+        said.append(([record.levelname for record in caplog.records if record.name.endswith(".backlog")], shares))
+        now[0] += WATCH_EVERY_S
     assert asked == [progress(table)] * 4
     assert said == [([], [0.1]), (["WARNING"], [0.5]), (["ERROR"], [0.8]), ([], [])]
 
@@ -412,11 +405,10 @@ def test_trouble_never_stops_the_writer(lake: Lake) -> None:
     broken = ProductStore(TOTALS, lake.table("gold", "broken"), "p")
     write_whole(broken.table.path / "_delta_log" / "nothing", b"")
     now = [0.0]
-    care = Maintenance(lake, now=lambda: now[0])
+    care = Maintenance(now=lambda: now[0])
     for _ in range(3):
         now[0] += SWEEP_EVERY_S
         care.after_batch([broken])
-    care.close()
 
 
 def test_a_declaration_is_known_by_what_makes_its_rows(tmp_path: Path) -> None:

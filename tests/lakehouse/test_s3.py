@@ -153,7 +153,7 @@ def test_care_beside_the_queries_and_who_follows_them(
     tables = [place.lake.table(product.layer, product.name) for product in place.pipeline.products.values()]
     with ExitStack() as stack:
         followed = [stack.enter_context(closing(Following(table))) for table in tables]
-        with place.running(spark) as alive:
+        with place.running(spark) as alive, care.Caretaker(place.lake, place.pipeline):
             for number in range(12):
                 place.send(mixture(20 * number, 30))
                 eventually(place.arrived(), alive=alive)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -101,18 +100,18 @@ def test_a_running_driver_refreshes_it_on_its_schedule(tmp_path: Path, caplog: p
     hourly = replace(STAGING, name="hourly", every="1 hour")
     broken = replace(STAGING, name="broken", where="price <", every="1 hour")
     declared = replace(pipeline(), staging={"broken": broken, "hourly": hourly, "bargains": STAGING})
-    with closing(Caretaker(lake, declared, now=lambda: now[0])) as care:
-        assert care.turn() == [], "the product is not there yet"
-        record(lake, ("m1", "o1", 2, "Lamp", 5.0, True))
-        assert care.turn() == ["hourly: 1 rows of catalogue version 1"]
-        assert "staging table broken is not refreshed" in caplog.text
-        record(lake, ("m1", "o2", 2, "Desk", 6.0, True))
-        now[0] = 3_599.0
-        assert [said for said in care.turn() if "hourly:" in said] == []
-        now[0] = 3_600.0
-        assert "hourly: 2 rows of catalogue version 2" in care.turn()
-        now[0] = 7_200.0
-        assert [said for said in care.turn() if said.startswith("hourly:")] == [], "nothing is new"
+    care = Caretaker(lake, declared, now=lambda: now[0])
+    assert care.turn() == [], "the product is not there yet"
+    record(lake, ("m1", "o1", 2, "Lamp", 5.0, True))
+    assert care.turn() == ["hourly: 1 rows of catalogue version 1"]
+    assert "staging table broken is not refreshed" in caplog.text
+    record(lake, ("m1", "o2", 2, "Desk", 6.0, True))
+    now[0] = 3_599.0
+    assert [said for said in care.turn() if "hourly:" in said] == []
+    now[0] = 3_600.0
+    assert "hourly: 2 rows of catalogue version 2" in care.turn()
+    now[0] = 7_200.0
+    assert [said for said in care.turn() if said.startswith("hourly:")] == [], "nothing is new"
     assert not lake.table("gold", "bargains").exists(), "without a schedule only the command makes it"
 
 
