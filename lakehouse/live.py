@@ -34,9 +34,8 @@ from pyspark.sql import functions as F
 from pyspark.sql.pandas.types import from_arrow_schema
 
 from lakehouse.batch import build, byte_size, clock_of, kafka_ends, rejected_rows, run_partial, slices
-from lakehouse.bronze.horizon import seen_index
 from lakehouse.bronze.readers import id_of, note_reader, noted_reader
-from lakehouse.bronze.seen import JUDGED
+from lakehouse.bronze.seen import JUDGED, seen_index
 from lakehouse.bronze.table import COLUMNS, changes, newest_version
 from lakehouse.contract.errors import crash_point
 from lakehouse.contract.lake import Lake

@@ -29,9 +29,8 @@ from pyspark.sql.types import StructType
 from pyspark.sql.window import Window
 
 from lakehouse.batch import build, byte_size, clock_of, kafka_ends, slices
-from lakehouse.bronze.horizon import seen_index
 from lakehouse.bronze.readers import id_of, note_reader
-from lakehouse.bronze.seen import JUDGED
+from lakehouse.bronze.seen import JUDGED, seen_index
 from lakehouse.bronze.table import COLUMNS, changes, newest_version
 from lakehouse.contract.errors import crash_point
 from lakehouse.contract.lake import Lake
