@@ -360,7 +360,7 @@ steps = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9)), min_size=1, ma
 
 @settings(max_examples=30)
 @given(steps, st.lists(st.integers(0, 40), max_size=6), st.data())
-def test_with_a_horizon_any_batches_judge_as_bronze_does(
+def test_batches_judge_as_bronze_does_with_a_horizon(
     found: list[tuple[int, int]], cuts: list[int], data: st.DataObject
 ) -> None:
     at, rows = 0, []
