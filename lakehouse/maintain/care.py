@@ -43,6 +43,7 @@ from lakehouse.gold.store import ProductStore
 from lakehouse.load.staging import refresh
 from lakehouse.lock import WriterLocks
 from lakehouse.maintain.backlog import Ask, RetentionWatch
+from lakehouse.maintain.report import SMALL
 from lakehouse.quality.notes import note_unknown_fields
 
 log = logging.getLogger(__name__)
@@ -51,8 +52,7 @@ LOOK_EVERY_S = 5.0
 TIDY_EVERY_S = 30.0
 SWEEP_EVERY_S = 600.0
 CHECKPOINT_EVERY = 200  # commits
-SMALL = 8 << 20  # bytes; while the pipeline runs, larger files are left alone
-LARGE = 128 << 20  # the same for bronze without writers: a turn may then take minutes
+LARGE = 128 << 20  # bytes of bronze's files without writers: a turn may then take minutes
 MANY_BRONZE_FILES = 64  # files of one day that make a compaction worth while …
 _FEWER = 4  # … where the target takes at least so many of each: to put two together costs as much as it saves
 MANY_FILES = 200  # files of any other table

@@ -17,9 +17,9 @@ from lakehouse.contract.lake import Lake, TableRef
 from lakehouse.contract.pipeline import Pipeline, Product, Source
 from lakehouse.gold.mark import versions_of
 from lakehouse.maintain.backlog import ALARM, OK, WARN, Ask, health_of, span, worst
-from lakehouse.maintain.care import SMALL
 from lakehouse.quality.notes import noted_unknown_fields
 
+SMALL = 8 << 20  # bytes; while the pipeline runs, larger files are left alone
 MANY_SMALL = 1_000
 LATE_S = 60.0  # a product this far behind bronze is not kept up now
 
