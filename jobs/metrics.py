@@ -180,7 +180,7 @@ def serve_metrics(spark: SparkSession, lake: Lake, port: int) -> Iterator[str]:
     """
     from jobs.lineage import DROPPED
     from lakehouse.counts import EVENTS, RUNNING, TOO_LATE
-    from lakehouse.maintain.backlog import RETENTION_SHARE
+    from lakehouse.maintain.report import RETENTION_SHARE
 
     def progress() -> list[Mapping[str, Any]]:
         found = (query.lastProgress for query in list(RUNNING.values()))

@@ -26,7 +26,7 @@ from lakehouse.contract.pipeline import OPERATORS, Product, load_pipeline
 from lakehouse.contract.pipeline.product import TAKEN_BY
 from lakehouse.contract.settings import PREFIX, Settings, load_settings
 from lakehouse.counts import EVENTS, TOO_LATE
-from lakehouse.maintain.backlog import RETENTION_SHARE
+from lakehouse.maintain.report import RETENTION_SHARE
 from serve.app import make_app
 from serve.control.app import control_openapi
 from serve.http import routes

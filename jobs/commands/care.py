@@ -36,7 +36,7 @@ from lakehouse.contract.settings import Settings
 
 if TYPE_CHECKING:
     from ingest.audit import SourceAudit, TraceStep
-    from lakehouse.maintain.backlog import Backlog
+    from lakehouse.maintain.report import Backlog
 
 _SHOWN = 60  # characters of a payload, and refused events
 _ROWS = 20
@@ -194,7 +194,7 @@ def audit(
 
 def retention(backlog: Backlog | None) -> str:
     """``ok``, ``warn`` or ``alarm``: how near Kafka's retention is to what bronze has not taken."""
-    from lakehouse.maintain.backlog import OK
+    from lakehouse.maintain.report import OK
 
     return OK if backlog is None else backlog.health
 

@@ -290,8 +290,7 @@ def tables(
 ) -> None:
     """List the lake's tables: size, files, versions, lag, retention and health."""
     from jobs.local.broker import Topics
-    from lakehouse.maintain.backlog import ALARM
-    from lakehouse.maintain.report import table_facts
+    from lakehouse.maintain.report import ALARM, table_facts
 
     settings, loaded = chosen_pipeline()
     found = table_facts(Lake.of(settings), loaded, Topics.of(settings).backlog)

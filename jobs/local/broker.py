@@ -24,7 +24,7 @@ from lakehouse.contract.errors import EnvironmentProblem, MillraceError
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, Source
 from lakehouse.contract.settings import PLAINTEXT, ClientSecurity, KafkaSettings, Settings
-from lakehouse.maintain.backlog import Ask, Backlog
+from lakehouse.maintain.report import Ask, Backlog
 
 log = logging.getLogger(__name__)
 

@@ -42,8 +42,7 @@ from lakehouse.gold.state_store import store_of
 from lakehouse.gold.store import ProductStore
 from lakehouse.load.staging import refresh
 from lakehouse.lock import WriterLocks
-from lakehouse.maintain.backlog import Ask, RetentionWatch
-from lakehouse.maintain.report import SMALL
+from lakehouse.maintain.report import SMALL, Ask, RetentionWatch
 from lakehouse.quality.notes import note_unknown_fields
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from jobs.commands.care import retention
 from lakehouse.bronze.table import COLUMNS, create
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, load_pipeline
-from lakehouse.maintain.backlog import Backlog
+from lakehouse.maintain.report import Backlog
 from tests.ingest.lakes import commit
 
 NOW = datetime.now(UTC).replace(microsecond=0)

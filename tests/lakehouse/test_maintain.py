@@ -32,7 +32,6 @@ from lakehouse.load.loader import Deadline, append_reports
 from lakehouse.load.worker import FileReport
 from lakehouse.lock import WriterLocks
 from lakehouse.maintain import care as maintenance_care
-from lakehouse.maintain.backlog import RETENTION_SHARE, WATCH_EVERY_S, Backlog
 from lakehouse.maintain.care import (
     CHECKPOINT_EVERY,
     MANY_FILES,
@@ -50,6 +49,7 @@ from lakehouse.maintain.care import (
     vacuum_product,
     vacuum_table,
 )
+from lakehouse.maintain.report import RETENTION_SHARE, WATCH_EVERY_S, Backlog
 from tests.crash_points import CARE_CRASH_POINTS
 from tests.lakehouse.lakes import T0, bronze_rows, pipeline_in
 from tests.s3 import S3Server
@@ -382,7 +382,7 @@ def test_what_comes_near_a_topics_retention_alarms_by_itself(tmp_path: Path, cap
         care.turn()
         care.turn()  # nothing is due
         shares = [sample.value for sample in next(iter(RETENTION_SHARE.collect())).samples]
-        said.append(([record.levelname for record in caplog.records if record.name.endswith(".backlog")], shares))
+        said.append(([record.levelname for record in caplog.records if record.name.endswith(".report")], shares))
         now[0] += WATCH_EVERY_S
     assert asked == [progress(table)] * 4
     assert said == [([], [0.1]), (["WARNING"], [0.5]), (["ERROR"], [0.8]), ([], [])]

@@ -22,9 +22,8 @@ from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline
 from lakehouse.errors import LakehouseError
 from lakehouse.lock import WriterLocks
-from lakehouse.maintain.backlog import ALARM, OK, WARN, Backlog
 from lakehouse.maintain.care import leading, maintain
-from lakehouse.maintain.report import TableFacts, table_facts
+from lakehouse.maintain.report import ALARM, OK, WARN, Backlog, TableFacts, table_facts
 from lakehouse.quality.notes import accepted
 from tests.lakehouse.lakes import mixture, pipeline_in, produce
 from tests.lakehouse.test_maintain import bronze, reading, store_with
