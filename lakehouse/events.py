@@ -130,9 +130,8 @@ class LocalEvents(Events):
         valid = self._rows.filter(pc.is_null(self._rows["reason"]))
         if since:
             valid = valid.filter(pc.greater(pc.cast(valid["bronze_at"], pa.int64()), since))
-        found = self._queries.partials(valid)
-        by_operator = dict(zip(map(id, self._queries.operators), found, strict=True))
-        return [partial(by_operator.__getitem__, id(operator)) for operator in operators]
+        found = dict(zip(self._queries.operators, self._queries.partials(valid), strict=True))
+        return [partial(found.__getitem__, operator) for operator in operators]
 
     def rejected(self) -> pa.Table:
         return self._queries.rejected(self._bronze_with("reason"))

@@ -127,7 +127,10 @@ def build_session(settings: Settings, app: str, *, record_classes: Path | None =
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)  # of the Python workers
     submitted = "SPARK_ENV_LOADED" in os.environ or "PYSPARK_GATEWAY_PORT" in os.environ
     builder = SparkSession.builder.appName(app)
-    given = _given_on_submit() if submitted else {}
+    given: dict[str, str] = {}  # to spark-submit; not overridden
+    if submitted:
+        SparkContext._ensure_initialized()
+        given = dict(SparkConf().getAll())
     s3 = str(settings.lake).startswith("s3")
     paths = [*jar_paths("spark"), *(jar_paths("s3") if s3 else [])]
     jars = ",".join(str(jar) for jar in paths)
@@ -241,12 +244,6 @@ def _one_process(settings: Settings, jars: Sequence[Path]) -> dict[str, str]:
         # A larger result of a task would come by way of the block manager and a TCP connection of the driver to itself.
         "spark.task.maxDirectResultSize": "100m",
     }
-
-
-def _given_on_submit() -> dict[str, str]:
-    """Settings that spark-submit was given; those are not overridden."""
-    SparkContext._ensure_initialized()
-    return dict(SparkConf().getAll())
 
 
 def _onto_class_path(jars: Sequence[str], needed: Sequence[str]) -> bool:
