@@ -73,14 +73,14 @@ class Quarantine:
             reason = event.pop("reason")
             _lines.say(logging.INFO, "is in quarantine", reason, **event)
 
-    def replace(self, rows: pa.Table, source: str, done: tuple[str, int] | None = None) -> None:
+    def replace(self, rows: pa.Table, source: str, done: tuple[str, int]) -> None:
         """Put a batch build in place of all rows of this source; a table that is absent is there with them, or not.
 
         Args:
             done: query and batch up to which the rows are; later ones that were in are to come again.
         """
         rows = rows.select(COLUMNS.names).cast(COLUMNS)
-        properties = CommitProperties(app_transactions=[Transaction(*done)]) if done else None
+        properties = CommitProperties(app_transactions=[Transaction(*done)])
         if self._table.exists():
             predicate = f"source = '{source}'"
             write_deltalake(self._open(), rows, mode="overwrite", predicate=predicate, commit_properties=properties)

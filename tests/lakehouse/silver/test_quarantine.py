@@ -62,7 +62,7 @@ def test_sources_share_the_table(tmp_path: Path) -> None:
     other.apply(rejected("b", source="visits"), "q2", 0)
     one.apply(rejected("c"), "q1", 1)  # it does not know of the other's commit yet
     assert ids(lake) == ["a", "b", "c"]
-    one.replace(rejected("d"), "clicks")
+    one.replace(rejected("d"), "clicks", ("q1", 1))
     assert ids(lake) == ["b", "d"]
     one.apply(rejected("e"), "q1", 2)
     assert ids(lake) == ["b", "d", "e"]
