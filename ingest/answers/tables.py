@@ -171,7 +171,7 @@ class _TableProgress:
         self._lock = threading.Lock()
 
     def now(self) -> tuple[int, dict[str, int]]:
-        """The current version and its end offsets."""
+        """The current version, -1 if the table is absent, and its end offsets."""
         with self._lock:
             self._refresh()
             return self._version, dict(self._offsets)
