@@ -48,8 +48,8 @@ def test_stages_in_drivers_of_their_own_by_spark_submit_one_of_them_killed(new_s
     drivers: dict[str, subprocess.Popen[bytes]] = {}
 
     def submit(name: str, crash_at: str = "") -> None:
-        command = [str(binaries / "spark-submit"), "--driver-memory", "512m", *QUICK, f"jobs/run_{name}.py"]
-        command += ["--lake", str(place.lake.root), "--pipeline", place.settings.pipeline]
+        command = [str(binaries / "spark-submit"), "--driver-memory", "512m", *QUICK, "jobs/run_pipeline.py"]
+        command += ["--only", name, "--lake", str(place.lake.root), "--pipeline", place.settings.pipeline]
         if name == "bronze":
             command += ["--set", f"kafka={place.bootstrap}"]
         env = {**environ, "MILLRACE_CRASH_AT": crash_at}
