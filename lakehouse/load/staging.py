@@ -90,7 +90,11 @@ def _copy(product: DeltaTable, record: TableRef, target: TableRef, staging: Stag
         found = connection.sql(f"SELECT {picked} FROM ({source}){where}")  # noqa: S608 - names are quoted, the rest parsed
         schema = pa.schema([dataset.schema.field(name) for name in columns])
         batches = (batch.cast(schema) for batch in found.to_arrow_reader(_BATCH_ROWS))
-        _ready(target, schema, {names.PROPERTY_KEY: ",".join(key), names.PROPERTY_STAGING: staging.product})
+        properties = {names.PROPERTY_KEY: ",".join(key), names.PROPERTY_STAGING: staging.product}
+        target.create(schema, properties, f"A copy of a part of {staging.product}, made by `millrace staging`")
+        made = DeltaTable(str(target.path))
+        if not properties.items() <= made.metadata().configuration.items():
+            made.alter.set_table_properties(properties, raise_if_not_exists=False)
         write_deltalake(
             str(target.path),
             pa.RecordBatchReader.from_batches(schema, batches),
@@ -98,18 +102,6 @@ def _copy(product: DeltaTable, record: TableRef, target: TableRef, staging: Stag
             schema_mode="overwrite",
             commit_properties=CommitProperties(custom_metadata={COMMIT_STAGED: shows}),
         )
-
-
-def _ready(target: TableRef, schema: pa.Schema, properties: dict[str, str]) -> None:
-    """Create the table if it is absent, and set its properties."""
-    if not target.exists():
-        product = properties[names.PROPERTY_STAGING]
-        target.create(schema, properties, f"A copy of a part of {product}, made by `millrace staging`")
-        return
-    delta = DeltaTable(str(target.path))
-    found = delta.metadata().configuration
-    if any(found.get(name) != value for name, value in properties.items()):
-        delta.alter.set_table_properties(properties, raise_if_not_exists=False)
 
 
 def _columns(staging: Staging, key: tuple[str, ...], schema: pa.Schema) -> list[str]:
