@@ -35,7 +35,7 @@ from ingest.log.segments import NOWHERE, LoggedEvent, SourceLane
 from lakehouse.contract.envelope import HEADER_NAMES, WEIGHT, Envelope, EnvelopeError, fingerprint
 from lakehouse.contract.errors import ConfigError, crash_point
 from lakehouse.contract.pipeline import Pipeline, Source
-from lakehouse.contract.settings import ClientSecurity, Settings
+from lakehouse.contract.settings import KafkaSettings, Settings
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class TopicRelay:
     async def _batches(self, stop: asyncio.Event) -> None:
         pause = BACKOFF_FIRST_S
         while not stop.is_set():
-            reader = GroupReader(self._kafka.bootstrap, self._kafka.security, self._group, self._read)
+            reader = GroupReader(self._kafka, self._group, self._read)
             try:
                 while not stop.is_set():
                     batch = await asyncio.to_thread(reader.poll)
@@ -325,9 +325,8 @@ class GroupReader:
         sources: name by topic.
     """
 
-    def __init__(self, bootstrap: str, security: ClientSecurity, group: str, sources: Mapping[str, str]) -> None:
-        self._bootstrap = bootstrap
-        self._security = security
+    def __init__(self, kafka: KafkaSettings, group: str, sources: Mapping[str, str]) -> None:
+        self._kafka = kafka
         self._group = group
         self._sources = sources
         self._consumer: KafkaConsumer | None = None
@@ -337,7 +336,7 @@ class GroupReader:
     def poll(self) -> list[tuple[str, Any, bool]]:
         """Records with the names of their sources, and whether each may have been relayed before."""
         found: list[tuple[str, Any, bool]] = []
-        with broker_errors(self._bootstrap):
+        with broker_errors(self._kafka.bootstrap):
             consumer = self._consumer or self._connect()
             for place, records in consumer.poll(timeout_ms=_POLL_MS, max_records=BATCH).items():
                 before = self._suspect_before.setdefault(place, records[0].offset + BATCH)
@@ -351,7 +350,7 @@ class GroupReader:
         assert self._consumer is not None
         offsets = {place: OffsetAndMetadata(offset, "", -1) for place, offset in self._next.items()}
         self._next = {}
-        with broker_errors(self._bootstrap):
+        with broker_errors(self._kafka.bootstrap):
             try:
                 self._consumer.commit(offsets, timeout_ms=_ANSWER_MS)
             except kafka_errors.CommitFailedError:  # other members now own these partitions and repeat the batch
@@ -364,7 +363,7 @@ class GroupReader:
 
     def _connect(self) -> KafkaConsumer:
         consumer = self._consumer = KafkaConsumer(
-            bootstrap_servers=self._bootstrap,
+            bootstrap_servers=self._kafka.bootstrap,
             group_id=self._group,
             session_timeout_ms=_SESSION_MS,
             heartbeat_interval_ms=_SESSION_MS // 4,
@@ -373,7 +372,7 @@ class GroupReader:
             metadata_max_age_ms=_METADATA_MS,
             bootstrap_timeout_ms=_ANSWER_MS,
             metrics_enabled=False,
-            **self._security.for_kafka_python(),
+            **self._kafka.security.for_kafka_python(),
         )
         for topic in self._sources:  # otherwise the leader may assign nothing until its metadata is renewed
             consumer.partitions_for_topic(topic)

@@ -34,7 +34,7 @@ from lakehouse.contract.envelope import Envelope
 from lakehouse.contract.lake import Lake
 from lakehouse.contract.pipeline import Pipeline, load_pipeline
 from lakehouse.contract.pipeline.source import EnrichSpec
-from lakehouse.contract.settings import ClientSecurity
+from lakehouse.contract.settings import ClientSecurity, KafkaSettings
 from tests.ingest.conftest import (
     at_broker,
     consume,
@@ -208,7 +208,8 @@ async def test_a_poll_that_ends_while_partitions_are_assigned(
     await asyncio.to_thread(producer.close)
 
     def read(number: int) -> None:
-        reader = GroupReader(broker.bootstrap, ClientSecurity(), f"short-{number}", {"refine-short": "clicks"})
+        kafka = KafkaSettings(bootstrap=broker.bootstrap)
+        reader = GroupReader(kafka, f"short-{number}", {"refine-short": "clicks"})
         deadline = time.monotonic() + 60
         try:
             while not reader.poll():
