@@ -82,8 +82,9 @@ async def test_a_file_that_changes_is_read_again(tmp_path: Path, monkeypatch: py
     following = asyncio.create_task(enricher.run())
     await enricher.complete()
     for text, same in (("[broken", True), ('[{"who":"a","n":2}]', False)):
-        path.write_text(text, encoding="utf-8")
-        os.utime(path, (time.time() + 5, time.time() + 5 + len(text)))
+        (tmp_path / "new").write_text(text, encoding="utf-8")
+        os.utime(tmp_path / "new", (time.time() + 5, time.time() + 5 + len(text)))
+        (tmp_path / "new").replace(path)  # at once: a file that is just being written would be read empty
         if not same:
             await eventually(lambda: enricher.references["people"].version != first, 60)
         else:
