@@ -409,8 +409,14 @@ def maintain(
             return
 
 
-def replay(as_json: JsonOption = False) -> None:
-    """Prove that bronze alone gives the same products: build them again, compare digests. Exit status 1: one differs.
+def replay(
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="Build every product again and compare digests: all that it does."),
+    ] = True,
+    as_json: JsonOption = False,
+) -> None:
+    """Prove that bronze alone gives the same products. Exit status 1: a digest differs.
 
     Nothing is written.
     """
